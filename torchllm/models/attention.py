@@ -1,0 +1,165 @@
+"""Causal self-attention: projections around a replaceable core.
+
+A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
+reads key-value head h // (H / K). Its `mask(document_ids)` makes, once a forward, what it needs to keep a token from
+seeing later tokens and other documents. Parallelism replaces the core (context parallel) or gives it fewer heads
+(tensor parallel); generation wraps it (`CachedAttention`).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchllm.config import Model
+from torchllm.models.layers import Rotary, rotate
+
+
+class Attention(nn.Module):
+    """q, k, v projections, rotary positions (Llama), the core, output projection."""
+
+    def __init__(self, model: Model, bias: bool) -> None:
+        super().__init__()
+        self.head_width = model.head_width
+        self.q_proj = nn.Linear(model.hidden, model.heads * model.head_width, bias=bias)
+        self.k_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
+        self.v_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
+        self.o_proj = nn.Linear(model.heads * model.head_width, model.hidden, bias=bias)
+        self.core: Any = CORES[model.attention]()
+
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """x (B, S, D) -> (B, S, D)"""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_width)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        return self.o_proj(self.core(q, k, v, mask).flatten(-2))
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Which key each query may see, (B, 1, S, S) bool: not later, and of the same document. document_ids: (B, S)."""
+    length = document_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
+
+
+class EagerAttention(nn.Module):
+    """Plain products and a softmax: the reference of the tests; compiled it is the fused-softmax kernel."""
+
+    @staticmethod
+    def mask(document_ids: Tensor | None) -> Tensor | None:
+        return None if document_ids is None else document_mask(document_ids)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+        groups = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+class ScaledDotProductAttention(nn.Module):
+    """torch's scaled_dot_product_attention: the fastest kernel it has for the device."""
+
+    @staticmethod
+    def mask(document_ids: Tensor | None) -> Tensor | None:
+        return None if document_ids is None else document_mask(document_ids)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+class FlashAttention(nn.Module):
+    """The flash-attn package's kernel; causal only, so the config refuses it with document masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            from flash_attn import flash_attn_func
+        except ImportError as error:
+            raise RuntimeError(
+                f'model.attention = "flash" cannot be used here: {error}. Install the extra '
+                "(pip install -e '.[flash]', which compiles it) or use \"sdpa\"."
+            ) from error
+        self.kernel = flash_attn_func
+
+    @staticmethod
+    def mask(document_ids: Tensor | None) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        return self.kernel(q, k, v, causal=True)
+
+
+class FlexAttention(nn.Module):
+    """torch's FlexAttention: skips blocks of the document mask that nothing sees. It has no backward on a CPU."""
+
+    @staticmethod
+    def mask(document_ids: Tensor | None) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if document_ids is None:
+            return None
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (document_ids[b, q] == document_ids[b, k])
+
+        batch, length = document_ids.shape
+        return create_block_mask(visible, batch, None, length, length, device=document_ids.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = _causal_block_mask(q.shape[2], q.device) if mask is None else mask
+        return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """FlexAttention is a kernel only when compiled; one compilation serves every layer."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@cache
+def _causal_block_mask(length: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
+
+
+class CachedAttention(nn.Module):
+    """A core that remembers the keys and values it has seen, for generation one token at a time.
+
+    The first call (the prompt) goes to the wrapped core; each later call brings one token, which may see all before it.
+    """
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.core = core
+        self.mask = core.mask
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = k, v
+            return self.core(q, k, v, mask)
+        self.keys, self.values = torch.cat((self.keys, k), dim=1), torch.cat((self.values, v), dim=1)
+        q, k, v = (x.transpose(1, 2) for x in (q, self.keys, self.values))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+CORES: dict[str, type[nn.Module]] = {
+    "eager": EagerAttention,
+    "sdpa": ScaledDotProductAttention,
+    "flash": FlashAttention,
+    "flex": FlexAttention,
+}

@@ -1,0 +1,116 @@
+"""One decoder; Llama and GPT are settings of it.
+
+Plain PyTorch: nothing here knows of ranks. What parallelism needs from it: blocks in a ModuleDict keyed by their global
+index, ends that a pipeline stage may lack, positions and document ids as inputs, and replaceable parts (attention core,
+norm kernel, cross entropy, `run_blocks`).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from torchllm.config import Model
+from torchllm.models.attention import Attention
+from torchllm.models.head import Head
+from torchllm.models.layers import GELUFeedForward, LayerNorm, RMSNorm, Rotary, SwiGLU, rotary_angles
+
+
+class Family(NamedTuple):
+    """What makes a decoder a Llama or a GPT."""
+
+    norm: Callable[[Model], nn.Module]
+    feed_forward: Callable[[Model], nn.Module]
+    bias: bool
+    rotary: Callable[[Model, Tensor], Rotary | None]
+    learned_positions: bool
+
+
+FAMILIES = {
+    "llama": Family(RMSNorm, SwiGLU, False, rotary_angles, False),
+    "gpt": Family(LayerNorm, GELUFeedForward, True, lambda model, positions: None, True),
+}
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        family = FAMILIES[model.family]
+        self.input_layernorm = family.norm(model)
+        self.self_attn = Attention(model, family.bias)
+        self.post_attention_layernorm = family.norm(model)
+        self.mlp = family.feed_forward(model)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """x (B, S, D) -> (B, S, D)"""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+    """The blocks in their order."""
+    for block in blocks:
+        x = block(x, rotary, mask)
+    return x
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head. A pipeline stage has a part of the blocks and maybe no embedding or no head."""
+
+    def __init__(self, model: Model, loss_chunk: int) -> None:
+        super().__init__()
+        family = FAMILIES[model.family]
+        self.model = model
+        self.rotary = family.rotary
+        self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab, model.hidden)
+        self.embed_positions: nn.Module | None = None
+        if family.learned_positions:
+            self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
+        self.layers = nn.ModuleDict({str(index): Block(model) for index in range(model.layers)})
+        self.norm: nn.Module | None = family.norm(model)
+        self.lm_head: Head | None = Head(model, loss_chunk)
+        self.run_blocks: Callable[..., Tensor] = run_blocks
+        self.tie_embeddings()
+
+    def tie_embeddings(self) -> None:
+        """Make the head use the embedding's parameter if the model says so.
+
+        FOOTGUN: `parallelize_module` and `to_empty` each replace parameters and so untie them without a word; both are
+        followed by this call.
+        """
+        if self.model.tied_embeddings and self.embed_tokens is not None and self.lm_head is not None:
+            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]
+
+    def forward(
+        self, x: Tensor, positions: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Tokens to the sum of the loss, or to logits when there are no labels.
+
+        x: (B, S) tokens, or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
+        (B, S); document_ids None: every earlier token is seen. Returns (), (B, S, V), or (B, S, D) without the head.
+        """
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+            if self.embed_positions is not None:
+                x = x + self.embed_positions(positions)
+        blocks = list(self.layers.values())
+        mask = self.mask(document_ids)
+        x = self.run_blocks(blocks, x, self.rotary(self.model, positions), mask)
+        if self.norm is None or self.lm_head is None:
+            return x
+        return self.lm_head(self.norm(x), labels)
+
+    def mask(self, document_ids: Tensor | None) -> Any:
+        """What the attention cores need to hide later tokens and other documents; made once for all blocks."""
+        first = next(module for module in self.layers.modules() if isinstance(module, Attention))
+        return first.core.mask(document_ids)
+
+
+def build_model(model: Model, loss_chunk: int = 0) -> Decoder:
+    """The decoder with uninitialised weights; under `torch.device("meta")` it takes no memory.
+
+    loss_chunk: tokens whose logits exist at a time; 0: all of a micro batch.
+    """
+    return Decoder(model, loss_chunk)

@@ -1,0 +1,112 @@
+"""Norms, feed-forward layers and rotary positions.
+
+Shapes: B batch, S sequence, D hidden, F feed-forward, H heads, Q head width. Under sequence parallelism S of the norms
+is this rank's part of the sequence; under tensor parallelism F and H are this rank's part.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchllm.config import Model
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32. `kernel` is replaceable: compiled it is one fused pass over x."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.hidden))
+        self.epsilon = model.norm_epsilon
+        self.kernel: Callable[..., Tensor] = rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D)"""
+        return self.kernel(x, self.weight, self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.hidden))
+        self.bias = nn.Parameter(torch.empty(model.hidden))
+        self.epsilon = model.norm_epsilon
+        self.kernel: Callable[..., Tensor] = layer_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D)"""
+        return self.kernel(x, self.weight, self.bias, self.epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), Llama's feed-forward layer."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=False)
+        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=False)
+        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D)"""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GELUFeedForward(nn.Module):
+    """down(gelu(up(x))) with biases, GPT's feed-forward layer (the tanh form of GELU)."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(model.hidden, model.ffn)
+        self.down_proj = nn.Linear(model.ffn, model.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) -> (B, S, D)"""
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+Rotary = tuple[Tensor, Tensor]
+"""cosine and sine of every position's angles, each (B, S, Q / 2), float32"""
+
+
+def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
+    """Angle per position of each pair of features, (Q / 2), with Llama 3.1's scaling for long contexts.
+
+    Wavelengths over original_length / low_frequency_factor turn `rope_scaling_factor` times slower, those under
+    original_length / high_frequency_factor are kept, and between them the two are mixed linearly.
+    """
+    exponents = torch.arange(0, model.head_width, 2, device=device, dtype=torch.float32) / model.head_width
+    kept = 1.0 / model.rope_theta**exponents
+    turns = model.rope_original_length * kept / (2 * math.pi)  # full turns within the original context
+    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
+    share_kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * share_kept + kept / model.rope_scaling_factor * (1.0 - share_kept)
+
+
+def rotary_angles(model: Model, positions: Tensor) -> Rotary:
+    """positions (B, S) -> cos, sin. Computed anew in each forward: there is no buffer to lose, shard or load."""
+    angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the pairs (x[i], x[i + Q / 2]) by their position's angles: Hugging Face's "rotate half" layout.
+
+    x (B, S, H, Q) -> (B, S, H, Q) in x's type; the product is float32, as the angles are.
+    """
+    cos, sin = (part.unsqueeze(2) for part in rotary)
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,72 @@
+"""Fully sharded data parallelism (FSDP2), HSDP and DDP as one mechanism, by `zero_stage`.
+
+Sharded: every parameter, its gradient and its optimizer state, over the last axis of the mesh; with two axes they are
+replicated over the first (HSDP: shard inside a node, replicate across). zero_stage 0 is a shard axis of one rank.
+
+Sent, per unit (embedding; each block; final norm and head):
+  stage 3   gather before the forward and again before the backward of every micro batch, reduce-scatter after it
+  stage 2   gather once a step, reduce-scatter after every micro batch
+  stage 1   gather once a step, reduce-scatter once a step
+  stage 0   all-reduce once a step
+and, with a replicate axis, an all-reduce of the scattered gradient: 1 / shard of DDP's bytes cross nodes.
+While a block computes, the next `prefetch` blocks' gathers are under way.
+
+Applied to a single rank as well: then it only casts, so mixed precision (bfloat16 computation, float32 weights,
+gradients reduced in float32) has one code path.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from torchllm.config import Parallel
+from torchllm.models.decoder import Decoder
+
+
+def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype) -> None:
+    """Shard a stage in place. `mesh`: one axis (shard) or two (replicate, shard). `dtype`: of the computation."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the only float inputs are hidden states, already cast, and angles, kept in float32
+    )
+    per_use = parallel.zero_stage == 3
+    blocks = list(stage.layers.values())
+    for block in blocks:
+        kept = parallel.keep_last_block and block is blocks[-1]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use and not kept)
+    if not stage.model.tied_embeddings:  # tied: one unit, the root's, for the ends must gather the same parameter
+        if stage.embed_tokens is not None:
+            fully_shard(stage.embed_tokens, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use)
+        if stage.norm is not None and stage.lm_head is not None:
+            # Its backward follows its forward at once: freeing it between them would only cost a second gather.
+            fully_shard([stage.norm, stage.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(stage):
+        # FOOTGUN: these two act on one unit, not on those inside it. The step divides by its global token count, so
+        # FSDP must sum; gloo can only sum when told to by the second call.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _prefetch(blocks, parallel.prefetch)
+
+
+def _prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
+    """Issue the gathers of the `ahead` next blocks before a block computes, in forward and in backward order."""
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - ahead) : index])))
+
+
+def fsdp_modules(stage: torch.nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit of a stage."""
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def begin_micro_batch(stages: Sequence[Decoder], zero_stage: int, last: bool) -> None:
+    """Tell FSDP what to do after the coming backward; `last`: it is the step's last."""
+    for stage in stages:
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last or zero_stage >= 2)
+        stage.set_reshard_after_backward(last or zero_stage == 3)

@@ -1,0 +1,46 @@
+"""Where parallelism is applied: every technique once, in the one order that works.
+
+pipeline stages, then for each: tensor parallel (needs plain parameters) -> recompute (wraps what tensor parallelism has
+hooked) -> compile (sees the recomputation) -> FSDP (outermost, so that its gathers stay out of the graphs).
+"""
+
+import logging
+
+import torch
+
+from torchllm.config import Compile, Parallel, Recompute
+from torchllm.mesh import Mesh
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.compile import apply_compile
+from torchllm.parallel.fsdp import apply_fsdp
+from torchllm.parallel.recompute import apply_recompute
+from torchllm.parallel.tensor import apply_tensor_parallel
+
+log = logging.getLogger(__name__)
+
+
+def parallelize(
+    model: Decoder, mesh: Mesh, parallel: Parallel, recompute: Recompute, compile: Compile, dtype: torch.dtype
+) -> list[Decoder]:
+    """This rank's stages of a model built on the meta device, sharded and wrapped in place, still without memory.
+
+    dtype: of the computation; weights and gradient reductions are float32.
+    """
+    stages = [model]
+    layers = len(model.layers)
+    for stage in stages:
+        if parallel.tp > 1:
+            apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel)
+            log.info("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
+
+        if recompute.mode != "none":
+            apply_recompute(stage, recompute, layers)
+            log.info("recompute %s", recompute.mode)
+
+        if compile.norm or compile.block or compile.loss:
+            apply_compile(stage, compile)
+            log.info("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
+
+        apply_fsdp(stage, mesh.fsdp, parallel, dtype)
+        log.info("FSDP, ZeRO stage %d, over %s", parallel.zero_stage, mesh.describe())
+    return stages

@@ -1,0 +1,92 @@
+"""One optimizer step: micro batches -> token-normalised backward -> finite check -> clip -> update."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchllm.config import Training
+from torchllm.data.batch import Batch
+from torchllm.grad_norm import clip, grad_norm
+from torchllm.mesh import Mesh
+from torchllm.models.decoder import Decoder
+from torchllm.models.head import IGNORED
+from torchllm.optim.optimizer import apply_if_finite
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.pipeline import ForwardBackward
+
+
+class StepResult(NamedTuple):
+    """What a step did. The tensors are on the device and equal on all ranks; reading one waits for it."""
+
+    loss: Tensor
+    """mean loss in nats over the step's target tokens of all ranks, float32 ()"""
+    grad_norm: Tensor
+    """global norm before clipping, float64 ()"""
+    tokens: Tensor
+    """target tokens of all ranks, int64 ()"""
+    learning_rate: float
+    skipped: Tensor
+    """steps of this process so far that were not applied because loss or gradient was not finite, int64 ()"""
+    consecutive: Tensor
+    """longest run of such steps, the latest included, int64 ()"""
+
+
+class TrainStep:
+    """Takes one step on all ranks; the same call whatever the layout."""
+
+    def __init__(
+        self,
+        stages: Sequence[Decoder],
+        forward_backward: ForwardBackward,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: LearningRate,
+        mesh: Mesh,
+        training: Training,
+        device: torch.device,
+    ) -> None:
+        self.stages = stages
+        self.forward_backward = forward_backward
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.mesh = mesh
+        self.training = training
+        self.device = device
+        self.skipped, self.run, self.longest = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
+        """Step number `step` (from 1) on this rank's micro batches of it."""
+        batches = [batch.to(self.device) for batch in batches]
+        tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+        dist.all_reduce(tokens, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
+        loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
+        dist.all_reduce(loss, group=self.mesh.loss_group)
+        norm = grad_norm(self.stages, self.device)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        clip(self.stages, norm, self.training.max_grad_norm)
+        learning_rate = self.learning_rate(step)
+        apply_if_finite(self.optimizer, learning_rate, finite)
+        self.optimizer.zero_grad()
+        self.skipped = self.skipped + ~finite
+        self.run = (self.run + 1) * ~finite
+        self.longest = torch.maximum(self.longest, self.run)
+        return StepResult(loss, norm, tokens, learning_rate, self.skipped, self.longest)
+
+
+def check_finite(training: Training, step: int, result: StepResult) -> None:
+    """At a logged step: RuntimeError where the run's policy for steps that are not finite says to stop."""
+    skipped, consecutive = int(result.skipped), int(result.consecutive)
+    if training.on_nonfinite == "stop" and skipped:
+        raise RuntimeError(
+            f"loss or gradient was not finite in {skipped} step(s) up to step {step} (loss {float(result.loss):g}, "
+            f"gradient norm {float(result.grad_norm):g}); none was applied. Lower optimizer.learning_rate, look at the "
+            'data of these steps, or set training.on_nonfinite = "skip".'
+        )
+    if consecutive >= training.max_consecutive_nonfinite:
+        raise RuntimeError(
+            f"loss or gradient was not finite in {consecutive} steps in a row up to step {step}, the limit of "
+            "training.max_consecutive_nonfinite; none was applied. Resume from an earlier checkpoint with a lower "
+            "optimizer.learning_rate."
+        )
