@@ -1,0 +1,206 @@
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import torchllm.metrics.meter as meter_module
+from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.metrics.flops import flops_per_token, recomputed_flops_per_token
+from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
+from torchllm.metrics.sinks import Record, TensorBoard
+from torchllm.train_step import StepResult
+
+MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
+TRAINING = Training(steps=7, global_batch_size=8, sequence_length=16)
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Kept:
+    """A sink as a fork would write one."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.closed = False
+
+    def write(self, step: int, record: Record) -> None:
+        assert record["step"] == step
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+def make(sink: Kept, interval: int = 3, peak: float | None = 1e9, **changed: Any) -> Meter:
+    return Meter(
+        Metrics(log_interval=interval),
+        MODEL,
+        Recompute("full"),
+        TRAINING,
+        device=CPU,
+        world_size=4,
+        peak_flops=peak,
+        sinks=[sink],
+        **changed,
+    )
+
+
+def result(loss: float = 2.5) -> StepResult:
+    values = {
+        "loss": torch.tensor(loss),
+        "grad_norm": torch.tensor(0.7, dtype=torch.float64),
+        "tokens": torch.tensor(128),
+        "learning_rate": 1e-3,
+        "skipped": torch.tensor(2),
+    }
+    return StepResult(**{name: values.get(name) for name in StepResult._fields})  # type: ignore[arg-type]
+
+
+def unread() -> StepResult:
+    """A step whose tensors must not be touched."""
+    return StepResult(**dict.fromkeys(StepResult._fields))  # type: ignore[arg-type]
+
+
+def test_record(clock: Clock) -> None:
+    sink = Kept()
+    meter = make(sink, sequences=80)
+    for step in range(1, 8):
+        with meter.data_wait():
+            clock.now += 0.25
+        clock.now += 1.75
+        if step == 5:
+            with meter.pause():  # a checkpoint, an evaluation
+                clock.now += 1000
+        meter.log(step, result() if step in (1, 3, 6, 7) else unread())
+    meter.close()
+    assert sink.closed
+    assert [record["step"] for record in sink.records] == [1, 3, 6, 7]
+    rate = 8 * 16 / 2.0
+    palm, again = flops_per_token(MODEL, 16), recomputed_flops_per_token(MODEL, Recompute("full"), 16)
+    assert again > 0
+    record = dict(sink.records[2])
+    assert record.pop("memory_gib") == pytest.approx(memory_gib(CPU), abs=0.5)
+    assert record == {
+        "step": 6,
+        "loss": 2.5,
+        "grad_norm": 0.7,
+        "learning_rate": 1e-3,
+        "tokens": (80 + 6 * 8) * 16,
+        "tokens_per_second": rate,
+        "step_seconds": 2.0,
+        "data_seconds": 0.25,
+        "mfu": rate * palm / 4e9,
+        "mfu_unmasked": rate * flops_per_token(MODEL, 16, 8.5) / 4e9,
+        "hfu": rate * (palm + again) / 4e9,
+        "skipped_steps": 2,
+    }
+
+
+def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
+    sink = Kept()
+    meter = make(sink)
+    for step in (41, 42, 43, 44, 45):  # resumed after step 40
+        clock.now += 60 if step == 41 else 2
+        meter.log(step, result())
+    assert [(record["step"], record["step_seconds"]) for record in sink.records] == [(41, 60), (42, 2), (45, 2)]
+
+
+def test_document_masks_count_the_pairs_they_leave(clock: Clock) -> None:
+    sink = Kept()
+    meter = make(sink)
+    for step in (1, 2, 3):
+        clock.now += 2
+        positions = torch.arange(16).expand(8, 16) % (4 if step == 2 else 8)  # documents of 4 or 8 tokens
+        meter.log(step, result(), pairs=(positions + 1).sum())
+    expected = [flops_per_token(MODEL, 16, keys) * 64 / 4e9 for keys in (4.5, (2.5 + 4.5) / 2)]
+    assert [record["mfu_unmasked"] for record in sink.records] == pytest.approx(expected, rel=1e-12)
+
+
+def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
+    sink = Kept()
+    meter = make(sink, interval=100)
+    for step in range(1, 6):
+        clock.now += 1
+        meter.log(step, result(), validation_loss=2.0 if step == 3 else None, force=step == 4)
+    assert [record["step"] for record in sink.records] == [1, 3, 4]
+    assert [record.get("validation_loss") for record in sink.records] == [None, 2.0, None]
+    assert "validation_loss" not in sink.records[0]
+
+
+def test_an_unknown_device_has_no_utilization(clock: Clock) -> None:
+    sink = Kept()
+    meter = make(sink, peak=None)
+    clock.now += 1
+    record = meter.log(1, result(math.nan))
+    assert record is not None
+    assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)
+    assert record["loss"] is not None
+    assert math.isnan(record["loss"])
+
+
+def test_every_key_is_described_and_has_its_curve(clock: Clock) -> None:
+    meter = make(Kept())
+    clock.now += 1
+    record = meter.log(1, result(), validation_loss=1.0)
+    assert record is not None
+    text = meter_module.__doc__ or ""
+    assert all(f"\n    {key} " in text for key in record)
+    assert record.keys() - {"step"} == TensorBoard.GROUPS.keys()
+
+
+def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
+    before = memory_gib(CPU)
+    held = torch.ones(2**26)  # a quarter of a GiB
+    # 0.05: other threads and the allocator may give memory back meanwhile.
+    assert memory_gib(CPU) - before == pytest.approx(0.25, abs=0.05)
+    assert held.numel() == 2**26
+
+
+def test_measured_peak_is_above_what_a_product_reaches_and_quick() -> None:
+    start = time.perf_counter()
+    peak = measured_peak_flops()
+    assert time.perf_counter() - start < 5  # 0.3 s meant; a shared machine stalls
+    left, right = torch.rand(256, 256), torch.rand(256, 256)
+    start = time.perf_counter()
+    for _ in range(20):
+        left @ right
+    reached = 20 * 2 * 256**3 / (time.perf_counter() - start)
+    # 0.5: what else runs on the machine may slow either measurement.
+    assert peak > 0.5 * reached
+    assert peak < 1e15
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "precision", "teraflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, "highest", 989.5),
+        ("NVIDIA H200", torch.float32, "high", 494.5),
+        ("NVIDIA H200", torch.float32, "highest", None),
+        ("NVIDIA H20", torch.bfloat16, "highest", None),
+    ],
+)
+def test_peak_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, precision: str, teraflops: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    expected = None if teraflops is None else teraflops * 1e12
+    assert peak_flops(torch.device("cuda", 0), dtype) == expected

@@ -1,0 +1,151 @@
+"""Floating-point operations of a model and of a device: what MFU and HFU are made of. No torch.
+
+One multiply-add is two operations. Everything is per input token of a training step, forward and backward, unless it
+says otherwise. Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, L blocks,
+S sequence.
+
+- Model FLOPs (`flops_per_token`): PaLM (arXiv 2204.02311, appendix B), 6 N + 12 L H Q S with N = all parameters. They
+  do not depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
+- `flops_per_token(pairs=...)`: the same with the attention that a causal or document mask leaves.
+- HFU adds `recomputed_flops_per_token`.
+- `executed_flops_per_token`: the matrix products that really run. It lacks what N counts though it multiplies nothing:
+  the embedding's look-up, norms, biases.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from torchllm.config import Model, Recompute
+
+
+class Matrices(NamedTuple):
+    """Elements of one model's weight matrices."""
+
+    attention: int
+    """q, k, v and output projection of one block"""
+    ffn: int
+    """feed-forward layer of one block"""
+    down: int
+    """the last of those: the feed-forward layer's output projection"""
+    head: int
+    """output projection, one with the embedding when tied"""
+
+
+def matrices(model: Model) -> Matrices:
+    """Sizes of the weight matrices that tokens are multiplied with."""
+    attention = 2 * model.hidden * (model.heads + model.kv) * model.head_width
+    down = model.hidden * model.ffn
+    return Matrices(attention, (3 if model.family == "llama" else 2) * down, down, model.vocab * model.hidden)
+
+
+def parameter_count(model: Model) -> int:
+    """All parameters (N): both embedding matrices, a tied one once; norms, biases, learned positions."""
+    sizes = matrices(model)
+    norms = (2 * model.layers + 1) * model.hidden
+    count = model.layers * (sizes.attention + sizes.ffn) + norms
+    count += sizes.head * (1 if model.tied_embeddings else 2)
+    if model.family == "gpt":
+        biases = (model.heads + 2 * model.kv) * model.head_width + model.ffn + 2 * model.hidden
+        count += model.layers * biases + norms + model.max_sequence_length * model.hidden
+    return count
+
+
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """(query, key) pairs that a causal mask leaves in documents of these lengths, in tokens."""
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
+def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None) -> float:
+    """Model FLOPs of one token. `pairs`: keys that a query sees, on average; None: all S of them, as PaLM counts."""
+    keys = sequence_length if pairs is None else pairs
+    return 6 * parameter_count(model) + 12 * model.layers * model.heads * model.head_width * keys
+
+
+def forward_flops_per_token(model: Model, sequence_length: int) -> int:
+    """Matrix products of one token's forward pass as they run, attention unmasked; the backward pass is twice that."""
+    sizes = matrices(model)
+    attention = 4 * model.heads * model.head_width * sequence_length  # scores, and their product with the values
+    return model.layers * (2 * (sizes.attention + sizes.ffn) + attention) + 2 * sizes.head
+
+
+def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
+    """Matrix products that the backward pass runs a second time.
+
+    `loss_chunk` over 0: the output projection too. torch ends a recomputation at the last tensor that it needs, so the
+    last product of whatever is recomputed at once (always a down projection) is not among them; nor, for every mode, is
+    what fused attention kernels recompute inside their backward (no published HFU counts it).
+    """
+    sizes = matrices(model)
+    ffn, down = 2 * sizes.ffn, 2 * sizes.down
+    block = 2 * sizes.attention + 4 * model.heads * model.head_width * sequence_length + ffn
+    size = recompute_interval(recompute, model.layers)
+    again = {
+        "none": 0,
+        "full": model.layers * (block - down),
+        "segment": model.layers * block - math.ceil(model.layers / size) * down,
+        "every_k": math.ceil(model.layers / size) * (block - down),
+        "ffn": model.layers * (ffn - down),
+        "selective": 0,
+    }
+    return again[recompute.mode] + (2 * sizes.head if loss_chunk else 0)
+
+
+def recompute_interval(recompute: Recompute, layers: int) -> int:
+    """`recompute.k` with its default filled in."""
+    return recompute.k or (2 if recompute.mode == "every_k" else round(math.sqrt(layers)))
+
+
+def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
+    """Matrix products that a training step runs: forward, backward and what is recomputed; attention unmasked."""
+    again = recomputed_flops_per_token(model, recompute, sequence_length, loss_chunk)
+    return 3 * forward_flops_per_token(model, sequence_length) + again
+
+
+class Peak(NamedTuple):
+    """Dense matrix-product peak of one kind of GPU, in TFLOP/s."""
+
+    name: str
+    """regular expression of the whole device name, without NVIDIA and GeForce"""
+    bfloat16: float
+    """with float32 accumulation"""
+    tf32: float
+    source: str
+
+
+# FOOTGUN: data sheets print the figure with 2:4 sparsity, twice the dense one that is here. Names are matched whole: an
+# H100 PCIe is not an H100, a laptop's or a MIG slice's peak is not the card's, an A100 of 64 GB is another chip.
+PEAKS = (
+    Peak(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 312, 156, "NVIDIA A100 data sheet"),
+    Peak(r"A800-SXM4-80GB|A800 80GB PCIe", 312, 156, "NVIDIA A800 data sheet"),
+    Peak(r"A40", 149.7, 74.8, "NVIDIA A40 data sheet"),
+    Peak(r"A10", 125, 62.5, "NVIDIA A10 data sheet"),
+    Peak(r"A10G", 70, 35, "NVIDIA A10G data sheet (AWS)"),
+    Peak(r"H100 80GB HBM3", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
+    Peak(r"H100 PCIe", 756.5, 378, "NVIDIA H100 data sheet of 2022, PCIe"),
+    Peak(r"H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL, one GPU"),
+    Peak(r"H800", 989.5, 494.5, "NVIDIA H800 data sheet, SXM"),
+    Peak(r"H200", 989.5, 494.5, "NVIDIA H200 data sheet, SXM"),
+    Peak(r"H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet, NVL"),
+    Peak(r"GH200 (480|144G)\w*( HBM3e)?", 989.5, 494.5, "NVIDIA GH200 data sheet"),
+    Peak(r"B200", 2250, 1125, "NVIDIA HGX B200 data sheet, an eighth"),
+    Peak(r"GB200", 2500, 1250, "NVIDIA GB200 NVL72 data sheet, one GPU"),
+    Peak(r"L4", 121, 60, "NVIDIA L4 data sheet"),
+    Peak(r"L40", 181, 90.5, "NVIDIA L40 data sheet"),
+    Peak(r"L40S", 362, 183, "NVIDIA L40S data sheet"),
+    Peak(r"RTX A6000", 154.8, 77.4, "NVIDIA RTX A6000 data sheet"),
+    Peak(r"RTX 6000 Ada Generation", 364.2, 182.1, "NVIDIA Ada architecture white paper, appendix"),
+    Peak(r"RTX 3090", 71.2, 35.6, "NVIDIA Ampere GA102 white paper, appendix A"),
+    Peak(r"RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper, appendix A"),
+    Peak(r"RTX 5090", 209.5, 104.8, "NVIDIA RTX Blackwell architecture white paper, appendix A"),
+)
+
+
+def device_peak_flops(name: str, precision: Literal["bfloat16", "tf32"]) -> float | None:
+    """Dense peak of a GPU by the name its driver gives it, in FLOP/s; None for one that is not in `PEAKS`."""
+    bare = re.sub(r"^(NVIDIA )?(GeForce )?", "", name.strip())
+    for peak in PEAKS:
+        if re.fullmatch(peak.name, bare, re.IGNORECASE):
+            return getattr(peak, precision) * 1e12
+    return None
