@@ -17,7 +17,7 @@ or not finite.
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
-    skipped_steps      steps not applied because their loss or gradient was not finite, so far
+    skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
 The first step of a process is always logged, alone: it has the initial loss, and its times hold what happens once
 (compilation, allocation, kernel selection), so that no later record does.
