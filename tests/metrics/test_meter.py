@@ -63,8 +63,10 @@ def make(sink: Kept, interval: int = 3, peak: float | None = 1e9, **changed: Any
     )
 
 
-def result(loss: float = 2.5) -> StepResult:
+def result(loss: float = 2.5, document: int = 16) -> StepResult:
+    """A step of 8 sequences of 16 tokens, in documents of `document` tokens."""
     values = {
+        "pairs": 8 * (torch.arange(16) % document + 1).sum(),
         "loss": torch.tensor(loss),
         "grad_norm": torch.tensor(0.7, dtype=torch.float64),
         "tokens": torch.tensor(128),
@@ -75,8 +77,8 @@ def result(loss: float = 2.5) -> StepResult:
 
 
 def unread() -> StepResult:
-    """A step whose tensors must not be touched."""
-    return StepResult(**dict.fromkeys(StepResult._fields))  # type: ignore[arg-type]
+    """A step of which nothing may be read; its pairs are only added up, on the device."""
+    return StepResult(**dict.fromkeys(StepResult._fields) | {"pairs": result().pairs})  # type: ignore[arg-type]
 
 
 def test_record(clock: Clock) -> None:
@@ -128,8 +130,7 @@ def test_document_masks_count_the_pairs_they_leave(clock: Clock) -> None:
     meter = make(sink)
     for step in (1, 2, 3):
         clock.now += 2
-        positions = torch.arange(16).expand(8, 16) % (4 if step == 2 else 8)  # documents of 4 or 8 tokens
-        meter.log(step, result(), pairs=(positions + 1).sum())
+        meter.log(step, result(document=4 if step == 2 else 8))
     expected = [flops_per_token(MODEL, 16, keys) * 64 / 4e9 for keys in (4.5, (2.5 + 4.5) / 2)]
     assert [record["mfu_unmasked"] for record in sink.records] == pytest.approx(expected, rel=1e-12)
 

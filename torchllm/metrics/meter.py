@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
@@ -69,7 +68,7 @@ class Meter:
         length = training.sequence_length
         self.recomputed = recomputed_flops_per_token(model, recompute, length, training.loss_chunk)
         self.first = True
-        self.pairs: Tensor | None = None
+        self.pairs = torch.zeros((), dtype=torch.float64, device=device)
         self._start_interval()
 
     @contextmanager
@@ -97,20 +96,16 @@ class Meter:
         step: int,
         result: "StepResult",
         *,
-        pairs: Tensor | None = None,
         validation_loss: float | None = None,
         force: bool = False,
     ) -> Record | None:
         """Count a step; write and return its record if it is logged (the same steps on all ranks), else None.
 
         Logged are the first step of the process, every `log_interval`-th, the last, evaluated ones and forced ones.
-        `pairs`: with document masks, the (query, key) pairs of the step on all ranks, (), which are the sum of
-        positions + 1; None: those of the causal mask.
         """
         self.steps += 1
         self.sequences += self.training.global_batch_size
-        if pairs is not None:
-            self.pairs = pairs.double() if self.pairs is None else self.pairs + pairs
+        self.pairs = self.pairs + result.pairs
         due = step % self.config.log_interval == 0 or step == self.training.steps
         if not (due or self.first or validation_loss is not None or force):
             return None
@@ -129,13 +124,12 @@ class Meter:
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all of them: this is where a logged step waits for the device.
-        read = [result.loss, result.grad_norm, result.skipped] + ([] if self.pairs is None else [self.pairs])
-        loss, grad_norm, skipped, *pairs = torch.stack([tensor.double() for tensor in read]).tolist()
+        read = [result.loss, result.grad_norm, result.skipped, self.pairs]
+        loss, grad_norm, skipped, pairs = torch.stack([tensor.double() for tensor in read]).tolist()
         seconds = time.perf_counter() - self.started - self.paused
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
         tokens_per_second = tokens / seconds
-        keys = pairs[0] / tokens if pairs else (length + 1) / 2
         model_flops = flops_per_token(self.model, length)
         record: Record = {
             "step": step,
@@ -147,7 +141,7 @@ class Meter:
             "step_seconds": seconds / self.steps,
             "data_seconds": self.waited / self.steps,
             "mfu": self._utilization(tokens_per_second * model_flops),
-            "mfu_unmasked": self._utilization(tokens_per_second * flops_per_token(self.model, length, keys)),
+            "mfu_unmasked": self._utilization(tokens_per_second * flops_per_token(self.model, length, pairs / tokens)),
             "hfu": self._utilization(tokens_per_second * (model_flops + self.recomputed)),
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
@@ -157,7 +151,7 @@ class Meter:
 
     def _start_interval(self) -> None:
         self.steps = 0
-        self.pairs = None
+        self.pairs = torch.zeros_like(self.pairs)
         self.waited = 0.0
         self.paused = 0.0
         self.started = time.perf_counter()
