@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchllm.config import Training
 from torchllm.data.batch import Batch
+from torchllm.errors import UserError
 from torchllm.grad_norm import clip, grad_norm
 from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
@@ -27,6 +28,8 @@ class StepResult(NamedTuple):
     """global norm before clipping, float64 ()"""
     tokens: Tensor
     """target tokens of all ranks, int64 ()"""
+    pairs: Tensor
+    """(query, key) pairs that the causal and document masks leave, of all ranks, int64 ()"""
     learning_rate: float
     skipped: Tensor
     """steps of this process so far that were not applied because loss or gradient was not finite, int64 ()"""
@@ -59,8 +62,10 @@ class TrainStep:
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step number `step` (from 1) on this rank's micro batches of it."""
         batches = [batch.to(self.device) for batch in batches]
-        tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-        dist.all_reduce(tokens, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
+        counts = [((batch.labels != IGNORED).sum(), (batch.positions + 1).sum()) for batch in batches]
+        sums = torch.stack([torch.stack(pair) for pair in counts]).sum(0)
+        dist.all_reduce(sums, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
+        tokens, pairs = sums
         loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
         dist.all_reduce(loss, group=self.mesh.loss_group)
         norm = grad_norm(self.stages, self.device)
@@ -72,20 +77,20 @@ class TrainStep:
         self.skipped = self.skipped + ~finite
         self.run = (self.run + 1) * ~finite
         self.longest = torch.maximum(self.longest, self.run)
-        return StepResult(loss, norm, tokens, learning_rate, self.skipped, self.longest)
+        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest)
 
 
 def check_finite(training: Training, step: int, result: StepResult) -> None:
-    """At a logged step: RuntimeError where the run's policy for steps that are not finite says to stop."""
+    """At a logged step: UserError where the run's policy for steps that are not finite says to stop."""
     skipped, consecutive = int(result.skipped), int(result.consecutive)
     if training.on_nonfinite == "stop" and skipped:
-        raise RuntimeError(
+        raise UserError(
             f"loss or gradient was not finite in {skipped} step(s) up to step {step} (loss {float(result.loss):g}, "
             f"gradient norm {float(result.grad_norm):g}); none was applied. Lower optimizer.learning_rate, look at the "
             'data of these steps, or set training.on_nonfinite = "skip".'
         )
     if consecutive >= training.max_consecutive_nonfinite:
-        raise RuntimeError(
+        raise UserError(
             f"loss or gradient was not finite in {consecutive} steps in a row up to step {step}, the limit of "
             "training.max_consecutive_nonfinite; none was applied. Resume from an earlier checkpoint with a lower "
             "optimizer.learning_rate."

@@ -19,4 +19,6 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; the copy runs beside the computation when the memory is pinned."""
-        return Batch(*(x if x is None else x.to(device, non_blocking=True) for x in self))
+        tokens, labels, positions = (x.to(device, non_blocking=True) for x in self[:3])
+        documents = self.document_ids
+        return Batch(tokens, labels, positions, None if documents is None else documents.to(device, non_blocking=True))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.errors import UserError
 from torchllm.models.layers import Rotary, rotate
 
 
@@ -84,7 +85,7 @@ class FlashAttention(nn.Module):
         try:
             from flash_attn import flash_attn_func
         except ImportError as error:
-            raise RuntimeError(
+            raise UserError(
                 f'model.attention = "flash" cannot be used here: {error}. Install the extra '
                 "(pip install -e '.[flash]', which compiles it) or use \"sdpa\"."
             ) from error
@@ -115,6 +116,8 @@ class FlexAttention(nn.Module):
         return create_block_mask(visible, batch, None, length, length, device=document_ids.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        if q.device.type == "cpu" and q.requires_grad:
+            raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = _causal_block_mask(q.shape[2], q.device) if mask is None else mask
         return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

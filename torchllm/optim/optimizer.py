@@ -50,6 +50,8 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
 class ShardedSGD(torch.optim.SGD):
     """torch's fused SGD over this rank's shards. (DTensor knows the fused AdamW kernel, but not this one.)"""
 
+    found_inf: Tensor
+
     def __init__(self, groups: list[dict[str, Any]], learning_rate: float, momentum: float) -> None:
         super().__init__(groups, learning_rate, momentum, fused=True)
         for group in self.param_groups if momentum else []:
@@ -61,17 +63,18 @@ class ShardedSGD(torch.optim.SGD):
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            buffers = [self.state[parameter].get("momentum_buffer") for parameter in parameters]
             sgd(
                 [_local(parameter) for parameter in parameters],
-                [_local(parameter.grad) for parameter in parameters],
-                [_local(self.state[parameter].get("momentum_buffer")) for parameter in parameters],
+                [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+                [_local(buffer) if buffer is not None else None for buffer in buffers],
                 fused=True,
                 found_inf=self.found_inf,
                 **{key: group[key] for key in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
             )
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

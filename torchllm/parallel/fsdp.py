@@ -16,6 +16,7 @@ gradients reduced in float32) has one code path.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +50,7 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         # FSDP must sum; gloo can only sum when told to by the second call.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _prefetch(blocks, parallel.prefetch)
+    _prefetch(cast(list[FSDPModule], blocks), parallel.prefetch)
 
 
 def _prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
@@ -66,7 +67,7 @@ def fsdp_modules(stage: torch.nn.Module) -> list[FSDPModule]:
 
 def begin_micro_batch(stages: Sequence[Decoder], zero_stage: int, last: bool) -> None:
     """Tell FSDP what to do after the coming backward; `last`: it is the step's last."""
-    for stage in stages:
+    for stage in cast(Sequence[FSDPModule], stages):
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or zero_stage >= 2)
         stage.set_reshard_after_backward(last or zero_stage == 3)

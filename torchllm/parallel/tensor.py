@@ -80,6 +80,7 @@ class WholeNorm(ParallelStyle):
         self.gradient = Partial() if hidden.is_shard() else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm | LayerNorm)
         distribute_module(module, device_mesh)
         kernel = module.kernel
 
@@ -99,7 +100,7 @@ class WholePositions(ParallelStyle):
         self.hidden = hidden
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def take_part(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+        def take_part(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
             return whole.redistribute(placements=[self.hidden])
 
@@ -116,18 +117,21 @@ class VocabParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            assert isinstance(module, Head)
             module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
 
-        def gather(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             hidden = DTensor.from_local(inputs[0], mesh, [self.hidden], run_check=False)
             return hidden.redistribute(placements=[Replicate()]), *inputs[1:]
 
+        assert isinstance(module, Head)
         module.cross_entropy = vocab_parallel_cross_entropy_sum
         return distribute_module(module, device_mesh, cut, gather)
 
 
-def vocab_parallel_cross_entropy_sum(logits: DTensor, labels: Tensor) -> Tensor:
+def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """`models.head.cross_entropy_sum` for logits (N, V) sharded over V: float32 (), the same on every tp rank."""
+    assert isinstance(logits, DTensor)
     offset = local_region(logits)[1][-1]
     return _VocabParallelCrossEntropy.apply(logits.to_local().float(), labels, offset, logits.device_mesh.get_group())
 

@@ -1,0 +1,46 @@
+"""Validation loss of a checkpoint, on one device.
+
+python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
+"""
+
+import sys
+
+from torchllm.config_file import load_config
+
+from torchllm.config import Config
+
+if __name__ == "__main__":
+    CONFIG = load_config(sys.argv[1:], one_device=True)
+
+import math
+
+import torch
+
+from torchllm.checkpoint import find_checkpoint, load_weights
+from torchllm.data.loader import DataRanks, build_loader
+from torchllm.evaluate import evaluate
+from torchllm.initialize import initialize
+from torchllm.models.decoder import build_model
+from torchllm.runtime import choose_device, compute_dtype, report_errors
+
+
+def main(config: Config) -> float:
+    """Print and return the mean loss in nats a token over the held-out sequences."""
+    report_errors()
+    device = choose_device(config.run.device, local_rank=0)
+    dtype = compute_dtype(config.training, device)
+    folder = find_checkpoint(config.run.folder, config.checkpoint.resume)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    initialize([model], config.model, device, config.run.seed)
+    manifest = load_weights(folder, model)
+    model.to(dtype)
+    alone = DataRanks(rank=0, size=1, prepares=True, barrier=lambda: None, agree=lambda error: [error])
+    data = build_loader(config.data, config.training, config.model, config.run.seed, alone)
+    loss = evaluate([model], data.validation_batches(config.evaluate.sequences), device)
+    print(f"step {manifest.step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
+    return loss
+
+
+if __name__ == "__main__":
+    main(CONFIG)

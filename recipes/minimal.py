@@ -1,0 +1,67 @@
+"""The whole of training on one device, in one file: read this first.
+
+    python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
+
+It ignores [parallel], [recompute], [compile], [checkpoint] and [evaluate]. `pretrain.py` makes the same calls in the
+same order, sharded over ranks, and trains the same model (tested).
+"""
+
+import sys
+
+from torchllm.config_file import load_config
+
+from torchllm.config import Config
+
+if __name__ == "__main__":
+    CONFIG = load_config(sys.argv[1:], one_device=True)
+
+import time
+
+import torch
+
+from torchllm.data.loader import DataRanks, build_loader
+from torchllm.grad_norm import clip, grad_norm
+from torchllm.initialize import initialize
+from torchllm.models.decoder import build_model
+from torchllm.models.head import IGNORED
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.runtime import choose_device, compute_dtype
+
+
+def main(config: Config) -> list[float]:
+    """Train and return the loss of every step, in nats a token."""
+    device = choose_device(config.run.device, local_rank=0)
+    dtype = compute_dtype(config.training, device)
+    with torch.device("meta"):
+        model = build_model(config.model, config.training.loss_chunk)
+    initialize([model], config.model, device, config.run.seed)
+
+    alone = DataRanks(rank=0, size=1, prepares=True, barrier=lambda: None, agree=lambda error: [error])
+    data = build_loader(config.data, config.training, config.model, config.run.seed, alone)
+    optimizer = build_optimizer([model], config.optimizer)
+    learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+
+    losses = []
+    for step in range(1, config.training.steps + 1):
+        started = time.perf_counter()
+        batches = [batch.to(device) for batch in data.next_step()]
+        targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        loss = torch.zeros((), device=device)
+        for tokens, labels, positions, document_ids in batches:
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                part = model(tokens, positions, document_ids, labels) / targets
+            part.backward()
+            loss += part.detach()
+        norm = grad_norm([model], device)
+        clip([model], norm, config.training.max_grad_norm)
+        apply_if_finite(optimizer, learning_rate(step), torch.isfinite(norm))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(f"step {step}  loss {losses[-1]:.4f}  {time.perf_counter() - started:.3f} s", flush=True)
+    data.close()
+    return losses
+
+
+if __name__ == "__main__":
+    main(CONFIG)

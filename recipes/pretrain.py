@@ -1,0 +1,130 @@
+"""Pretraining: the reference loop, for one laptop core or ten thousand GPUs.
+
+    ./run_train.sh CONFIG.toml [--section.key=value ...]            starts it on every rank
+    python recipes/pretrain.py --help                               every key
+
+To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.py ./run_train.sh CONFIG.toml
+"""
+
+import sys
+
+from torchllm.config_file import load_config, write_config
+
+from torchllm.config import Config
+
+if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
+    CONFIG = load_config(sys.argv[1:])
+
+import logging
+from dataclasses import asdict
+
+import torch
+
+from torchllm.checkpoint import Checkpointer
+from torchllm.data.loader import DataRanks, build_loader
+from torchllm.evaluate import evaluate
+from torchllm.initialize import initialize
+from torchllm.mesh import build_mesh
+from torchllm.metrics.meter import Meter, peak_flops
+from torchllm.metrics.sinks import open_sinks
+from torchllm.models.decoder import build_model
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import OneStage
+from torchllm.runtime import compute_dtype, start_runtime
+from torchllm.train_step import TrainStep, check_finite
+
+log = logging.getLogger("torchllm")
+
+
+def due(step: int, interval: int) -> bool:
+    """Whether something done every `interval` steps is done at this one; 0: never."""
+    return interval > 0 and step % interval == 0
+
+
+def main(config: Config) -> None:
+    """Train; on return the run folder holds the last step's checkpoint."""
+    runtime = start_runtime(config.run)
+    device = runtime.device
+    if runtime.is_main:
+        write_config(config, runtime.folder / "config.toml")
+
+    mesh = build_mesh(config.parallel, device)
+    dtype = compute_dtype(config.training, device)
+    with torch.device("meta"):
+        model = build_model(config.model, config.training.loss_chunk)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype)
+    initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
+
+    data = build_loader(
+        config.data,
+        config.training,
+        config.model,
+        config.run.seed,
+        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.barrier, runtime.agree),
+    )
+    optimizer = build_optimizer(stages, config.optimizer)
+    learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    forward_backward = OneStage(stages, config.parallel.zero_stage)
+    step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, config.training, device)
+
+    checkpoints = Checkpointer(
+        config.checkpoint,
+        runtime.folder,
+        stages,
+        optimizer,
+        host_group=runtime.host_group,
+        record={"config": asdict(config)},
+    )
+    start = 0
+    if restored := checkpoints.resume():
+        start = restored.step
+        data.load_state(restored.data)
+
+    meter = Meter(
+        config.metrics,
+        config.model,
+        config.recompute,
+        config.training,
+        device=device,
+        world_size=runtime.world_size,
+        peak_flops=peak_flops(device, dtype),
+        sinks=open_sinks(runtime.folder, config.metrics, steps=config.training.steps, start=start)
+        if runtime.is_main
+        else [],
+        sequences=data.state()["sequences"],
+    )
+    for n in range(start + 1, config.training.steps + 1):
+        with meter.data_wait():
+            batches = data.next_step()
+        result = step(n, batches)
+
+        stopping = runtime.should_stop()  # agreed by all ranks: one that saved alone would wait for ever
+        last = stopping or n == config.training.steps
+
+        validation_loss = None
+        if due(n, config.evaluate.interval) or (config.evaluate.interval and n == config.training.steps):
+            with meter.pause():
+                held_out = data.validation_batches(config.evaluate.sequences)
+                validation_loss = evaluate(stages, held_out, device, mesh.loss_group)
+
+        if meter.log(n, result, validation_loss=validation_loss, force=last):
+            check_finite(config.training, n, result)
+
+        if last or due(n, config.checkpoint.interval):
+            with meter.pause():
+                checkpoints.save(n, data.state())
+        runtime.collect_garbage(n)
+        if stopping:
+            runtime.mark_stopped(n)
+            break
+
+    checkpoints.close()
+    meter.close()
+    data.close()
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main(CONFIG)
