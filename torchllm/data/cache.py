@@ -1,0 +1,96 @@
+"""From a source of the config to an open corpus: tokenized once a machine and cached, small sources only."""
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchllm.config import Data, Source
+from torchllm.data.build import Encoder, Plan, build_corpus
+from torchllm.data.corpus import HEADER, Corpus, Sequences, Synthetic
+from torchllm.data.error import DataError
+from torchllm.data.sources import raw_mib, read_source, source_files
+from torchllm.data.tokenizer import Tokenizer
+
+_SHARD_MIB = 64.0
+
+
+def is_raw(source: Source) -> bool:
+    """Whether a source has to be tokenized."""
+    return source.kind not in ("tokens", "synthetic")
+
+
+def plan_of(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = _SHARD_MIB) -> Plan:
+    """What the corpus of a raw source is made of. DataError when it has no file, or `vocab` is too small for any text.
+
+    `vocab` is model.vocab. The standard library is nobody's to mend: what is bad in it is always skipped.
+    """
+    if max(tokenizer.begin, tokenizer.end) >= vocab:
+        raise DataError(
+            f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
+            f"set it to {tokenizer.vocab} or more"
+        )
+    return Plan(
+        source=replace(source, weight=1.0),
+        files=source_files(source),
+        tokenizer=tokenizer.fingerprint,
+        vocab=min(vocab, tokenizer.vocab),
+        validation_fraction=data.validation_fraction,
+        on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
+        shard_mib=shard_mib,
+    )
+
+
+def make_corpus(plan: Plan, encoder: Encoder, folder: Path, processes: int = 1) -> dict[str, Any]:
+    """Read the plan's source and write its corpus; the header. What was read is kept until the corpus is whole."""
+    raw = folder / f"raw-{socket.gethostname()}"
+    header = build_corpus(read_source(plan.source, raw, processes), plan, encoder, folder, processes)
+    shutil.rmtree(raw, ignore_errors=True)
+    return header
+
+
+def cached_folder(data: Data, plan: Plan) -> Path:
+    """Where the corpus of a plan is cached."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
+    return Path(data.cache or users).expanduser() / f"{plan.source.kind}-{plan.key}"
+
+
+def prepare_cached(plan: Plan, data: Data) -> None:
+    """Tokenize a raw source into the cache, unless it is there. DataError when it is over data.max_raw_mib."""
+    folder = cached_folder(data, plan)
+    if (folder / HEADER).is_file():
+        return
+    size = raw_mib(plan.source, plan.files)
+    if size is None or size > data.max_raw_mib:
+        arguments = shlex.join(sys.argv[1:])
+        raise DataError(
+            f"data.sources: {plan.source.path or plan.source.kind!r} is "
+            f"{'of unknown size' if size is None else f'{size:,.0f} MiB'}; only {data.max_raw_mib:,.0f} MiB "
+            "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
+            f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
+        )
+    make_corpus(plan, Encoder(data.tokenizer, data.pattern, os.cpu_count() or 1), folder)
+
+
+def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> Sequences:
+    """An open source. DataError when its tokens are not of this tokenizer or do not fit into `vocab`.
+
+    `tokenizer` is None only when every source is synthetic, which needs none.
+    """
+    if tokenizer is None:
+        return Synthetic(vocab)
+    if source.kind == "synthetic":
+        return Synthetic(min(vocab, tokenizer.vocab))
+    corpus = Corpus(cached_folder(data, plan_of(source, data, tokenizer, vocab)) if is_raw(source) else source.path)
+    if corpus.header["tokenizer"] != tokenizer.fingerprint:
+        raise DataError(
+            f"{corpus.folder} holds tokens of {corpus.header['tokenizer']!r}, but data.tokenizer is "
+            f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
+        )
+    if corpus.header["max_token"] >= vocab:
+        raise DataError(f"{corpus.folder} holds token id {corpus.header['max_token']} >= model.vocab = {vocab}")
+    return corpus

@@ -1,0 +1,218 @@
+"""Raw sources as rows of text, through `datasets`: read once, memory-mapped afterwards.
+
+Everything that can be wrong with a record is found here and written into its row, with file and line (or row), so that
+reading goes on and `data.on_bad_record` decides later. `datasets` readers of its own stop at the first bad byte and do
+not say where, hence the generators.
+"""
+
+import glob
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchllm.config import Source
+from torchllm.data.error import DataError
+
+if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
+    import datasets
+
+File = tuple[str, int, int]
+"""path, bytes, time of the last change in ns: what decides whether a file has to be read again"""
+_NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class Row(NamedTuple):
+    """One record. `bad` is empty, or the kind of fault ("not UTF-8"), with `detail` for the message."""
+
+    text: str
+    where: str
+    bad: str = ""
+    detail: str = ""
+
+
+def source_files(source: Source) -> list[File]:
+    """The files of a local raw source, sorted; DataError when there is none. A hub source has none: []."""
+    if source.kind == "hub":
+        return []
+    if source.kind == "stdlib":
+        paths = list(_stdlib())
+    else:
+        pattern = os.path.expanduser(source.path)
+        found = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+        paths = sorted(path for path in found if not os.path.isdir(path))
+        if not paths:
+            raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r})")
+    return [_stat(path) for path in paths]
+
+
+def _stdlib() -> Iterator[str]:
+    """The .py files of the running interpreter's standard library, without its tests and what is installed into it."""
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(name for name in folders if name not in _NOT_CORPUS)
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            if name.endswith(".py") and os.path.isfile(path) and os.path.getsize(path):
+                yield path
+
+
+def _stat(path: str) -> File:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, 0, 0  # a dangling link: a bad record when it is read
+    return path, found.st_size, found.st_mtime_ns
+
+
+def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Dataset":
+    """A raw source as a memory-mapped data set under `cache`; `rows` reads it.
+
+    DataError for what is not a matter of one record: a hub set that cannot be had, a column that does not exist.
+    """
+    import datasets
+
+    if source.kind == "hub":
+        return _hub(source)
+    files = source_files(source)
+    read = {"stdlib": _text_rows, "text": _text_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}[source.kind]
+    features = datasets.Features({name: datasets.Value("large_string") for name in Row._fields})
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets.Dataset.from_generator(
+        read,
+        features=features,
+        cache_dir=str(cache),
+        gen_kwargs={"files": files, "key": source.text_key},
+        num_proc=min(processes, len(files)) if min(processes, len(files)) > 1 else None,
+    )
+
+
+def raw_mib(source: Source, files: Sequence[File]) -> float | None:
+    """MiB of text that a source would have to read; None for a hub set that does not say."""
+    if source.kind != "hub":
+        return sum(size for _, size, _ in files) / 2**20
+    import datasets
+
+    with _naming(source):
+        splits = datasets.load_dataset_builder(source.path).info.splits or {}
+        return splits[source.split].num_bytes / 2**20 if source.split in splits else None
+
+
+def _hub(source: Source) -> "datasets.Dataset":
+    import datasets
+
+    with _naming(source):
+        found = datasets.load_dataset(source.path, split=source.split)
+    if source.text_key not in found.column_names:
+        columns = ", ".join(found.column_names)
+        raise DataError(f"data.sources: {source.path!r} has no column {source.text_key!r}, it has: {columns}")
+    return found.select_columns([source.text_key])
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Anything, from a name that does not exist to a dead network, as an error that names the source."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
+
+
+def rows(dataset: "datasets.Dataset", source: Source, start: int, stop: int) -> list[Row]:
+    """Rows start <= i < stop of what `read_source` gave."""
+    columns: dict[str, list[Any]] = dataset[start:stop]
+    if source.kind != "hub":
+        return [Row(*values) for values in zip(*(columns[name] for name in Row._fields), strict=True)]
+    texts = columns[source.text_key]
+    return [_checked(text, f"{source.path}[{source.split}] row {start + i}") for i, text in enumerate(texts)]
+
+
+def _checked(text: object, where: str, whole_file: bool = False) -> Row:
+    """A row, with its fault if the text has one; the line is added to `where` when the text is a whole file."""
+    if not isinstance(text, str):
+        return Row("", where, "not text", f" but {type(text).__name__}")
+    if not text.strip():
+        return Row("", where, "empty document")
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        return Row("", f"{where}:{line}" if whole_file else where, "NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Row("", where, "half of a surrogate pair", " (not Unicode text)")
+    return Row(text, where)
+
+
+def _not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, line: int) -> Row:
+    line += raw.count(b"\n", 0, error.start)
+    return Row("", f"{path}:{line}", "not UTF-8", f" (byte 0x{raw[error.start]:02x})")
+
+
+def _text_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+    for path, _, _ in files:
+        try:
+            raw = Path(path).read_bytes()
+            row = _checked(raw.decode("utf-8-sig"), path, whole_file=True)
+        except OSError as error:
+            row = Row("", path, "unreadable file", f" ({error.strerror})")
+        except UnicodeDecodeError as error:
+            row = _not_utf8(raw, error, path, line=1)
+        yield row._asdict()
+
+
+def _jsonl_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+    for path, size, _ in files:
+        if not size:
+            yield Row("", path, "empty file")._asdict()
+        try:
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():  # a blank line is no record
+                        yield _json_row(line, path, number, key)._asdict()
+        except OSError as error:
+            yield Row("", path, "unreadable file", f" ({error.strerror})")._asdict()
+
+
+def _json_row(line: bytes, path: str, number: int, key: str) -> Row:
+    where = f"{path}:{number}"
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(line, error, path, number)
+    except (ValueError, RecursionError) as error:
+        return Row("", where, "broken JSON", f" ({error})")
+    if not isinstance(record, dict):
+        return Row("", where, "not a JSON object", f" but {type(record).__name__}")
+    if key not in record:
+        return Row(
+            "", where, "wrong key", f": no {key!r}, it has: {', '.join(record) or 'nothing'} (data.sources.text_key)"
+        )
+    return _checked(record[key], where)
+
+
+def _parquet_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    for path, size, _ in files:
+        if not size:
+            yield Row("", path, "empty file")._asdict()
+            continue
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                if key not in file.schema_arrow.names:
+                    names = ", ".join(file.schema_arrow.names)
+                    yield Row("", path, "wrong key", f": no column {key!r}, it has: {names}")._asdict()
+                    continue
+                number = 0
+                for batch in file.iter_batches(batch_size=1000, columns=[key]):
+                    for text in batch.column(0).to_pylist():
+                        yield _checked(text, f"{path} row {number}")._asdict()
+                        number += 1
+        except (OSError, pyarrow.ArrowException) as error:
+            yield Row("", path, "unreadable file", f" ({error})")._asdict()
