@@ -17,11 +17,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests import workers
+from tests import parity, workers
 from torchllm import checkpoint_manifest as manifests
 from torchllm import checkpoint_tensors, config
 from torchllm.checkpoint import Checkpointer, load_weights
 from torchllm.checkpoint_manifest import CheckpointError
+from torchllm.initialize import initialize
+from torchllm.mesh import build_mesh
+from torchllm.models.decoder import build_model
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.parallelize import parallelize
 
 LAYOUTS = {  # replicate, shard, tp
     "fsdp2": (1, 2, 1),
@@ -272,3 +277,30 @@ def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path, point: str, s
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (steps[0], {"sequences": 8 * steps[0]}, saved[steps[0]])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(path.name for path in left)
+
+
+def decoder_on(settings: dict[str, Any], folder: str) -> dict[str, str]:
+    """Save the library's own model after one update under a layout, or load it where a checkpoint is there."""
+    config_ = parity.tiny(settings)
+    mesh = build_mesh(config_.parallel, parity.CPU)
+    with torch.device("meta"):
+        model = build_model(config_.model)
+    stages = parallelize(model, mesh, config_.parallel, config_.recompute, config_.compile, torch.float32)
+    initialize(stages, config_.model, parity.CPU, config_.run.seed)
+    optimizer = build_optimizer(stages, config_.optimizer)
+    checkpoints = Checkpointer(config.Checkpoint(), Path(folder), stages, optimizer, host_group=dist.group.WORLD)
+    if checkpoints.resume() is None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() + 0.1
+        apply_if_finite(optimizer, 0.01, torch.tensor(True))
+        checkpoints.save(1, {})
+    return digests(model, optimizer)
+
+
+def test_decoder_keeps_its_keys_under_every_wrapper(tmp_path: Path) -> None:
+    model = {"model.tied_embeddings": True}
+    layout = {"parallel.dp_shard": 2, "parallel.tp": 2, "recompute.mode": "segment", "compile.block": True}
+    saved = workers.run(decoder_on, 4, model | layout, str(tmp_path))[0]
+    other = {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "recompute.mode": "full"}
+    assert workers.run(decoder_on, 2, model | other, str(tmp_path))[0] == saved
+    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), build_model(parity.tiny(model).model))

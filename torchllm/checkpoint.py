@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchllm import checkpoint_manifest as manifests
 from torchllm import checkpoint_tensors as tensors_of
@@ -52,8 +51,7 @@ class Checkpointer:
             # On a group that training uses too, a save in the background and the training would wait for each other.
             self._group = dist.new_group(backend="gloo") if host_group is not None else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            # Pinned memory is kept between saves: copies from a GPU are several times faster than into fresh pages.
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+            self._snapshot = tensors_of.Snapshot(self._tensors() | tensors_of.random_state(self._group))
 
     def resume(self) -> Manifest | None:
         """Load what `checkpoint.resume` asks for into model and optimizer; None when the run starts fresh.
@@ -96,20 +94,24 @@ class Checkpointer:
         """
         self._finish()
         folder = manifests.step_folder(self._root, step)
-        if on_first(self._group, folder.exists):
+        tensors = self._tensors() | tensors_of.random_state(self._group)
+        needed = tensors_of.size_in_bytes(tensors)
+
+        def begin() -> Path | None:
+            return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
+
+        temporary = on_first(self._group, begin)
+        if temporary is None:
             if self._is_good(folder):
                 raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
             on_first(self._group, lambda: manifests.set_aside(folder))
             del self._good[folder.name]
-        tensors = self._tensors() | tensors_of.random_state(self._group)
-        temporary = on_first(
-            self._group, lambda: manifests.make_temporary(self._root, step, tensors_of.size_in_bytes(tensors))
-        )
+            return self.save(step, data)
         if self._executor is None:
             self._write(temporary, step, dict(data), tensors)
         else:
-            staged = self._stager.stage(tensors)
-            self._pending = self._executor.submit(self._write, temporary, step, dict(data), staged)
+            copies = self._snapshot.take(tensors)
+            self._pending = self._executor.submit(self._write, temporary, step, dict(data), copies)
 
     @property
     def failed(self) -> bool:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.errors import UserError
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})")
@@ -28,7 +30,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written, found, verified or loaded. The message is for the user."""
 
 

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from torchllm.checkpoint_manifest import CheckpointError, FileRecord, Manifest, record_of
 from torchllm.checkpoint_metadata import METADATA, VerifiedReader, read_metadata
@@ -75,6 +77,26 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
 def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Size of whole tensors: of the checkpoint, or under pipeline parallelism of this rank's stages."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class Snapshot:
+    """A copy of tensors on the host, always in the same memory (pinned where there is a GPU): fresh memory is slow."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())  # what it caches, it pins
+        self._copies: dict[str, Tensor] = stager.stage(tensors)
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the same tensors, with today's values, complete when this returns and good until the next call."""
+        for key, tensor in tensors.items():
+            _local(self._copies[key]).copy_(_local(tensor), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def write(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
