@@ -13,7 +13,7 @@ from torch import nn
 
 from torchllm import checkpoint_manifest as manifests
 from torchllm import checkpoint_tensors, config
-from torchllm.checkpoint import Checkpointer, load_weights, verify
+from torchllm.checkpoint import Checkpointer, find_checkpoint, load_weights, verify
 from torchllm.checkpoint_manifest import CheckpointError
 
 
@@ -133,6 +133,20 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
     damage(tmp_path / "old", 5)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged"):
         checkpointer(tmp_path / "fresh", resume=str(named)).resume()
+
+
+def test_find_checkpoint_takes_the_newest_that_verifies(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    saving = checkpointer(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+    assert find_checkpoint(tmp_path, "none").name == "step-00000002"
+    damage(tmp_path, 2)
+    assert find_checkpoint(str(tmp_path), "auto").name == "step-00000001"
+    assert find_checkpoint(tmp_path, "else/where") == Path("else/where")
+    with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
+        load_weights(Path("else/where"), nn.Linear(3, 2))
 
 
 def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,10 @@ class Checkpointer:
             del self._good[folder.name]
             return self.save(step, data)
         if self._executor is None:
-            self._write(temporary, step, dict(data), tensors)
+            self._write(temporary, step, deepcopy(dict(data)), tensors)
         else:
             copies = self._snapshot.take(tensors)
-            self._pending = self._executor.submit(self._write, temporary, step, dict(data), copies)
+            self._pending = self._executor.submit(self._write, temporary, step, deepcopy(dict(data)), copies)
 
     @property
     def failed(self) -> bool:
@@ -183,10 +184,24 @@ class Checkpointer:
         return tensors_of.of_model(self._stages) | tensors_of.of_optimizer(self._stages, self._optimizer)
 
 
+def find_checkpoint(run_folder: str | Path, wanted: str = "auto") -> Path:
+    """The step folder to read: `wanted`, or for "auto" and "none" the newest of the run that verifies.
+
+    Warns of every newer one. Raises CheckpointError if there is none. For one process; `load_weights` verifies what it reads.
+    """
+    if wanted not in ("auto", "none"):
+        return Path(wanted)
+    root = Path(run_folder) / "checkpoints"
+    found = manifests.newest(manifests.step_folders(root))
+    if found is None:
+        raise CheckpointError(f"{root}: holds no checkpoint; train first, or name one with checkpoint.resume")
+    return found[0]
+
+
 def load_weights(folder: Path, model: nn.Module, *, group: Group = None) -> Manifest:
     """Verify a step folder and load its weights into `model`, plain or sharded, whatever layout wrote them.
 
-    Raises CheckpointError: damaged, or not this model. To find a folder: `newest(step_folders(run / "checkpoints"))`.
+    Raises CheckpointError: damaged, or not this model.
     """
     manifest = verify(group, folder)
     tensors_of.read(group, folder, manifest, tensors_of.of_model([model]), prefix="model.")
