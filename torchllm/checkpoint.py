@@ -184,20 +184,6 @@ class Checkpointer:
         return tensors_of.of_model(self._stages) | tensors_of.of_optimizer(self._stages, self._optimizer)
 
 
-def find_checkpoint(run_folder: str | Path, wanted: str = "auto") -> Path:
-    """The step folder to read: `wanted`, or for "auto" and "none" the newest of the run that verifies.
-
-    Warns of every newer one. Raises CheckpointError if there is none. For one process; `load_weights` verifies what it reads.
-    """
-    if wanted not in ("auto", "none"):
-        return Path(wanted)
-    root = Path(run_folder) / "checkpoints"
-    found = manifests.newest(manifests.step_folders(root))
-    if found is None:
-        raise CheckpointError(f"{root}: holds no checkpoint; train first, or name one with checkpoint.resume")
-    return found[0]
-
-
 def load_weights(folder: Path, model: nn.Module, *, group: Group = None) -> Manifest:
     """Verify a step folder and load its weights into `model`, plain or sharded, whatever layout wrote them.
 
