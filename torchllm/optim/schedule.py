@@ -8,7 +8,7 @@ from torchllm.config import Schedule
 class LearningRate:
     """`rate(step)` for steps 1 .. `steps`: a linear warmup to `peak`, then the schedule's shape.
 
-    The rate of step `warmup_steps` is the peak and that of the last step `final_fraction` of it.
+    The rate of step `warmup_steps` is the peak and that of the last step `final_fraction` of it (constant: the peak).
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:
@@ -23,7 +23,7 @@ class LearningRate:
             return self.peak * step / warmup
         start = warmup
         if self.schedule.name == "wsd":
-            start = self.steps - (self.schedule.decay_steps or max(1, self.steps // 10))
+            start = max(warmup, self.steps - (self.schedule.decay_steps or max(1, self.steps // 10)))
         progress = min(1.0, max(0.0, (step - start) / max(1, self.steps - start)))
         shape = {
             "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
