@@ -44,7 +44,7 @@ TABLE = (
     Row(r"lm_head\.weight", "vocab", "normal", True),  # (V, D)
 )
 
-_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|segment_\d+)\.")
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def canonical_name(name: str) -> str:
