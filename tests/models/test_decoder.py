@@ -1,0 +1,244 @@
+"""The decoder against Hugging Face's Llama and GPT-2, and what every family must hold: what a token may see."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may ask the network
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from torchllm.config import Model
+from torchllm.initialize import initialize
+from torchllm.models import attention
+from torchllm.models.attention import Attention, CachedAttention
+from torchllm.models.decoder import Decoder, build_model
+
+CPU = torch.device("cpu")
+LLAMA = Model(layers=3, hidden=32, heads=4, kv_heads=2, ffn=52, vocab=61, max_sequence_length=64)
+GPT = replace(LLAMA, family="gpt", kv_heads=0)
+FAMILIES = {"llama": LLAMA, "llama-tied": replace(LLAMA, tied_embeddings=True), "gpt": GPT}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one-group": {"kv_heads": 1},
+    "every-head": {"kv_heads": 0},
+    "tied": {"tied_embeddings": True},
+    "wide-heads": {"head_dim": 12},
+    "llama31-scaling": {"rope_theta": 500000.0, "rope_scaling_factor": 8.0, "rope_original_length": 16},
+    "eager": {"attention": "eager"},
+}
+
+
+def tokens(model: Model, length: int = 24) -> Tensor:
+    return torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def positions(length: int = 24) -> Tensor:
+    return torch.arange(length).expand(2, length)
+
+
+def made(model: Model, loss_chunk: int = 0) -> Decoder:
+    """A decoder with random weights everywhere, norms and biases too, large enough for differences to show."""
+    with torch.device("meta"):
+        decoder = build_model(model, loss_chunk)
+    initialize([decoder], model, CPU, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return decoder
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = replace(LLAMA, **changes)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling_factor > 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_frequency_factor,
+            "high_freq_factor": model.rope_high_frequency_factor,
+            "original_max_position_embeddings": model.rope_original_length,
+        }
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocab,
+            hidden_size=model.hidden,
+            intermediate_size=model.ffn,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv,
+            head_dim=model.head_width,
+            max_position_embeddings=model.max_sequence_length,
+            rms_norm_eps=model.norm_epsilon,
+            tie_word_embeddings=model.tied_embeddings,
+            initializer_range=0.1,
+            # transformers 5 reads rope_parameters, 4 the other two
+            rope_parameters=rope,
+            rope_theta=model.rope_theta,
+            rope_scaling=rope if model.rope_scaling_factor > 1 else None,
+        )
+    ).eval()
+    ours = build_model(model)
+    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)  # our names are theirs without "model."
+    ours.tie_embeddings()
+    with torch.no_grad():
+        expected = theirs(tokens(model), use_cache=False).logits
+        got = ours(tokens(model), positions())
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_logits_are_those_of_hugging_faces_gpt2() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = replace(GPT, tied_embeddings=True)
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=model.vocab,
+            n_positions=model.max_sequence_length,
+            n_embd=model.hidden,
+            n_layer=model.layers,
+            n_head=model.heads,
+            n_inner=model.ffn,
+            layer_norm_epsilon=model.norm_epsilon,
+            initializer_range=0.1,
+        )
+    ).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases and norms start at 0 and 1 there: unlike ones tell more
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    weights: dict[str, Tensor] = {}
+    renamed = {
+        "ln_1": "input_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
+    state = theirs.state_dict()
+    for index in range(model.layers):
+        for kind in ("weight", "bias"):
+            for old, new in renamed.items():
+                value = state[f"transformer.h.{index}.{old}.{kind}"]
+                weights[f"layers.{index}.{new}.{kind}"] = value.mT if value.dim() == 2 else value  # theirs: (in, out)
+            parts = state[f"transformer.h.{index}.attn.c_attn.{kind}"].chunk(3, dim=-1)
+            for name, part in zip("qkv", parts, strict=True):
+                weights[f"layers.{index}.self_attn.{name}_proj.{kind}"] = part.mT if kind == "weight" else part
+    weights |= {f"norm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    weights |= {"embed_tokens.weight": state["transformer.wte.weight"], "lm_head.weight": state["lm_head.weight"]}
+    weights["embed_positions.weight"] = state["transformer.wpe.weight"]
+    ours = build_model(model)
+    ours.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        expected = theirs(tokens(model), use_cache=False).logits
+        got = ours(tokens(model), positions())
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["eager", "sdpa", "flex"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits in a packed sequence are those of the document alone, bitwise whatever else is packed."""
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)  # seconds less, same meaning
+    model = replace(FAMILIES[family], attention=kernel)  # type: ignore[arg-type]
+    decoder = made(model)
+    text, documents = tokens(model), torch.tensor([[0] * 9 + [1] * 8 + [2] * 7] * 2)
+    place = torch.cat([torch.arange(n) for n in (9, 8, 7)]).expand(2, 24)
+    second = slice(9, 17)
+
+    @torch.no_grad()
+    def logits(text: Tensor) -> Tensor:
+        return decoder(text, place, documents)
+
+    packed = logits(text)
+    changed = text.clone()
+    changed[:, :9] = (changed[:, :9] + 1) % model.vocab  # the document before
+    changed[:, 17:] = (changed[:, 17:] + 1) % model.vocab  # the document after
+    assert torch.equal(logits(changed)[:, second], packed[:, second])
+
+    later = text.clone()
+    later[:, 13:] = (later[:, 13:] + 1) % model.vocab
+    assert torch.equal(logits(later)[:, :13], packed[:, :13])
+    assert not torch.allclose(logits(later)[:, 14:17], packed[:, 14:17])  # seen where they should be
+
+    with torch.no_grad():
+        alone = decoder(text[:, second], torch.arange(8).expand(2, 8))
+    torch.testing.assert_close(packed[:, second], alone, rtol=0, atol=2e-6)  # other block sizes, another order of sums
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_turn_logits_into_a_loss_sum(family: str) -> None:
+    model = FAMILIES[family]
+    decoder, text = made(model, loss_chunk=11), tokens(model)
+    labels = text.roll(-1, dims=1)
+    labels[:, -1] = -100
+    loss = decoder(text, positions(), None, labels)
+    logits = decoder(text, positions()).double()
+    expected = -logits.log_softmax(-1)[:, :-1].gather(-1, labels[:, :-1].unsqueeze(-1)).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_generation_is_the_whole_computation(family: str) -> None:
+    model = FAMILIES[family]
+    decoder, text = made(model), tokens(model)
+    with torch.no_grad():
+        expected = decoder(text, positions())
+        for module in list(decoder.modules()):
+            if isinstance(module, Attention):
+                module.core = CachedAttention(module.core)
+        parts = [slice(0, 7), *(slice(i, i + 1) for i in range(7, 24))]
+        got = torch.cat([decoder(text[:, part], positions()[:, part]) for part in parts], dim=1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)  # attention over a row at a time: other sums
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_without_some_ends_compose_to_the_whole(family: str) -> None:
+    """What a pipeline does: the first blocks with the embedding, the others with the head."""
+    model = FAMILIES[family]
+    whole, first, last = made(model), made(model), made(model)
+    del first.layers["2"], last.layers["0"], last.layers["1"]
+    first.norm = first.lm_head = None
+    last.embed_tokens = last.embed_positions = None
+    with torch.no_grad():
+        states = first(tokens(model), positions())
+        assert states.shape == (2, 24, model.hidden)
+        assert torch.equal(last(states, positions()), whole(tokens(model), positions()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_built_on_meta_it_has_no_memory_and_no_buffers(family: str) -> None:
+    with torch.device("meta"):
+        decoder = build_model(FAMILIES[family])
+    assert all(parameter.is_meta for parameter in decoder.parameters())
+    assert list(decoder.buffers()) == []  # nothing to lose in to_empty, to shard or to save
+
+
+def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again() -> None:
+    model = FAMILIES["llama-tied"]
+    with torch.device("meta"):
+        decoder = build_model(model)
+    assert decoder.lm_head is not None
+    assert decoder.embed_tokens is not None
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    assert "lm_head.weight" not in dict(decoder.named_parameters())
+    decoder.to_empty(device="cpu")
+    assert decoder.lm_head.weight is not decoder.embed_tokens.weight  # the footgun that tie_embeddings is for
+    decoder.tie_embeddings()
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    untied = build_model(FAMILIES["llama"])
+    assert "lm_head.weight" in dict(untied.named_parameters())
