@@ -184,6 +184,20 @@ class Checkpointer:
         return tensors_of.of_model(self._stages) | tensors_of.of_optimizer(self._stages, self._optimizer)
 
 
+def find_checkpoint(run_folder: Path | str, resume: str = "auto") -> Path:
+    """The step folder that `checkpoint.resume` means to a recipe that only reads: the named one, else the newest.
+
+    Warns of every newer one that is damaged. Raises CheckpointError when the run has none that verifies.
+    """
+    if resume not in ("auto", "none"):
+        return Path(resume)
+    root = Path(run_folder) / "checkpoints"
+    found = manifests.newest(manifests.step_folders(root))
+    if found is None:
+        raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
+    return found[0]
+
+
 def load_weights(folder: Path, model: nn.Module, *, group: Group = None) -> Manifest:
     """Verify a step folder and load its weights into `model`, plain or sharded, whatever layout wrote them.
 
