@@ -19,6 +19,11 @@ from torchllm.data.tokenizer import Tokenizer
 _SHARD_MIB = 64.0
 
 
+def cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def is_raw(source: Source) -> bool:
     """Whether a source has to be tokenized."""
     return source.kind not in ("tokens", "synthetic")
@@ -73,7 +78,7 @@ def prepare_cached(plan: Plan, data: Data) -> None:
             "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
             f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
         )
-    make_corpus(plan, Encoder(data.tokenizer, data.pattern, os.cpu_count() or 1), folder)
+    make_corpus(plan, Encoder(data.tokenizer, data.pattern, cpus()), folder)
 
 
 def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> Sequences:

@@ -4,9 +4,11 @@ torchdata only prefetches. Where the run is in its data is one number, the seque
 resuming is O(1) and does not care how many ranks, workers or micro batches there were.
 """
 
+import atexit
 import signal
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -183,14 +185,17 @@ class TrainLoader:
                 generator=torch.Generator(),  # else every start would draw from the run's own random state
                 snapshot_every_n_steps=_FOR_EVER,
             )
-            return iter(loader)
+            batches = iter(loader)
+        if self._workers:  # at exit multiprocessing sends SIGTERM and waits for ever; this comes before it
+            atexit.register(_end_workers, weakref.ref(batches))
+        return batches
 
     def state(self) -> dict[str, Any]:
         """Where the run is in its data, as JSON: the sequences consumed by all ranks, and of what."""
         return {"sequences": self._consumed, "fingerprint": self._fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to a saved state; O(1). ValueError says what differs if the sequences would not be the same ones."""
+        """Go to a saved state; O(1). DataError (a ValueError) says what differs if the sequences would differ."""
         saved = state["fingerprint"]
         different = [
             f"{key}: saved {saved.get(key)}, now {value}"
@@ -198,12 +203,14 @@ class TrainLoader:
             if saved.get(key) != value
         ]
         if different:
-            raise ValueError("the checkpoint was trained on other data; " + "; ".join(different))
+            raise DataError("the checkpoint was trained on other data; " + "; ".join(different))
         self.close()
         self._consumed = state["sequences"]
 
     def close(self) -> None:
         """End the worker processes; the next step starts new ones."""
+        if self._batches is not None and self._workers:
+            _end_workers(weakref.ref(self._batches))
         self._batches = None
 
     def validation_sequences(self, sequences: int) -> int:
@@ -240,6 +247,13 @@ class TrainLoader:
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
+
+
+def _end_workers(batches: "weakref.ref[Any]") -> None:
+    """End the processes behind an iterator, also while a traceback keeps it alive (dropping it would do otherwise)."""
+    alive = batches()
+    if alive is not None:
+        alive._shutdown_workers()
 
 
 def _ignore_signals(worker: int) -> None:

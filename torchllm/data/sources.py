@@ -166,14 +166,16 @@ def _text_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
 
 
 def _jsonl_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
-    for path, size, _ in files:
-        if not size:
-            yield Row("", path, "empty file")._asdict()
+    for path, _, _ in files:
+        empty = True
         try:
             with open(path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():  # a blank line is no record
+                        empty = False
                         yield _json_row(line, path, number, key)._asdict()
+            if empty:
+                yield Row("", path, "empty file")._asdict()
         except OSError as error:
             yield Row("", path, "unreadable file", f" ({error.strerror})")._asdict()
 
@@ -199,20 +201,18 @@ def _parquet_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
     import pyarrow
     import pyarrow.parquet
 
-    for path, size, _ in files:
-        if not size:
-            yield Row("", path, "empty file")._asdict()
-            continue
+    for path, _, _ in files:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                if key not in file.schema_arrow.names:
-                    names = ", ".join(file.schema_arrow.names)
-                    yield Row("", path, "wrong key", f": no column {key!r}, it has: {names}")._asdict()
+                names, number = file.schema_arrow.names, 0
+                if key not in names:
+                    yield Row("", path, "wrong key", f": no column {key!r}, it has: {', '.join(names)}")._asdict()
                     continue
-                number = 0
                 for batch in file.iter_batches(batch_size=1000, columns=[key]):
                     for text in batch.column(0).to_pylist():
                         yield _checked(text, f"{path} row {number}")._asdict()
                         number += 1
+                if not number:
+                    yield Row("", path, "empty file")._asdict()
         except (OSError, pyarrow.ArrowException) as error:
             yield Row("", path, "unreadable file", f" ({error})")._asdict()

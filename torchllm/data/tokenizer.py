@@ -5,6 +5,7 @@ A document is never trusted: text that looks like a special token ("<|end_of_tex
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -51,14 +52,14 @@ class Tokenizer(Protocol):
 def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> Tokenizer:
     """The tokenizer that `data.tokenizer` and `data.pattern` name; DataError when its file is missing or unreadable.
 
-    `threads` encode the documents of one call side by side (a Hugging Face tokenizer brings its own).
+    `threads` encode the documents of one call side by side (a Hugging Face tokenizer uses all CPUs, or one for 1).
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(f'data.tokenizer: there is no file {name!r} (give "bytes" or the path of a tokenizer file)')
-    return JsonTokenizer(path) if path.suffix == ".json" else RankTokenizer(path, pattern, threads)
+    return JsonTokenizer(path, threads) if path.suffix == ".json" else RankTokenizer(path, pattern, threads)
 
 
 class ByteTokenizer:
@@ -155,9 +156,11 @@ _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 class JsonTokenizer:
     """A Hugging Face tokenizer.json; begin and end are those of tokenizer_config.json beside it, or the usual ones."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int) -> None:
         import tokenizers
 
+        # unset, the library would warn at every later fork of this process
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

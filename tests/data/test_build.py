@@ -1,0 +1,178 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from torchllm.config import Data, Source
+from torchllm.data.build import Encoder, Plan
+from torchllm.data.cache import make_corpus, plan_of
+from torchllm.data.corpus import Corpus
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import load_tokenizer
+
+ENCODER = Encoder("bytes", "llama3")
+
+
+def write_documents(folder: Path, count: int, size: int = 30) -> Source:
+    lines = [json.dumps({"text": f"document {index} " + "x" * (index % size)}) for index in range(count)]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return Source(kind="jsonl", path=str(folder / "a.jsonl"))
+
+
+def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settings: Any) -> Plan:
+    return plan_of(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
+
+
+def documents(corpus: Corpus, split: Literal["train", "validation"]) -> list[str]:
+    """All documents of a split, decoded; also checks their begin and end."""
+    if not corpus.tokens(split):
+        return []
+    ids, begins = corpus.window(split, 0, corpus.tokens(split) - 1)
+    texts = []
+    for document in np.split(ids, begins[1:]):
+        assert (document[0], document[-1]) == (256, 257)
+        texts.append(load_tokenizer("bytes").decode(document[1:-1].tolist()))
+    return texts
+
+
+def test_every_document_is_in_one_split_and_which_is_a_matter_of_its_number(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 400)
+    wanted = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    corpora = {}
+    for shard_mib in (64.0, 0.005):  # one shard, and several
+        folder = tmp_path / str(shard_mib)
+        make_corpus(plan_for(source, shard_mib=shard_mib, validation_fraction=0.1), ENCODER, folder)
+        corpora[shard_mib] = Corpus(folder)
+    one, several = corpora.values()
+    assert len(one.header["shards"]) == 1
+    assert len(several.header["shards"]) > 4
+    held_out = documents(one, "validation")
+    assert 20 < len(held_out) < 70  # 40 expected, 5 standard deviations
+    assert [text for text in wanted if text not in held_out] == documents(one, "train")
+    assert [text for text in wanted if text in held_out] == held_out
+    assert documents(several, "train") == documents(one, "train")
+    assert documents(several, "validation") == held_out
+
+
+def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 200)
+    make_corpus(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c")
+    corpus = Corpus(tmp_path / "c")
+    assert len(corpus.header["shards"]) > 4
+    total = corpus.tokens("train")
+    stream, begins = corpus.window("train", 0, total - 1)
+    for length in (7, 64, total // 2 - 1):
+        assert corpus.count("train", length) == (total - 1) // length
+        for number in range(corpus.count("train", length)):
+            first, last = number * length, number * length + length + 1
+            ids, inside = corpus.window("train", number, length)
+            assert np.array_equal(ids, stream[first:last])
+            assert np.array_equal(inside, begins[(begins >= first) & (begins < last)] - first)
+
+
+def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
+    plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.005)
+    alone = make_corpus(plan, ENCODER, tmp_path / "alone")
+    many = make_corpus(plan, ENCODER, tmp_path / "many", processes=2)
+    assert alone == many
+    assert len(alone["shards"]) > 3
+
+    folder = tmp_path / "many"
+    kept, damaged, lost = (folder / f"{number:05d}.train.bin" for number in range(3))
+    (folder / "corpus.json").unlink()  # as if killed near the end
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    lost.unlink()
+    before = kept.stat().st_mtime_ns, damaged.stat().st_mtime_ns
+    assert make_corpus(plan, ENCODER, folder) == alone
+    assert kept.stat().st_mtime_ns == before[0]
+    assert damaged.stat().st_mtime_ns != before[1]
+    assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
+
+
+def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 20_000, size=2000)
+    plan = plan_for(source, shard_mib=1.0)
+    script = (
+        "import sys, pathlib; from tests.data.test_build import *\n"
+        f"make_corpus(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), ENCODER, "
+        "pathlib.Path(sys.argv[1]))"
+    )
+    folder = tmp_path / "c"
+    process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (folder / "00002.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with pytest.raises(DataError, match=r"no corpus\.json"):
+        Corpus(folder)
+    first = os.stat(folder / "00000.train.bin").st_mtime_ns
+    header = make_corpus(plan, ENCODER, folder)
+    assert header["documents"] == 20_000
+    assert os.stat(folder / "00000.train.bin").st_mtime_ns == first
+    assert not list(folder.glob("raw*"))
+
+
+def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\nnonsense\n{"text": "  "}\n')
+    source = Source(kind="jsonl", path=str(path))
+    with pytest.raises(DataError, match=rf"{path}:2: empty document; set data\.on_bad_record = \"skip\""):
+        make_corpus(plan_for(source), ENCODER, tmp_path / "c")
+    assert not list((tmp_path / "c").glob("*.bin*"))
+    header = make_corpus(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+    assert header["skipped"] == {"empty document": 2, "broken JSON": 1}
+    assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
+
+
+def test_an_error_in_a_process_of_many_is_the_same_error(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 100)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("\nnonsense")
+    with pytest.raises(DataError, match=r"a\.jsonl:101: broken JSON"):
+        make_corpus(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c", processes=2)
+
+
+def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 3)
+    with pytest.raises(DataError, match=r"model\.vocab = 257 has no room for the special tokens.* 258 or more"):
+        plan_for(source, vocab=257)
+    few = replace(plan_for(source, on_bad_record="skip"), vocab=100)  # the x (120) of documents 1 and 2 is over it
+    (tmp_path / "a.jsonl").write_text('{"text": "ABC"}\n{"text": "AxC"}\n')
+    assert make_corpus(few, ENCODER, tmp_path / "c")["skipped"] == {"token id over model.vocab": 1}
+    with pytest.raises(DataError, match=r"a\.jsonl:2: token id over model\.vocab \(120; model\.vocab = 100\)"):
+        make_corpus(replace(few, on_bad_record="error"), ENCODER, tmp_path / "d")
+
+
+def test_nothing_to_read_is_an_error_or_a_corpus_without_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match=r"a\.jsonl: empty file"):
+        make_corpus(plan_for(source), ENCODER, tmp_path / "c")
+    make_corpus(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+    assert Corpus(tmp_path / "c").count("train", 1) == 0
+
+
+def test_the_key_changes_with_all_that_matters_and_with_nothing_else(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 3)
+    plan = plan_for(source)
+    changed = [
+        replace(plan, tokenizer="other"),
+        replace(plan, validation_fraction=0.02),
+        replace(plan, on_bad_record="skip"),
+        replace(plan, source=replace(source, text_key="body")),
+    ]
+    write_documents(tmp_path, 4)
+    changed.append(plan_for(source))
+    assert len({plan.key, *(other.key for other in changed)}) == 6
+    assert plan_for(replace(source, weight=3.0)).key == changed[-1].key

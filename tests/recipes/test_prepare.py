@@ -1,0 +1,70 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_build import documents, write_documents
+from torchllm.data.corpus import Corpus
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "prepare.py"
+
+
+def prepare(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the recipe on the two sources of folder/run.toml."""
+    (folder / "run.toml").write_text(
+        f'[[data.sources]]\nkind = "jsonl"\npath = "{folder}/a.jsonl"\nweight = 3.0\n'
+        f'[[data.sources]]\nkind = "text"\npath = "{folder}/*.txt"\n'
+        '[[data.sources]]\nkind = "synthetic"\n[data]\ncache = "unused"\n'
+    )
+    command = [sys.executable, str(RECIPE), str(folder / "run.toml"), *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_documents(tmp_path, 300)
+    (tmp_path / "one.txt").write_text("a whole file")
+    return tmp_path
+
+
+def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
+    tokens = folder / "tokens"
+    options = (f"--prepare.folder={tokens}", "--prepare.processes=2", "--prepare.shard_mib=0.005")
+    done = prepare(folder, *options, "--data.validation_fraction=0.0")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{tokens}/0-jsonl-a: 300 documents, [\d,]+ tokens, [\d.,]+ MB/s", done.stdout)
+    printed = done.stdout.partition("[data]")[2]
+    assert 'tokenizer = "bytes"' in printed
+    assert f'[[data.sources]]\nkind = "tokens"\npath = "{tokens}/0-jsonl-a"\nweight = 3.0' in printed
+    assert '[[data.sources]]\nkind = "synthetic"\nweight = 1.0' in printed
+    wanted = [json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()]
+    corpus = Corpus(tokens / "0-jsonl-a")
+    assert documents(corpus, "train") == wanted
+    assert len(corpus.header["shards"]) > 4
+    assert documents(Corpus(next(tokens.glob("1-text*"))), "train") == ["a whole file"]
+
+    again = prepare(folder, *options, "--data.validation_fraction=0.0")
+    assert again.stdout.count("it was there already") == 2
+    other = prepare(folder, *options, "--data.validation_fraction=0.5")
+    assert other.returncode == 1
+    assert "holds another corpus" in other.stderr
+    assert documents(Corpus(tokens / "0-jsonl-a"), "train") == wanted
+
+
+def test_bad_records_stop_it_or_are_counted(folder: Path) -> None:
+    with (folder / "a.jsonl").open("a") as file:
+        file.write("\nnonsense")
+    options = (f"--prepare.folder={folder}/tokens", "--prepare.processes=1")
+    done = prepare(folder, *options)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"error: {folder}/a.jsonl:301: broken JSON" in done.stderr
+    assert "skipped 1 records: broken JSON" in prepare(folder, *options, "--data.on_bad_record=skip").stdout
+
+
+def test_it_asks_for_a_folder(folder: Path) -> None:
+    done = prepare(folder)
+    assert (done.returncode, "prepare.folder is empty" in done.stderr) == (1, True)
