@@ -21,7 +21,6 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from torchllm.config import Run, Training
 from torchllm.errors import UserError
@@ -109,7 +108,8 @@ def start_runtime(run: Run) -> Runtime:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=world_size, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     torch.manual_seed(run.seed)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

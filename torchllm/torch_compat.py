@@ -5,9 +5,13 @@
 
 from torch import Tensor
 from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+__all__ = ["checkpoint_wrapper", "flatten_mesh", "local_region", "wait_for_collective"]
+# checkpoint_wrapper, which makes a module recompute its forward, has no public path.
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

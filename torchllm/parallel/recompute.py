@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchllm.config import Recompute
 from torchllm.models.decoder import Decoder, run_blocks
+from torchllm.torch_compat import checkpoint_wrapper
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,
