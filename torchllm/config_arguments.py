@@ -10,10 +10,11 @@ from torchllm.config_types import field_types, plain_type, type_at
 
 
 class Words(NamedTuple):
-    """The arguments by kind; `overrides` maps "section.key" to the text of its value."""
+    """The arguments by kind; `overrides` maps "section.key" to the text of its value, `valueless` have none."""
 
     file: str
     overrides: dict[str, str]
+    valueless: list[str]
     check: bool
     help: bool
 
@@ -22,6 +23,7 @@ def split(arguments: Sequence[str], found: list[str]) -> Words:
     """The arguments by kind; appends a line to `found` for each that is none."""
     files: list[str] = []
     overrides: dict[str, str] = {}
+    valueless: list[str] = []
     check = help = False
     rest = list(arguments)
     while rest:
@@ -37,13 +39,14 @@ def split(arguments: Sequence[str], found: list[str]) -> Words:
         elif word.startswith("--") and "." in word and not equals:
             follows = rest.pop(0) if rest and not rest[0].startswith("-") and not rest[0].endswith(".toml") else "VALUE"
             found.append(f"{word}: needs a value: {word}={follows}")
+            valueless.append(key[2:])
         elif word.startswith("-"):
             found.append(f"{word}: unknown flag; overrides are --section.key=value, flags are --check and --help")
         elif files:
             found.append(f"{word}: one config file only, and {files[0]} is given; overrides are --section.key=value")
         else:
             files.append(word)
-    return Words(files[0] if files else "", overrides, check, help)
+    return Words(files[0] if files else "", overrides, valueless, check, help)
 
 
 def override(layer: Layer, schema: type, path: KeyPath, text: str, found: list[str]) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, overload
 
 from torchllm.config import Config, Problem, data_ranks, gradient_accumulation, problems, resolve_degrees
 from torchllm.config_arguments import override, split
@@ -27,7 +27,11 @@ from torchllm.config_types import Fault, field_types, plain_type, read_table
 C = TypeVar("C", bound=Config)
 
 
-def load_config(arguments: Sequence[str], schema: type[C] = Config, *, one_device: bool = False) -> C:  # type: ignore[assignment]
+@overload
+def load_config(arguments: Sequence[str], *, one_device: bool = False) -> Config: ...
+@overload
+def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool = False) -> C: ...
+def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_device: bool = False) -> Config:
     """The checked config, with its degrees and its run folder filled in.
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--help]`. `schema` may add sections to `Config`.
@@ -44,8 +48,9 @@ def load_config(arguments: Sequence[str], schema: type[C] = Config, *, one_devic
 
         print(help_text(schema))
         raise SystemExit(0)
+    unread = len(found)
     layer = read_files(words.file, found) if words.file else Layer({}, {})
-    all_read = not found
+    all_read = len(found) == unread
     for key, text in words.overrides.items():
         override(layer, schema, tuple(key.split(".")), text, found)
         if one_device and key.startswith("parallel."):
@@ -56,49 +61,51 @@ def load_config(arguments: Sequence[str], schema: type[C] = Config, *, one_devic
         found.append(f"{place}: {message}" if place == f"--{dotted(path)}" else f"{place}: {dotted(path)}: {message}")
 
     faults: list[Fault] = []
-    config: C = read_table(schema, layer.table, faults)
+    config: Config = read_table(schema, layer.table, faults)
     for fault in faults:
         report(fault.path, fault.message)
-    under_torchrun = bool(os.environ.get("WORLD_SIZE"))
-    known = len(found)
-    ranks = started = _Ranks(1, 1, 1) if one_device else _ranks(found)
-    nonsense = len(found) > known
+    suspects = [fault.meant for fault in faults] + [tuple(key.split(".")) for key in words.valueless]
+
+    sane = len(found)
+    ranks = started = _Ranks(1, 1, None, False) if one_device else _ranks(found)
+    worlds = (None, 1) if len(found) > sane else ()  # nonsense in the environment: what depends on it is not known
     if one_device:
         config = replace(config, parallel=type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1))
     elif words.check and config.run.lower_ranks:
         started = _lowered(config, ranks)
     if all_read:
-        worlds = (started.world, 1) if nonsense else (started.world,)
-        for problem in _certain(config, worlds, [fault.meant for fault in faults]):
+        for problem in _certain(config, worlds or (started.world,), suspects):
             report(tuple(problem.key.split(".")), problem.message)
     if not config.run.folder.isprintable():
         report(("run", "folder"), f"must be printable, not {shown(config.run.folder)}")
-    if not config.run.folder:
+    elif not config.run.folder:
         config = replace(config, run=replace(config.run, folder=_new_folder(words.file)))
-        several = ranks.nodes > 1 or (not words.check and under_torchrun and ranks.world != 1)
-        if several and not one_device and not _job_id():  # each rank would make up a name of its own
+        several = ranks.nodes > 1 or (not words.check and ranks.are_started and ranks.world != 1)
+        if several and not _job_id():  # each rank would make up a name of its own
             report(("run", "folder"), "set it: there is no job id to name the folder after on all ranks alike")
     if found:
         _stop(found)
 
-    degrees: dict[str, Any]
     degrees, _ = resolve_degrees(config.parallel, started.world)
     world = math.prod(degrees.values())
-    per_node, uneven = divmod(world, started.nodes)
-    if words.check and uneven:
-        _stop([f"environment: NNODES: {started.nodes} nodes cannot share {world} ranks evenly"])
     if words.check:
-        _print_check(config, degrees, ranks, per_node)
+        _print_check(config, degrees, ranks, world)
         raise SystemExit(0)
-    if world > 1 and not under_torchrun:
+    if world > 1 and not ranks.are_started:
         recipe = "" if Path(sys.argv[0]).name == "pretrain.py" else f"RECIPE={shlex.quote(sys.argv[0])} "
-        command = f"{recipe}NPROC={per_node} {shlex.join(['./run_train.sh', *arguments])}"
+        command = f"{recipe}NPROC={world // ranks.nodes} {shlex.join(['./run_train.sh', *arguments])}"
         _stop([f"{words.file or 'defaults'}: needs {world} ranks: start it with {command}"])
-    return replace(config, parallel=replace(config.parallel, **degrees))
+    # The only two that may have been -1.
+    return replace(
+        config, parallel=replace(config.parallel, dp_replicate=degrees["dp_replicate"], dp_shard=degrees["dp_shard"])
+    )
 
 
-def _print_check(config: Config, degrees: dict[str, int], ranks: "_Ranks", per_node: int) -> None:
+def _print_check(config: Config, degrees: dict[str, int], ranks: "_Ranks", world: int) -> None:
     """What run_train.sh reads, on stdout; what the user wants to know, on stderr."""
+    per_node, uneven = divmod(world, ranks.nodes)
+    if uneven:
+        _stop([f"environment: NNODES: {ranks.nodes} nodes cannot share {world} ranks evenly"])
     print(f"NPROC={per_node}\nRUN_FOLDER={config.run.folder}\nSAMPLE={int(config.generate.after_training)}")
     training, size = config.training, data_ranks(degrees)
     if ranks.per_node not in (None, per_node):
@@ -158,6 +165,7 @@ class _Ranks(NamedTuple):
     world: int | None
     nodes: int
     per_node: int | None
+    are_started: bool  # this process is one of them
 
 
 def _ranks(found: list[str]) -> _Ranks:
@@ -171,8 +179,8 @@ def _ranks(found: list[str]) -> _Ranks:
             found.append(f"environment: {name}: must be a whole number of at least 1, not {shown(text)}")
     nodes, per_node = number.get("NNODES", 1), number.get("NPROC")
     if "WORLD_SIZE" in number:
-        return _Ranks(number["WORLD_SIZE"], nodes, None)
-    return _Ranks(nodes * per_node if per_node else None, nodes, per_node)
+        return _Ranks(number["WORLD_SIZE"], nodes, None, True)
+    return _Ranks(nodes * per_node if per_node else None, nodes, per_node, False)
 
 
 def _lowered(config: Config, ranks: _Ranks) -> _Ranks:
@@ -181,7 +189,7 @@ def _lowered(config: Config, ranks: _Ranks) -> _Ranks:
         return ranks
     fewer = range(min(ranks.per_node - 1, 1024), 0, -1)
     per_node = min((ranks.per_node, *fewer), key=lambda n: sum(1 for _ in problems(config, ranks.nodes * n)))
-    return _Ranks(ranks.nodes * per_node, ranks.nodes, per_node)
+    return ranks._replace(world=ranks.nodes * per_node)
 
 
 def _certain(config: Config, worlds: Iterable[int | None], suspects: Iterable[KeyPath]) -> list[Problem]:
@@ -206,14 +214,17 @@ def _variants(config: C, path: KeyPath) -> Iterator[C]:
     if not is_dataclass(section) or isinstance(section, type):
         return
     types = field_types(type(section))
-    for key in path[1:] or types:
+    for key in types.keys() & path[1:] or types:
         kind, _ = plain_type(types[key])
         value = getattr(section, key)
-        others: tuple[Any, ...] = tuple(choice for choice in get_args(kind) if choice != value)  # of a Literal
         if get_origin(kind) is tuple:
-            others = ((),)
-        elif not others and isinstance(value, (bool, int, float, str)):
-            others = (not value if isinstance(value, bool) else value + "?" if isinstance(value, str) else value + 1,)
+            others: tuple[Any, ...] = ((),)
+        elif isinstance(value, bool):
+            others = (not value,)
+        elif isinstance(value, (int, float)):
+            others = (value + 1, 3 * value + 4)
+        else:
+            others = get_args(kind) or (f"{value}?",)
         for other in others:
             changed: Any = {path[0]: replace(section, **{key: other})}
             yield replace(config, **changed)

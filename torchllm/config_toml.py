@@ -78,7 +78,7 @@ def _merge(below: Layer, above: Layer) -> None:
 def _read_file(file: str, named_at: str, found: list[str]) -> Layer:
     path = Path(file)
     if not path.is_file():  # never opened otherwise: reading a pipe or a device may not end
-        near = _near_files(path)
+        near = "" if path.exists() else _near_files(path)
         what = "is not a file" if path.exists() else "no such file"
         found.append(f"{named_at}{file}: {what}" + (f"; did you mean {near}?" if near else ""))
         return Layer({}, {})
@@ -93,7 +93,7 @@ def _read_file(file: str, named_at: str, found: list[str]) -> Layer:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the decoder lets through
         message = str(error).replace("Cannot overwrite a value", "a key is given twice")
         at = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", message)
-        line = (at[1] if at else None) or max(1, text.rstrip("\n").count("\n") + 1)
+        line = (at and at[1]) or max(1, text.rstrip("\n").count("\n") + 1)
         found.append(f"{file}:{line}: {message[: at.start()] if at else message}")
     return Layer({}, {})
 

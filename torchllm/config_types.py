@@ -126,7 +126,7 @@ def type_at(schema: type, path: KeyPath) -> Any:
     for part in path:
         kind, _ = plain_type(kind)
         if get_origin(kind) is tuple:
-            kind = get_args(kind)[0]
+            kind = get_args(kind)[0] if part.isdigit() else None
         elif is_dataclass(kind) and isinstance(kind, type):
             kind = field_types(kind).get(part)
         else:
@@ -151,7 +151,7 @@ def _nearest(path: KeyPath, schema: type, is_table: bool) -> KeyPath:
     for names, wanted, cutoff in (
         (same_name, dotted(path), 0.0),
         (siblings, path[-1], 0.6),
-        (everywhere, dotted(path), 0.7),
+        (everywhere, dotted(path), 0.8),
     ):
         if close := difflib.get_close_matches(wanted[:100], names, n=1, cutoff=cutoff):
             return names[close[0]]
