@@ -101,5 +101,5 @@ fi
 [ "$status" = 0 ] || exit "$status"
 if [ "${sample:-0}" = 1 ] && [ "$node_rank" = 0 ]; then
     unset RANK WORLD_SIZE
-    "$python" "$here/recipes/generate.py" "$folder/config.toml"
+    "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto
 fi

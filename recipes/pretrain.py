@@ -95,12 +95,14 @@ def main(config: Config) -> None:
         else [],
         sequences=data.state()["sequences"],
     )
+    n, stopping = start, False
     for n in range(start + 1, config.training.steps + 1):
         with meter.data_wait():
             batches = data.next_step()
         result = step(n, batches)
 
-        stopping = runtime.should_stop()  # agreed by all ranks: one that saved alone would wait for ever
+        # Agreed by all ranks: one that stopped alone would leave the others waiting.
+        stopping = runtime.should_stop(checkpoints.failed)
         last = stopping or n == config.training.steps
 
         validation_loss = None
@@ -117,10 +119,11 @@ def main(config: Config) -> None:
                 checkpoints.save(n, data.state())
         runtime.collect_garbage(n)
         if stopping:
-            runtime.mark_stopped(n)
             break
 
     checkpoints.close()
+    if stopping:
+        runtime.mark_stopped(n)
     meter.close()
     data.close()
     runtime.close()

@@ -261,7 +261,7 @@ class Checkpoint:
     keep: Natural = 3
     """checkpoints kept, newest first, of those that verify; 0: all"""
     asynchronous: bool = False
-    """write in the background while training goes on"""
+    """write in the background while training goes on; keeps a copy of this rank's state in host memory"""
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,10 @@ class Runtime:
         """Whether this is the rank that speaks and writes."""
         return self.rank == 0
 
-    def should_stop(self) -> bool:
-        """Whether any rank had been told to stop by the previous call; all ranks get the same answer. Once a step.
+    def should_stop(self, failed: bool = False) -> bool:
+        """Whether any rank had been told to stop, or had `failed`, by the previous call: the same answer on all ranks.
+
+        Call it once a step.
 
         One step late: the vote of the last call is read, the next one set off to run beside the step.
         """
@@ -63,7 +65,7 @@ class Runtime:
             if work is not None:
                 work.wait()
             stop = bool(flag.item())
-        flag = torch.tensor(int(self._told_to_stop is not None))
+        flag = torch.tensor(int(failed or self._told_to_stop is not None))
         self._vote = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
         return stop
 
