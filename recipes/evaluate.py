@@ -5,9 +5,8 @@ python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [-
 
 import sys
 
-from torchllm.config_file import load_config
-
 from torchllm.config import Config
+from torchllm.config_file import load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)

@@ -7,9 +7,8 @@ A run folder's config.toml names the run; its newest checkpoint that verifies is
 
 import sys
 
-from torchllm.config_file import load_config
-
 from torchllm.config import Config, Generate
+from torchllm.config_file import load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)

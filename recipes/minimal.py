@@ -8,9 +8,8 @@ same order, sharded over ranks, and trains the same model (tested).
 
 import sys
 
-from torchllm.config_file import load_config
-
 from torchllm.config import Config
+from torchllm.config_file import load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)

@@ -8,9 +8,8 @@ To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.p
 
 import sys
 
-from torchllm.config_file import load_config, write_config
-
 from torchllm.config import Config
+from torchllm.config_file import load_config, write_config
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     CONFIG = load_config(sys.argv[1:])
