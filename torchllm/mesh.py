@@ -55,11 +55,12 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     world = init_device_mesh(
         device.type, (parallel.pp, replicate, shard, parallel.cp, parallel.tp), mesh_dim_names=AXES
     )
-    flatten_mesh(world["dp_shard", "cp"], "fsdp")
+    shards = flatten_mesh(world["dp_shard", "cp"], "fsdp")
     loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
     return Mesh(
         world=world,
-        fsdp=world["dp_replicate", "fsdp"] if replicate > 1 else world["fsdp"],
+        # Taking a flattened axis by its name warns that torch will drop it: only where there is no other way.
+        fsdp=shards if replicate == 1 else world["dp_replicate", "dp_shard" if parallel.cp == 1 else "fsdp"],
         tp=world["tp"],
         loss=loss,
         data_rank=world.get_local_rank("dp_replicate") * shard + world.get_local_rank("dp_shard"),
