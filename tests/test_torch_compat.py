@@ -1,0 +1,104 @@
+"""One test a private torch name or difference between versions: it fails when torch moves it."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # to see that something was pending
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tests.workers import run
+from torchllm import torch_compat
+from torchllm.torch_compat import checkpoint_wrapper, flatten_mesh, local_region, wait_for_collective
+
+
+def test_every_name_has_a_test_here() -> None:
+    for name in torch_compat.__all__:
+        assert f"def test_{name}" in inspect.getsource(inspect.getmodule(test_every_name_has_a_test_here)), name
+    functions = inspect.getmembers(torch_compat, inspect.isfunction)
+    assert {name for name, f in functions if f.__module__ == torch_compat.__name__} <= set(torch_compat.__all__)
+
+
+def test_flatten_mesh() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = flatten_mesh(mesh["a", "b"], "ab")
+        assert (flat.shape, flat.mesh_dim_names) == ((4,), ("ab",))
+        assert flat.get_local_rank() == 2  # a 1, b 0
+        assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
+        assert mesh["ab", "c"].shape == (4, 2)  # it can be named beside the others
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    wrapped = checkpoint_wrapper(Counted(3, 3), preserve_rng_state=False)
+    assert inspect.signature(checkpoint_wrapper).parameters.keys() >= {"module", "checkpoint_impl"}
+    wrapped(torch.ones(2, 3)).square().sum().backward()
+    assert len(calls) == 2  # forward, and again in the backward
+    inner = [name for name, _ in nn.ModuleDict({"m": wrapped}).named_modules()]
+    assert "m._checkpoint_wrapped_module" in inner
+
+
+def local_regions() -> list[dict[str, Any]]:
+    """Of an uneven matrix cut in every way that the library cuts: what this rank holds and where."""
+    whole = torch.arange(13 * 6, dtype=torch.float32).view(13, 6)
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cuts: list[tuple[str, torch.Tensor]] = [("plain", whole)]
+    cuts.append(("four", distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)])))
+    cuts.append(("few rows", distribute_tensor(whole[:3], init_device_mesh("cpu", (4,)), [Shard(0)])))  # one has none
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("whole", Replicate())):
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(whole, world["tp"], [placement]))
+        fully_shard(module, mesh=world["dp"])
+        cuts.append((f"fsdp over tp {name}", module.weight))
+    found = []
+    for name, tensor in cuts:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shape, offset = local_region(tensor)
+        found.append({"cut": name, "shape": shape, "offset": offset, "values": local.detach().numpy().copy()})
+    return found
+
+
+def test_local_region_is_where_the_values_come_from() -> None:
+    whole = np.arange(13 * 6, dtype=np.float32).reshape(13, 6)
+    by_rank = run(local_regions, 4)
+    for cuts in zip(*by_rank, strict=True):
+        held = np.zeros_like(whole)
+        for cut in cuts:
+            (rows, columns), (top, left) = cut["shape"], cut["offset"]
+            assert cut["values"].shape == (rows, columns), cut["cut"]
+            if cut["values"].size:
+                np.testing.assert_array_equal(cut["values"], whole[top : top + rows, left : left + columns], cut["cut"])
+                held[top : top + rows, left : left + columns] += 1
+        copies = {"plain": 4, "fsdp over tp whole": 2}.get(cuts[0]["cut"], 1)
+        assert (held[: 3 if cuts[0]["cut"] == "few rows" else 13] == copies).all(), cuts[0]["cut"]
+
+
+def pending_gradient() -> tuple[bool, bool, bool]:
+    """Whether a collective's result was pending, is not after the call, and passed its gradient on."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.ones(3, requires_grad=True)
+    pending = DTensor.from_local(x, mesh, [Partial()]).redistribute(placements=[Replicate()], async_op=True).to_local()
+    done = wait_for_collective(pending)
+    done.sum().backward()
+    assert x.grad is not None
+    right = torch.equal(done, torch.full((3,), 2.0)) and torch.equal(x.grad, torch.ones(3))
+    return isinstance(pending, AsyncCollectiveTensor), type(done) is torch.Tensor, right
+
+
+def test_wait_for_collective_keeps_the_gradient() -> None:
+    assert run(pending_gradient, 2) == [(True, True, True)] * 2
