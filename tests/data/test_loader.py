@@ -240,6 +240,10 @@ def test_what_is_too_small_or_too_big(tmp_path: Path, monkeypatch: pytest.Monkey
     command = r"python recipes/prepare\.py 'my run\.toml' --run\.seed=1 --prepare\.folder=tokens"
     with pytest.raises(DataError, match=command):
         real(tmp_path, replace(source, text_key="t"), max_raw_mib=0.001)
+    (tmp_path / "hub").mkdir()
+    write_documents(tmp_path / "hub", 5)
+    with pytest.raises(DataError, match=r"is of unknown size; only 256 MiB .*\n.*recipes/prepare\.py"):
+        real(tmp_path, Source(kind="hub", path=str(tmp_path / "hub")))
     each = real(tmp_path, source, validation_fraction=0.0)
     with pytest.raises(DataError, match=r"nothing is held out .* data\.validation_fraction"):
         each.validation_batches(1)
@@ -259,6 +263,20 @@ def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) 
         (folder / "corpus.json").write_text(json.dumps(changed | {"fingerprint": fingerprint_of(changed)}))
         with pytest.raises(DataError, match=message):
             real(tmp_path, source)
+
+
+def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 2000, size=500)
+    script = (
+        "import sys, pathlib; from tests.data.test_loader import *\n"
+        f"print(real(pathlib.Path({str(tmp_path)!r}), Source(kind='jsonl', path={source.path!r})).state())"
+    )
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = {run.communicate(timeout=60)[0] for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert len(said) == 1
+    assert not list((tmp_path / "cache").glob("*/raw*")) + list((tmp_path / "cache").glob("*/*.tmp"))
 
 
 def test_synthetic_needs_no_file_and_no_tokenizer(tmp_path: Path) -> None:

@@ -50,11 +50,14 @@ def plan_of(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_
     )
 
 
-def make_corpus(plan: Plan, encoder: Encoder, folder: Path, processes: int = 1) -> dict[str, Any]:
-    """Read the plan's source and write its corpus; the header. What was read is kept until the corpus is whole."""
-    raw = folder / f"raw-{socket.gethostname()}"
-    header = build_corpus(read_source(plan.source, raw, processes), plan, encoder, folder, processes)
-    shutil.rmtree(raw, ignore_errors=True)
+def make_corpus(plan: Plan, encoder: Encoder, folder: Path, processes: int = 1, raw: str = "raw") -> dict[str, Any]:
+    """Read the plan's source and write its corpus; the header.
+
+    What was read lies in `folder`/`raw` until the corpus is whole, so that starting again need not read it again;
+    processes that make one corpus at the same time need names of their own for it.
+    """
+    header = build_corpus(read_source(plan.source, folder / raw, processes), plan, encoder, folder, processes)
+    shutil.rmtree(folder / raw, ignore_errors=True)
     return header
 
 
@@ -78,7 +81,8 @@ def prepare_cached(plan: Plan, data: Data) -> None:
             "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
             f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
         )
-    make_corpus(plan, Encoder(data.tokenizer, data.pattern, cpus()), folder)
+    mine = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes, other runs may be at it too
+    make_corpus(plan, Encoder(data.tokenizer, data.pattern, cpus()), folder, raw=mine)
 
 
 def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> Sequences:

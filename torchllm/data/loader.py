@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -24,12 +25,14 @@ from torchllm.data.cache import is_raw, open_source, plan_of, prepare_cached
 from torchllm.data.corpus import Corpus, Sequences, Split
 from torchllm.data.error import DataError
 from torchllm.data.order import Order
-from torchllm.data.packing import IGNORED, Sequence, sequence_of
+from torchllm.data.packing import IGNORED, sequence_of
 from torchllm.data.tokenizer import load_tokenizer
 
 _FOR_EVER = 2**62
 _PREFETCHED_STEPS = 2
 T = TypeVar("T")
+Fields = npt.NDArray[np.int64]
+"""tokens, labels, positions and, with data.document_mask, document ids, stacked"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ def _open_together(data: Data, training: Training, model: Model, ranks: DataRank
     return sources
 
 
-class _Steps(torch.utils.data.Dataset[Batch]):
-    """Item k: what this rank reads in the k-th step from `first` on, its micro batches stacked: (A, B, S) tensors.
+class _Steps(torch.utils.data.Dataset[Fields]):
+    """Item k: what this rank reads in the k-th step from `first` on, as (fields, A, B, S) for A micro batches.
 
     Micro batch a of data rank r is the sequences (a * ranks + r) * B ... + B of the step.
     """
@@ -109,30 +112,29 @@ class _Steps(torch.utils.data.Dataset[Batch]):
         self.step, self.micro, (self.rank, self.ranks) = training.global_batch_size, training.micro_batch_size, ranks
         self.accumulation = gradient_accumulation(training, self.ranks)
 
-    def numbers(self, k: int) -> list[int]:
-        """The sequences of the run in item k, micro batch after micro batch."""
+    def __getitem__(self, k: int) -> Fields:
         starts = [(a * self.ranks + self.rank) * self.micro for a in range(self.accumulation)]
-        return [self.first + k * self.step + start + i for start in starts for i in range(self.micro)]
-
-    def __getitem__(self, k: int) -> Batch:
-        located = [self.order.locate(n) for n in self.numbers(k)]
-        batch = self.reader.batch("train", [(source, number) for source, _, number in located])
-        return Batch._make(x if x is None else x.view(self.accumulation, self.micro, -1) for x in batch)
+        numbers = [self.first + k * self.step + start + i for start in starts for i in range(self.micro)]
+        located = [self.order.locate(n) for n in numbers]
+        fields = self.reader.fields("train", [(source, number) for source, _, number in located])
+        return fields.reshape(len(fields), self.accumulation, self.micro, -1)
 
 
 class _Reader:
-    """Sequences of the sources as tensors."""
+    """Sequences of the sources, packed."""
 
     def __init__(self, sources: list[Sequences], length: int, document_mask: bool) -> None:
         self.sources, self.length, self.document_mask = sources, length, document_mask
 
-    def batch(self, split: Split, located: list[tuple[int, int]]) -> Batch:
-        """The (source, number) sequences as (B, S) tensors."""
-        made = [self._sequence(split, *place) for place in located]
-        return Batch._make(None if x[0] is None else torch.from_numpy(np.stack(x)) for x in zip(*made, strict=True))
+    def fields(self, split: Split, located: list[tuple[int, int]]) -> Fields:
+        """The fields of a Batch of (source, number) sequences, one array: (fields, B, S)."""
+        made = [sequence_of(*self.sources[s].window(split, i, self.length), self.document_mask) for s, i in located]
+        return np.stack([np.stack(field) for field in zip(*made, strict=True) if field[0] is not None])
 
-    def _sequence(self, split: Split, source: int, number: int) -> Sequence:
-        return sequence_of(*self.sources[source].window(split, number, self.length), self.document_mask)
+
+def _batch(fields: torch.Tensor) -> Batch:
+    tokens, labels, positions, *document_ids = fields
+    return Batch(tokens, labels, positions, document_ids[0] if document_ids else None)
 
 
 class TrainLoader:
@@ -146,7 +148,7 @@ class TrainLoader:
         self._held_out = {s: count for s, source in enumerate(sources) if (count := source.count("validation", length))}
         self._weights = weights
         self._consumed = 0
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[Any] | None = None
         self._fingerprint: dict[str, Any] = {
             "sources": [[source.fingerprint, weight] for source, weight in zip(sources, weights, strict=True)],
             "tokenizer": sorted({source.header["tokenizer"] for source in sources if isinstance(source, Corpus)}),
@@ -161,11 +163,12 @@ class TrainLoader:
         """The micro batches of this rank in the next optimizer step."""
         if self._batches is None:
             self._batches = self._start()
-        stacked = next(self._batches)
+        fields = torch.as_tensor(next(self._batches))
         self._consumed += self._training.global_batch_size
-        return [Batch._make(x if x is None else x[a] for x in stacked) for a in range(len(stacked.tokens))]
+        return [_batch(fields[:, a]) for a in range(fields.shape[1])]
 
-    def _start(self) -> Iterator[Batch]:
+    def _start(self) -> Iterator[Any]:
+        on_gpu = torch.cuda.is_available()
         place = (self._ranks.rank, self._ranks.size)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital.*", category=UserWarning)  # torchdata calls it
@@ -178,8 +181,10 @@ class TrainLoader:
                 sampler=range(_FOR_EVER),
                 num_workers=self._workers,
                 prefetch_factor=_PREFETCHED_STEPS if self._workers else None,
-                collate_fn=_as_it_is,
-                pin_memory=torch.cuda.is_available(),
+                # A tensor comes through shared memory and is pinned by a thread, off the step's path. Without that
+                # thread an array through the pipe is sooner here: 0.4 ms against 1.4 ms for 1,024 tokens.
+                collate_fn=torch.from_numpy if on_gpu else _as_it_is,
+                pin_memory=on_gpu,
                 worker_init_fn=_ignore_signals,
                 multiprocessing_context="fork" if self._workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # else every start would draw from the run's own random state
@@ -238,15 +243,16 @@ class TrainLoader:
         def batches() -> Iterator[Batch]:
             for start in range(self._ranks.rank * micro, -(-sequences // per_pass) * per_pass, per_pass):
                 mine = located[start : start + micro]
-                batch = self._reader.batch("validation", mine + located[:1] * (micro - len(mine)))
+                fields = self._reader.fields("validation", mine + located[:1] * (micro - len(mine)))
+                batch = _batch(torch.from_numpy(fields))
                 batch.labels[len(mine) :] = IGNORED
                 yield batch
 
         return batches()
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+def _as_it_is(fields: Fields) -> Fields:
+    return fields
 
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:
