@@ -1,0 +1,188 @@
+"""The fused, shard-wise, skippable optimizers against torch's plain ones, on plain and on FSDP parameters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.workers import run
+from torchllm.config import Compile, Model, Optimizer, Parallel, Recompute
+from torchllm.initialize import initialize
+from torchllm.layout import canonical_name
+from torchllm.mesh import build_mesh
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.parallelize import parallelize
+from torchllm.torch_compat import local_region
+
+CPU = torch.device("cpu")
+# k and v have 2 rows: over 4 ranks some hold nothing of them
+MODEL = Model(
+    family="gpt", layers=1, hidden=12, heads=2, kv_heads=1, head_dim=2, ffn=9, vocab=13, max_sequence_length=5
+)
+OPTIMIZERS = {
+    "adamw": Optimizer(learning_rate=0.1, weight_decay=0.3),
+    "adamw-no-beta1": Optimizer(learning_rate=0.1, beta1=0.0, weight_decay=0.3),
+    "sgd": Optimizer(name="sgd", learning_rate=0.1, weight_decay=0.3),
+    "sgd-momentum": Optimizer(name="sgd", learning_rate=0.1, momentum=0.8, weight_decay=0.3),
+}
+RATES = [0.1, 0.05, 0.1, 0.02, 0.08]
+SKIPPED = 2  # index of a step that is not finite
+DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def meta() -> Decoder:
+    with torch.device("meta"):
+        return build_model(MODEL)
+
+
+def plain() -> Decoder:
+    decoder = meta()
+    initialize([decoder], MODEL, CPU, seed=0)
+    return decoder
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    """The whole gradient of a parameter at a step: the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + len(name))
+    return torch.randn(shape, generator=generator)
+
+
+def give_gradients(module: nn.Module, step: int, poison: bool) -> None:
+    """This rank's part of the gradients; poison: not finite."""
+    for name, parameter in module.named_parameters():
+        whole = gradient(canonical_name(name), parameter.shape, step) * (float("nan") if poison else 1.0)
+        if isinstance(parameter, DTensor):
+            shape, offset = local_region(parameter)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
+            whole = DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        parameter.grad = whole
+
+
+def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
+    """torch's plain optimizer, with the step that is not finite left out by hand."""
+    model = plain()
+    named = dict(model.named_parameters())
+    groups = [
+        {
+            "params": [p for n, p in named.items() if n.endswith(DECAYED) == decayed],
+            "weight_decay": settings.weight_decay * decayed,
+        }
+        for decayed in (True, False)
+    ]
+    torchs: torch.optim.Optimizer
+    if settings.name == "adamw":
+        betas = (settings.beta1, settings.beta2)
+        torchs = torch.optim.AdamW(groups, betas=betas, eps=settings.epsilon, foreach=False, fused=False)
+    else:
+        torchs = torch.optim.SGD(groups, momentum=settings.momentum, foreach=False, fused=False)
+    for step, rate in enumerate(RATES):
+        if step != SKIPPED:
+            give_gradients(model, step, poison=False)
+            for group in torchs.param_groups:
+                group["lr"] = rate
+            torchs.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """Everything that a step may change, as bytes: weights, moments, counters."""
+    tensors = list(model.parameters())
+    for parameter in model.parameters():
+        tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return [tensor.detach().numpy().tobytes() for tensor in local]
+
+
+def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """All steps with the library, one of them not finite: it must change no bit."""
+    optimizer = build_optimizer([model], settings)
+    for step, rate in enumerate(RATES):
+        give_gradients(model, step, poison=step == SKIPPED)
+        before = bits(model, optimizer)
+        apply_if_finite(optimizer, rate, YES if step != SKIPPED else NO)
+        changed = [a != b for a, b in zip(before, bits(model, optimizer), strict=True)]
+        assert any(changed) == (step != SKIPPED), step
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_parameters(name: str) -> None:
+    model = plain()
+    optimizer = train(model, OPTIMIZERS[name])
+    expected = expected_parameters(OPTIMIZERS[name])
+    for parameter, value in model.named_parameters():
+        # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
+        torch.testing.assert_close(value.detach(), expected[parameter], rtol=1e-6, atol=1e-6, msg=parameter)
+    if OPTIMIZERS[name].name == "adamw":
+        assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
+
+
+def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
+    """On 4 FSDP ranks: whole parameters by optimizer and name, on rank 0."""
+    parallel, out = Parallel(dp_shard=4), {}
+    mesh = build_mesh(parallel, CPU)
+    for name in names:
+        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), torch.float32)
+        initialize(stages, MODEL, CPU, seed=0)
+        train(stages[0], OPTIMIZERS[name])
+        out[name] = {n: p.full_tensor().detach().numpy() for n, p in stages[0].named_parameters()}  # type: ignore[attr-defined]
+    return out if torch.distributed.get_rank() == 0 else None
+
+
+def test_sharded_parameters() -> None:
+    found = run(train_sharded, 4, list(OPTIMIZERS))[0]
+    for name, settings in OPTIMIZERS.items():
+        for parameter, value in expected_parameters(settings).items():
+            got = torch.from_numpy(found[name][parameter])
+            torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_exists_from_the_start_and_weights_are_untouched(name: str) -> None:
+    model, untouched = plain(), plain()
+    optimizer = build_optimizer([model], OPTIMIZERS[name])
+    expected = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"} if "momentum" in name else set()}
+    for parameter, value in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(parameter.view(torch.int32), value.view(torch.int32))  # -0.0 is not 0.0 here
+        assert parameter.grad is None
+        assert optimizer.state[parameter].keys() == expected[OPTIMIZERS[name].name]
+        assert all(not state.any() for state in optimizer.state[parameter].values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_groups_follow_the_table(family: str, tied: bool) -> None:
+    model = replace(MODEL, family=family, tied_embeddings=tied)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        decoder = build_model(model)
+    initialize([decoder], model, CPU, seed=0)
+    decayed, kept = build_optimizer([decoder], OPTIMIZERS["adamw"]).param_groups
+    names = {id(parameter): name for name, parameter in decoder.named_parameters()}
+    assert [decayed["weight_decay"], kept["weight_decay"]] == [0.3, 0.0]
+    assert all(names[id(p)].endswith(DECAYED) for p in decayed["params"])
+    assert not any(names[id(p)].endswith(DECAYED) for p in kept["params"])
+    assert sorted(names) == sorted(id(p) for group in (decayed, kept) for p in group["params"])  # each once
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    for settings in OPTIMIZERS.values():
+        model = plain()
+        optimizer = build_optimizer([model], settings)
+        assert model.embed_tokens is not None
+        before = model.embed_tokens.weight.detach().clone()
+        give_gradients(model, 0, poison=False)
+        model.embed_tokens.weight.grad = None
+        apply_if_finite(optimizer, 0.1, YES)
+        assert torch.equal(model.embed_tokens.weight, before)
