@@ -63,6 +63,11 @@ def main(config: Config) -> None:
         config.run.seed,
         DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.barrier, runtime.agree),
     )
+    if data.skipped:
+        log.warning("records left out of the data: %s", data.skipped)
+    if config.evaluate.interval:  # nothing held out? say so now, not at the first evaluation
+        data.validation_sequences(config.evaluate.sequences)
+
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     forward_backward = OneStage(stages, config.parallel.zero_stage)
