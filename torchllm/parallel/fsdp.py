@@ -8,8 +8,9 @@ Sent, per unit (embedding; each block; final norm and head):
   stage 2   gather once a step, reduce-scatter after every micro batch
   stage 1   gather once a step, reduce-scatter once a step
   stage 0   all-reduce once a step
-and, with a replicate axis, an all-reduce of the scattered gradient: 1 / shard of DDP's bytes cross nodes.
-While a block computes, the next `prefetch` blocks' gathers are under way.
+and, with a replicate axis, an all-reduce of the scattered gradient once a step: 1 / shard of DDP's bytes cross nodes.
+While a unit computes, the next `prefetch` units' gathers are under way. Not gathered before the backward: the
+embedding, whose gradient does not need it, nor the head and (`keep_last_block`) the last block, which are still there.
 
 Applied to a single rank as well: then it only casts, so mixed precision (bfloat16 computation, float32 weights,
 gradients reduced in float32) has one code path.
@@ -34,30 +35,34 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         cast_forward_inputs=False,  # the only float inputs are hidden states, already cast, and angles, kept in float32
     )
     per_use = parallel.zero_stage == 3
-    blocks = list(stage.layers.values())
-    for block in blocks:
-        kept = parallel.keep_last_block and block is blocks[-1]
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use and not kept)
+    units: list[FSDPModule] = []  # in the order of the forward pass
+    for name, block in stage.layers.items():
+        kept = parallel.keep_last_block and name == list(stage.layers)[-1]
+        units.append(fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use and not kept))
     if not stage.model.tied_embeddings:  # tied: one unit, the root's, for the ends must gather the same parameter
         if stage.embed_tokens is not None:
-            fully_shard(stage.embed_tokens, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use)
+            embedding = fully_shard(stage.embed_tokens, mesh=mesh, mp_policy=policy, reshard_after_forward=per_use)
+            embedding.set_unshard_in_backward(False)
+            units.insert(0, embedding)
         if stage.norm is not None and stage.lm_head is not None:
             # Its backward follows its forward at once: freeing it between them would only cost a second gather.
-            fully_shard([stage.norm, stage.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            ends = fully_shard([stage.norm, stage.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            units.append(ends[0])
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(stage):
         # FOOTGUN: these two act on one unit, not on those inside it. The step divides by its global token count, so
         # FSDP must sum; gloo can only sum when told to by the second call.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _prefetch(cast(list[FSDPModule], blocks), parallel.prefetch)
+    _prefetch(units, parallel.prefetch)
 
 
-def _prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
-    """Issue the gathers of the `ahead` next blocks before a block computes, in forward and in backward order."""
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + ahead]))
-        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, index - ahead) : index])))
+def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+    """Issue the gathers of the `ahead` next units before a unit computes, in forward and in backward order."""
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + ahead]))
+        # With an empty list FSDP guesses, and gathers what it does not need; itself, already there, costs nothing.
+        unit.set_modules_to_backward_prefetch([unit, *reversed(units[max(0, index - ahead) : index])])
 
 
 def fsdp_modules(stage: torch.nn.Module) -> list[FSDPModule]:
@@ -70,4 +75,5 @@ def begin_micro_batch(stages: Sequence[Decoder], zero_stage: int, last: bool) ->
     for stage in cast(Sequence[FSDPModule], stages):
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or zero_stage >= 2)
+        stage.set_requires_all_reduce(last)
         stage.set_reshard_after_backward(last or zero_stage == 3)

@@ -12,6 +12,7 @@ The table of `layout.py` says how each parameter is cut; `parallelize_module` cu
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,33 +119,37 @@ class VocabParallelHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             assert isinstance(module, Head)
-            module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])))
+            weight = distribute_tensor(module.weight, mesh, [Shard(0)])
+            module.register_parameter("weight", nn.Parameter(weight))
+            module.cross_entropy = partial(
+                vocab_parallel_cross_entropy_sum, first=local_region(weight)[1][0], group=mesh.get_group()
+            )
 
         def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             hidden = DTensor.from_local(inputs[0], mesh, [self.hidden], run_check=False)
             return hidden.redistribute(placements=[Replicate()]), *inputs[1:]
 
-        assert isinstance(module, Head)
-        module.cross_entropy = vocab_parallel_cross_entropy_sum
         return distribute_module(module, device_mesh, cut, gather)
 
 
-def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """`models.head.cross_entropy_sum` for logits (N, V) sharded over V: float32 (), the same on every tp rank."""
+def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    """`models.head.cross_entropy_sum` for logits (N, V) sharded over V: float32 (), the same on every tp rank.
+
+    `first`: the token of this rank's first column. `group`: the tp ranks.
+    """
     assert isinstance(logits, DTensor)
-    offset = local_region(logits)[1][-1]
-    return _VocabParallelCrossEntropy.apply(logits.to_local().float(), labels, offset, logits.device_mesh.get_group())
+    return _VocabParallelCrossEntropy.apply(logits.to_local().float(), labels, first, group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """log-sum-exp over all ranks minus the target's logit; the gradient, softmax - one-hot, needs no more sending."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, offset: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], -torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(-1)
-        column = labels - offset
+        column = labels - first
         mine = (column >= 0) & (column < logits.shape[-1])
         column = column.where(mine, 0).unsqueeze(-1)
         target = shifted.gather(-1, column).squeeze(-1).where(mine, 0.0)
