@@ -67,7 +67,9 @@ class TrainStep:
         dist.all_reduce(sums, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
         tokens, pairs = sums
         loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        dist.all_reduce(loss, group=self.mesh.loss_group)
+        # Over all ranks, not the data's alone: a nan on one tp rank must stop its peers, which hold the same loss, too.
+        dist.all_reduce(loss)
+        loss = loss / self.mesh.tp.size()
         norm = grad_norm(self.stages, self.device)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
