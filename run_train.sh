@@ -7,6 +7,9 @@
 # NPROC    processes on this node     (default: its GPUs, else 2)
 # NNODES   nodes                      (default: 1; under Slurm and Kubernetes: the job's)
 # RECIPE   the script to start        (default: recipes/pretrain.py)
+#
+# SIGTERM or Ctrl-C, or `touch RUN_FOLDER/stop`: the ranks save at the next step boundary and this script ends with
+# success. A second signal, 5 s later or more, ends them at once.
 set -euo pipefail
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
@@ -14,13 +17,12 @@ fail() { echo "run_train.sh: $*" >&2; exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=${RECIPE:-$here/recipes/pretrain.py}
 [ -f "$recipe" ] || fail "RECIPE=$recipe: there is no such file"
-python=${PYTHON:-python}
-command -v "$python" >/dev/null || python=python3
+python=${PYTHON:-$(command -v python || echo python3)}
 if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.toml" "$@"; fi
 
 gpus() {
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '[^[:space:]]' || true
+        echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[^-[:space:]]' || true
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
     else
@@ -36,13 +38,15 @@ if [ -n "${PET_NNODES:-}" ]; then # Kubernetes operators speak to torchrun throu
     case ${PET_NPROC_PER_NODE:-auto} in auto | gpu | cpu) ;; *) NPROC=$PET_NPROC_PER_NODE ;; esac
     unset RANK WORLD_SIZE # of the pods, not of the processes
 elif [ -n "${SLURM_STEP_ID:-}" ]; then
-    NNODES=$SLURM_NNODES node_rank=$SLURM_NODEID
+    # The step's numbers: the job's are others where a step takes some of its nodes.
+    NNODES=$SLURM_STEP_NUM_NODES node_rank=$SLURM_NODEID
     head=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
     port=$((20000 + SLURM_JOB_ID % 20000))
-    if [ "$SLURM_NTASKS" -gt "$SLURM_NNODES" ]; then
-        [ $((SLURM_NTASKS % SLURM_NNODES)) = 0 ] || fail "$SLURM_NTASKS tasks on $SLURM_NNODES nodes: use the same \
-number on each (--ntasks-per-node), or one task a node"
-        per_gpu=1 NPROC=$((SLURM_NTASKS / SLURM_NNODES))
+    if [ "$SLURM_STEP_NUM_TASKS" -gt "$NNODES" ]; then
+        [[ $SLURM_STEP_TASKS_PER_NODE =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] || fail "$SLURM_STEP_NUM_TASKS tasks on $NNODES \
+nodes, $SLURM_STEP_TASKS_PER_NODE: use the same number on each (--ntasks-per-node), or one task a node"
+        per_gpu=1 NPROC=${BASH_REMATCH[1]} node_rank=$SLURM_PROCID
+        export LOCAL_RANK=$SLURM_LOCALID # one task of a node speaks of the config
     fi
 elif [ "${SLURM_NNODES:-1}" -gt 1 ]; then
     fail "this is Slurm's batch script, which runs on one of $SLURM_NNODES nodes: start me with srun ./run_train.sh"
@@ -54,27 +58,58 @@ fi
 export NPROC NNODES=${NNODES:-1}
 [ "$NNODES" = 1 ] || [ -n "$head" ] || fail "NNODES=$NNODES, but not under Slurm or Kubernetes: set PET_NNODES, \
 PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"
+for word in "$@"; do # nothing to start
+    case $word in --help | -h | --check) exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" ;; esac
+done
 
 # One process reads the config: what is wrong with it is said once, before anything is started.
-checked=$(env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check) || exit $?
-while IFS='=' read -r key value; do
-    case $key in NPROC) NPROC=$value ;; RUN_FOLDER) folder=$value ;; SAMPLE) sample=$value ;; esac
-done <<<"$checked"
+status=0
+said=$(env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check 2>&1) || status=$?
+if [ "$status" != 0 ]; then
+    echo "$said" >&2
+    exit "$status"
+fi
+sample=0 folder=""
+while IFS= read -r line; do
+    case $line in
+        NPROC=*) NPROC=${line#*=} ;;
+        RUN_FOLDER=*) folder=${line#*=} ;;
+        SAMPLE=*) sample=${line#*=} ;;
+        *) [ "$node_rank" != 0 ] || echo "$line" >&2 ;;
+    esac
+done <<<"$said"
 set -- "$@" "--run.folder=$folder"
-marker=$folder/stopped.json
+marker=$folder/stopped.json request=$folder/stop
+[ "$node_rank" != 0 ] || rm -f "$marker" "$request" # of the run before
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 
+# torchrun, without the traceback that it prints when a rank ends the job: a rank that failed has said why, but one that
+# was killed could not. It handles USR2 alone ("at once"); of TERM it would give the ranks 30 s, too short for some saves.
+torchrun='
+import logging, signal, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
+try:
+    main(["--signals-to-handle=SIGUSR2", *sys.argv[1:]])
+except SignalException as ended:
+    sys.exit(128 + ended.sigval)
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        print(f"rank {rank} was killed: {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+    sys.exit(1)
+'
 if [ "$per_gpu" = 1 ]; then # Slurm started the ranks: be one
-    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$head MASTER_PORT=$port
-    node_rank=$SLURM_PROCID
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@")
 else
-    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 # its 30 s between TERM and KILL would cut a large checkpoint off
-    launch=("$python" -m torch.distributed.run --nproc-per-node="$NPROC")
+    launch=("$python" -c "$torchrun" --nproc-per-node="$NPROC")
     if [ "$NNODES" = 1 ]; then
         launch+=(--standalone)
     else
@@ -83,23 +118,32 @@ else
     command=("${launch[@]}" "$recipe" "$@")
 fi
 
-# A TERM or INT goes to the ranks, which save at the next step boundary; then this script ends with success, for
-# torchrun itself reports failure even when every rank saved.
-"${command[@]}" &
+# A signal becomes a file in the run folder, which rank 0 looks for at each step: unlike a signal it waits for ranks that
+# are still starting. The processes below ignore the signal, for a terminal and Slurm send it to them too; each rank
+# stops ignoring it when it is ready to save.
+child="" told=""
+stop() {
+    if [ -z "$told" ]; then
+        told=$SECONDS
+        mkdir -p "$folder" && : >"$request"
+        [ "$node_rank" != 0 ] || echo "stopping: the ranks save at the next step boundary; again ends them at once" >&2
+    elif [ $((SECONDS - told)) -gt 5 ]; then
+        kill -USR2 "$child"
+    fi
+}
+trap stop TERM INT HUP
+(trap '' TERM INT HUP && exec "${command[@]}") &
 child=$!
-trap 'kill -TERM $child 2>/dev/null || true' TERM INT
-status=0
 wait "$child" || status=$?
 while kill -0 "$child" 2>/dev/null; do # a signal ends `wait`, not the child
     status=0
     wait "$child" || status=$?
 done
+trap - TERM INT HUP
 if [ -e "$marker" ]; then
     [ "$node_rank" != 0 ] || echo "stopped early, with a checkpoint; the same command with --run.folder=$folder goes on"
     exit 0
 fi
-[ "$status" = 0 ] || exit "$status"
-if [ "${sample:-0}" = 1 ] && [ "$node_rank" = 0 ]; then
-    unset RANK WORLD_SIZE
-    "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto
-fi
+if [ "$status" != 0 ] || [ -n "$told" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
+unset RANK WORLD_SIZE
+exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto

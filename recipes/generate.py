@@ -41,7 +41,9 @@ def main(config: Config) -> str:
     longest = config.model.max_sequence_length
     new = continue_text(model, first, config.generate, tokenizer.vocab, tokenizer.end, longest, generator)
     text = tokenizer.decode([*prompt.tolist(), *new])
-    print(f"--- step {manifest.step}, {len(new)} tokens at temperature {config.generate.temperature:g} ---\n{text}")
+    encoding = sys.stdout.encoding or "utf-8"  # not every terminal's can say all that a model writes
+    print(f"--- step {manifest.step}, {len(new)} tokens at temperature {config.generate.temperature:g} ---")
+    print(text.encode(encoding, errors="replace").decode(encoding))
     return text
 
 

@@ -25,11 +25,12 @@ from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.runtime import choose_device, compute_dtype
+from torchllm.runtime import choose_device, compute_dtype, report_errors
 
 
 def main(config: Config) -> list[float]:
     """Train and return the loss of every step, in nats a token."""
+    report_errors()
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 STOPPED = "stopped.json"
 """marker in the run folder: the run was told to stop, saved, and can go on from there"""
+STOP = "stop"
+"""file in the run folder by which anybody, run_train.sh above all, tells the run to stop"""
 
 
 @dataclass
@@ -65,9 +67,15 @@ class Runtime:
             if work is not None:
                 work.wait()
             stop = bool(flag.item())
-        flag = torch.tensor(int(failed or self._told_to_stop is not None))
+        flag = torch.tensor(int(failed or self._is_told_to_stop()))
         self._vote = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
         return stop
+
+    def _is_told_to_stop(self) -> bool:
+        if self._told_to_stop is None and self.is_main and (self.folder / STOP).exists():
+            self._told_to_stop = time.monotonic()
+            log.warning("%s: saving at the next step boundary", self.folder / STOP)
+        return self._told_to_stop is not None
 
     def agree(self, error: str | None) -> list[str | None]:
         """Every rank's error text (None: fine) on every rank: one rank's bad input must end all of them, not hang."""
@@ -91,6 +99,8 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
+        if self.is_main:
+            (self.folder / STOP).unlink(missing_ok=True)
         if self._vote is not None and self._vote[1] is not None:
             self._vote[1].wait()
         dist.destroy_process_group()
@@ -99,15 +109,19 @@ class Runtime:
 def start_runtime(run: Run) -> Runtime:
     """Join the job that torchrun (or nothing: one rank) started, and set this process up for it.
 
-    RuntimeError on a rank without the device it should have, UserError if the run folder is not one on all nodes.
+    UserError, on all ranks, if one has not the device it should have, or the run folder is not one on all nodes.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    report_errors(rank)
-    device = choose_device(run.device, local_rank)
+    report_errors(rank, local_rank)
+    device, error = torch.device("cpu"), None
+    try:
+        device = choose_device(run.device, local_rank)
+    except UserError as problem:
+        error = str(problem)  # raised below, together: alone it would leave the others waiting
     timeout = timedelta(seconds=run.timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
@@ -129,21 +143,26 @@ def start_runtime(run: Run) -> Runtime:
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         collect_interval=run.collect_garbage_interval,
     )
+    stop_together(runtime.agree, error)
+    kinds = runtime.agree(device.type)
+    if len(set(kinds)) > 1:
+        raise UserError(f"rank {kinds.index('cpu')} sees no GPU, rank {kinds.index('cuda')} does: mend that node")
     _handle_signals(runtime)
     _share_folder(runtime)
     return runtime
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank: GPU number `local_rank`, or the CPU."""
+    """The device of this rank: GPU number `local_rank`, or the CPU. UserError if that GPU is not there."""
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:
-        raise RuntimeError('run.device = "cuda", but torch sees no GPU here; use "auto" or "cpu"')
+        raise UserError('run.device = "cuda", but torch sees no GPU here; use "auto" or "cpu"')
     if wanted == "cpu" or not there:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} on this node; lower NPROC"
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own, it sees {torch.cuda.device_count()}: lower NPROC, or let "
+            "each Slurm task see all GPUs of its node (--gpu-bind=none)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -158,7 +177,7 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def report_errors(rank: int = 0) -> None:
+def report_errors(rank: int = 0, local_rank: int = 0) -> None:
     """Rank 0 speaks, others only of errors, with their rank; what the user can mend is said once, in plain words."""
     main = rank == 0
     logging.basicConfig(
@@ -171,8 +190,11 @@ def report_errors(rank: int = 0) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):
             log.error("%s", f"rank {rank} failed:\n{''.join(traceback.format_exception(kind, error, trace))}")
-        elif main:
-            log.error("error: %s", error)
+            return
+        if not main:  # rank 0 has it too, and ends the job when it has said so; unless only this node has it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3.0 if local_rank == 0 else 6.0)
+        log.error("error: %s", error)
 
     sys.excepthook = show
 
