@@ -189,7 +189,8 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):
-            log.error("%s", f"rank {rank} failed:\n{''.join(traceback.format_exception(kind, error, trace))}")
+            who = "rank 0 " if main else ""  # the others' lines begin with it
+            log.error("%s", f"{who}failed:\n{''.join(traceback.format_exception(kind, error, trace))}")
             return
         if not main:  # rank 0 has it too, and ends the job when it has said so; unless only this node has it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

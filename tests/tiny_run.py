@@ -1,0 +1,49 @@
+"""A run that takes seconds: train_configs/debug.toml with a smaller model and few steps, for tests from end to end."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DEBUG = "train_configs/debug.toml"
+STEPS = 8
+SMALL = [
+    "--run.device=cpu",
+    "--model.hidden=32",
+    "--model.ffn=64",
+    f"--training.steps={STEPS}",
+    "--training.sequence_length=32",
+    "--schedule.warmup_steps=2",
+    "--metrics.log_interval=1",
+    "--checkpoint.interval=4",
+    "--evaluate.interval=4",
+    "--evaluate.sequences=10",
+    "--generate.tokens=20",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[tuple[Any, ...]]:
+    """(step, loss, gradient norm, learning rate, tokens, validation loss or None) of every logged step: what training
+    decides, without what the machine does."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+    return [(*(record[key] for key in keys), record.get("validation_loss")) for record in metrics(folder)]
+
+
+def tensor_files(folder: Path, step: int) -> dict[str, Any]:
+    """Size and sha256 of the files with a checkpoint's tensors (weights, optimizer, random generators)."""
+    files = json.loads((folder / f"checkpoints/step-{step:08d}/manifest.json").read_text())["files"]
+    found = {name: record for name, record in files.items() if name.endswith(".distcp")}
+    assert found
+    return found
