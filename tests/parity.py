@@ -20,8 +20,8 @@ from torchllm.data.batch import Batch
 from torchllm.grad_norm import gradients
 from torchllm.initialize import initialize
 from torchllm.layout import canonical_name, row_of
-from torchllm.mesh import build_mesh
-from torchllm.models.decoder import build_model
+from torchllm.mesh import Mesh, build_mesh
+from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
@@ -125,14 +125,27 @@ def reference(settings: Settings, ragged: bool = False) -> Trained:
     return _reference(repr(sorted(kept.items())), config, ragged)
 
 
-def train(settings: Settings, ragged: bool = False) -> Trained | None:
-    """On every rank of a layout: three steps with the library; the whole tensors on rank 0, None on the others."""
-    config = tiny(settings)
+def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, list[Decoder]]:
+    """On every rank of a layout: the mesh and the parallelized, initialised stages."""
     mesh = build_mesh(config.parallel, CPU)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype)
     initialize(stages, config.model, CPU, config.run.seed)
+    return mesh, stages
+
+
+def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batch]:
+    """This rank's micro batches of a step."""
+    batch, size = step_batch(config, step, ragged), config.training.micro_batch_size
+    first_ones = range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size)
+    return [Batch(*(x if x is None else x[first : first + size] for x in batch)) for first in first_ones]
+
+
+def train(settings: Settings, ragged: bool = False) -> Trained | None:
+    """On every rank of a layout: three steps with the library; the whole tensors on rank 0, None on the others."""
+    config = tiny(settings)
+    mesh, stages = build(config)
     optimizer = build_optimizer(stages, config.optimizer)
     out = Trained(losses=[], norms=[], gradients=[])
 
@@ -147,14 +160,8 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
 
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     step_fn = TrainStep(stages, record_gradients, optimizer, rate, mesh, config.training, CPU)
-    size = config.training.micro_batch_size
     for step in range(1, STEPS + 1):
-        batch = step_batch(config, step, ragged)
-        mine = [
-            Batch(*(x if x is None else x[first : first + size] for x in batch))
-            for first in range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size)
-        ]
-        result = step_fn(step, mine)
+        result = step_fn(step, my_batches(config, mesh, step, ragged))
         out["losses"].append(result.loss.item())
         out["norms"].append(result.grad_norm.item())
     out["parameters"] = {canonical_name(n): whole(p) for stage in stages for n, p in stage.named_parameters()}
@@ -171,7 +178,7 @@ def compare(got: Trained, want: Trained) -> float:
     """Assert that two trainings are one; returns the worst relative gradient error."""
     worst = 0.0
     for step, (mine, theirs) in enumerate(zip(got["gradients"], want["gradients"], strict=True)):
-        assert mine.keys() == theirs.keys()
+        assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
         for name, expected in theirs.items():
             error, largest = np.abs(mine[name] - expected).max(), np.abs(expected).max()
             if name.endswith(

@@ -5,8 +5,8 @@ features; embedding and head by vocabulary. Norms, position table and the biases
 
 Sent, without sequence parallelism: one all-reduce of the (B, S, D) hidden states after o and one after down, and their
 mirror images in the backward pass. With it, each of these is a reduce-scatter over the sequence and, before q and gate,
-an all-gather: the same bytes, but norms and residuals hold only S / tp tokens. The loss sends three numbers a token,
-never the logits.
+an all-gather: the same bytes, but norms and residuals hold only S / tp tokens. The norms' gradients, D numbers each, are
+then sums over ranks too. The loss sends three numbers a token, never the logits.
 
 The table of `layout.py` says how each parameter is cut; `parallelize_module` cuts it.
 """
@@ -146,7 +146,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], -torch.inf)
+        largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(-1)
         column = labels - first

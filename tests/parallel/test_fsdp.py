@@ -1,0 +1,199 @@
+"""FSDP, HSDP and DDP on the trace: what is sent, how often, how much, in which type, and before which computation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.parallel.trace import Sent, Trace, module_named, traced
+from tests.parity import Settings, build, check, my_batches, tiny
+from tests.workers import run
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.pipeline import OneStage
+
+THREE: Settings = {"model.layers": 3}
+FSDP2 = {**THREE, "parallel.dp_shard": 2, "training.global_batch_size": 2}
+TWO_MICRO_BATCHES = {**FSDP2, "training.global_batch_size": 4}
+EMBED, BLOCK, HEAD = 96 * 64, 30_848, 96 * 64 + 64  # elements of the units; the head's has the final norm
+
+
+def mark_units(trace: Trace, stage: Decoder) -> None:
+    for name in ("embed_tokens", "layers.0", "layers.1", "layers.2", "lm_head"):
+        # FSDP's own hooks come first: this is when a unit starts to compute.
+        module_named(stage, name).register_forward_pre_hook(trace.mark(f"-> {name}"))
+    for name in ("layers.0", "layers.1", "layers.2"):
+        module_named(stage, f"{name}.mlp").register_full_backward_pre_hook(trace.mark(f"<- {name}"))
+
+
+def order_of_a_step(settings: Settings) -> list[str]:
+    units = {EMBED: "embed_tokens", BLOCK: "block", HEAD: "lm_head"}
+    events = traced(settings, mark_units)
+    return [event if isinstance(event, str) else f"{event.kind} {units[event.elements]}" for event in events]
+
+
+def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
+    assert run(order_of_a_step, 2, FSDP2)[0] == [
+        "gather embed_tokens",
+        "gather block",  # 0
+        "-> embed_tokens",
+        "gather block",  # 1
+        "-> layers.0",
+        "gather block",  # 2, kept for its backward
+        "-> layers.1",
+        "gather lm_head",
+        "-> layers.2",
+        "-> lm_head",
+        "scatter lm_head",
+        "gather block",  # 1
+        "<- layers.2",
+        "scatter block",
+        "gather block",  # 0
+        "<- layers.1",
+        "scatter block",
+        "<- layers.0",
+        "scatter block",
+        "scatter embed_tokens",
+    ]
+
+
+def test_prefetch_0_gathers_a_unit_when_it_is_needed() -> None:
+    order = run(order_of_a_step, 2, {**FSDP2, "parallel.prefetch": 0, "parallel.keep_last_block": False})[0]
+    for unit, arrow in (("embed_tokens", "-> embed"), ("block", "-> layers"), ("lm_head", "-> lm"), ("block", "<-")):
+        for index, event in enumerate(order):
+            if event.startswith(arrow):
+                assert order[index - 1] == f"gather {unit}", order
+    assert order.count("gather block") == 6
+
+
+def test_prefetch_2() -> None:
+    order = run(order_of_a_step, 2, {**FSDP2, "parallel.prefetch": 2})[0]
+    forward, backward = order.index("-> layers.0"), order.index("-> lm_head") + 1
+    assert order[:forward] == ["gather embed_tokens", *["gather block"] * 2, "-> embed_tokens", "gather block"]
+    assert order[backward:][:4] == ["gather block", "scatter lm_head", "gather block", "<- layers.2"]
+
+
+# gathers, reduce-scatters and all-reduces of 5 units (3 blocks, 2 ends) in a step of two micro batches
+COUNTS: dict[str, tuple[Settings, tuple[int, int, int]]] = {
+    # every unit before the forward; before the backward the blocks but the last
+    "zero3": ({}, (2 * (5 + 2), 2 * 5, 0)),
+    "zero3, last block freed": ({"parallel.keep_last_block": False}, (2 * (5 + 3), 2 * 5, 0)),
+    "zero2": ({"parallel.zero_stage": 2}, (5, 2 * 5, 0)),
+    "zero1": ({"parallel.zero_stage": 1}, (5, 5, 0)),
+    "zero0": ({"parallel.zero_stage": 0}, (0, 0, 5)),
+    # the ends are one unit, gathered once and kept until their backward
+    "zero3, tied": ({"model.tied_embeddings": True}, (2 * (4 + 2), 2 * 4, 0)),
+    # the position table is a unit of its own
+    "zero3, gpt": ({"model.family": "gpt", "model.kv_heads": 0}, (2 * (6 + 2), 2 * 6, 0)),
+    # the recomputed forward finds what the backward has gathered
+    "zero3, recompute full": ({"recompute.mode": "full"}, (2 * (5 + 2), 2 * 5, 0)),
+    # a segment's blocks are gathered for its recomputation and stay until their backward: as many, k at a time
+    "zero3, segments of 2": ({"recompute.mode": "segment"}, (2 * (5 + 2), 2 * 5, 0)),
+    "zero3, segments of 3": ({"recompute.mode": "segment", "recompute.k": 3}, (2 * (5 + 2), 2 * 5, 0)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_collectives_of_a_step(name: str) -> None:
+    settings, expected = COUNTS[name]
+    events = run(traced, 2, {**TWO_MICRO_BATCHES, **settings})[0]
+    assert tuple(sum(e.kind == kind for e in events) for kind in ("gather", "scatter", "reduce")) == expected
+
+
+def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:
+    hsdp = {**THREE, "parallel.dp_replicate": 2, "parallel.dp_shard": 2}  # two micro batches
+    ddp = {**THREE, "parallel.dp_shard": 4, "parallel.zero_stage": 0}
+    parameters = sum(p.numel() for p in build_model(tiny(THREE).model).parameters())
+    across: dict[str, list[Sent]] = {}
+    for name, settings in (("hsdp", hsdp), ("ddp", ddp)):
+        events = run(traced, 4, settings)[0]
+        across[name] = [e for e in events if e.axis in ("dp_replicate", "loss")]
+        assert {e.kind for e in across[name]} == {"reduce"}
+    assert sum(e.elements for e in across["ddp"]) == parameters
+    assert 2 * sum(e.elements for e in across["hsdp"]) == parameters
+    assert sum(e.bytes(2) for e in across["hsdp"]) == 2 * parameters * 4 / 2 / 2  # 2 (n - 1) / n of half, float32
+
+
+def types_of_a_step(settings: Settings) -> dict[str, Any]:
+    """With bfloat16 computation: the types of everything that has one."""
+    config = tiny(settings)
+    mesh, stages = build(config, torch.bfloat16)
+    seen: dict[str, Any] = {}
+
+    def see(name: str, value: torch.Tensor) -> None:
+        seen.setdefault(name, set()).add(str(value.dtype))
+
+    def see_weight(module: Any, args: Any) -> None:
+        see("weights in the forward", module.weight)
+
+    def see_output(module: Any, args: Any, out: torch.Tensor) -> None:
+        see("activations" if out.dim() else "loss", out)
+
+    for name, module in stages[0].named_modules():
+        if name.endswith(("_proj", "norm", "embed_tokens", "lm_head")):
+            module.register_forward_pre_hook(see_weight)
+            module.register_forward_hook(see_output)
+    optimizer = build_optimizer(stages, config.optimizer)
+    trace = Trace(mesh)
+    batches = my_batches(config, mesh, 1, ragged=False)
+    with trace:
+        loss = OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1 / 64))
+    for kind in ("gather", "scatter", "reduce"):
+        for event in trace.sent("fsdp", kind) + trace.sent("dp_replicate", kind):
+            seen.setdefault(kind, set()).add(str(event.dtype))
+    apply_if_finite(optimizer, 1e-2, torch.tensor(True))
+    for parameter in stages[0].parameters():
+        assert isinstance(parameter, DTensor)
+        see("weights", parameter)
+        see("gradients", parameter.grad)
+        for name, value in optimizer.state[parameter].items():
+            see(f"optimizer {name}", value)
+    return {**{name: sorted(types) for name, types in seen.items()}, "value": loss.item()}
+
+
+@pytest.mark.parametrize("zero_stage", [3, 1, 0])
+def test_bfloat16_computes_over_float32_weights_and_reductions(zero_stage: int) -> None:
+    settings = {**TWO_MICRO_BATCHES, "parallel.zero_stage": zero_stage}
+    found = run(types_of_a_step, 2, settings)[0]
+    low, full = ["torch.bfloat16"], ["torch.float32"]
+    expected = {
+        "weights in the forward": low,
+        "activations": low,
+        "loss": full,
+        "weights": full,
+        "gradients": full,
+        "optimizer exp_avg": full,
+        "optimizer exp_avg_sq": full,
+        "optimizer step": full,
+    }
+    expected |= {"reduce": full} if zero_stage == 0 else {"gather": low, "scatter": full}
+    value = found.pop("value")
+    assert found == expected
+    # bfloat16 has 8 bits: a relative error of 2e-3 a number, of which a mean over 64 tokens keeps less
+    in_float32 = run(loss_of_a_step, 2, settings)[0]
+    assert value == pytest.approx(in_float32, rel=2e-3)
+    assert value != in_float32
+
+
+def loss_of_a_step(settings: Settings) -> float:
+    config = tiny(settings)
+    mesh, stages = build(config)
+    batches = my_batches(config, mesh, 1, ragged=False)
+    return OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1 / 64)).item()
+
+
+def units(settings: Settings) -> int:
+    return len(fsdp_modules(build(tiny(settings))[1][0]))
+
+
+def test_fsdp_modules_are_all_units() -> None:
+    """Norm and head are two modules of one unit; the stage is the root, which without tied ends holds nothing."""
+    assert run(units, 1, THREE) == [1 + 3 + 2 + 1]
+    assert run(units, 1, {**THREE, "model.tied_embeddings": True}) == [3 + 1]
+
+
+def test_a_gather_too_many_is_never_used() -> None:
+    """Recomputing a segment prefetches past its end; what it gathers in vain must not live on as stale weights."""
+    check({"parallel.dp_shard": 2, "recompute.mode": "segment", "parallel.prefetch": 3})

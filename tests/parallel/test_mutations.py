@@ -1,0 +1,238 @@
+"""The parity tests are tested: each of these defects, put in on purpose, must make them fail."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+import torchllm.grad_norm
+import torchllm.initialize
+import torchllm.parallel.tensor
+import torchllm.train_step
+from tests import parity
+from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
+from tests.workers import run
+from torchllm.layout import canonical_name
+from torchllm.models.decoder import Decoder
+
+FSDP2: Settings = {"parallel.dp_shard": 2}
+HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
+TP2: Settings = {"parallel.tp": 2}
+SP2 = {**TP2, "parallel.sequence_parallel": True}
+A_BLOCK = 30_848  # elements
+Q, UP = "layers.2.self_attn.q_proj.weight", "layers.1.mlp.up_proj.weight"
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    with mock.patch.object(target, name, change(getattr(target, name))):
+        yield
+
+
+def _parameter(stages: Any, wanted: str) -> DTensor:
+    return next(p for stage in stages for n, p in stage.named_parameters() if canonical_name(n) == wanted)
+
+
+def all_reduce_over_replicas_dropped() -> Any:
+    """One unit's, of HSDP: the parts of the gradient that other nodes computed are missing."""
+
+    dropped: list[Tensor] = []
+
+    def change(all_reduce: Any) -> Any:
+        def skipping(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if tensor.shape == (A_BLOCK // 2,) and not dropped:
+                dropped.append(tensor)
+            else:
+                all_reduce(tensor, *args, **kwargs)
+
+        return skipping
+
+    return _replaced(dist, "all_reduce", change)
+
+
+def reduction_after_a_rowwise_product_dropped() -> Any:
+    """Of tensor parallelism: o and down leave each rank its own part of the sum."""
+
+    class Unreduced(RowwiseParallel):
+        @staticmethod
+        def _prepare_output_fn(layouts: Any, local: Any, module: Any, outputs: DTensor, mesh: Any) -> Tensor:
+            if isinstance(module, nn.Embedding):
+                return RowwiseParallel._prepare_output_fn(layouts, local, module, outputs, mesh)
+            return outputs.to_local()
+
+    return _replaced(torchllm.parallel.tensor, "RowwiseParallel", lambda real: Unreduced)
+
+
+def loss_not_summed_over_ranks() -> Any:
+    """Each rank reports its own part of the loss."""
+    return _on_reductions_of_the_step(lambda tensor: tensor.dtype != torch.float32)
+
+
+def tokens_counted_on_this_rank_only() -> Any:
+    """The loss is divided by the local number of targets."""
+    return _on_reductions_of_the_step(lambda tensor: tensor.dtype != torch.int64)
+
+
+def mean_of_means() -> Any:
+    """The loss is divided by the local number of targets times the ranks, right only where all have as many."""
+
+    def change(all_reduce: Any) -> Any:
+        def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if tensor.dtype == torch.int64:
+                tensor.mul_(dist.get_world_size())
+            else:
+                all_reduce(tensor, *args, **kwargs)
+
+        return reduce
+
+    return _replaced(torchllm.train_step.dist, "all_reduce", change)
+
+
+def _on_reductions_of_the_step(kept: Callable[[Tensor], bool]) -> Any:
+    def change(all_reduce: Any) -> Any:
+        return lambda tensor, *args, **kwargs: all_reduce(tensor, *args, **kwargs) if kept(tensor) else None
+
+    return _replaced(torchllm.train_step.dist, "all_reduce", change)
+
+
+def gradients_averaged_by_fsdp() -> Any:
+    """FSDP's own divisor, the number of ranks, on top of the division by the tokens of all ranks."""
+    return _replaced(FSDPModule, "set_gradient_divide_factor", lambda real: lambda module, factor: None)
+
+
+def divisor_set_on_the_root_only() -> Any:
+    """The setter does not reach the units inside: blocks keep the mean."""
+
+    def change(real: Any) -> Any:
+        return lambda module, factor: real(module, factor) if isinstance(module, Decoder) else None
+
+    return _replaced(FSDPModule, "set_gradient_divide_factor", change)
+
+
+def one_gradient_scaled() -> Any:
+    """By a tenth of a thousandth, one parameter of one block."""
+
+    def change(real: Any) -> Any:
+        def scaled(self: Any, *args: Any) -> Tensor:
+            loss = real(self, *args)
+            _parameter(self.stages, UP).grad.mul_(1.0001)
+            return loss
+
+        return scaled
+
+    return _replaced(parity.OneStage, "__call__", change)
+
+
+def shards_exchanged() -> Any:
+    """Two ranks have each other's part of one matrix, from the start."""
+
+    def change(real: Any) -> Any:
+        def exchanged(stages: Any, *args: Any) -> None:
+            real(stages, *args)
+            local = _parameter(stages, Q).to_local().detach()
+            parts = [torch.empty_like(local) for _ in range(2)]
+            dist.all_gather(parts, local)
+            local.copy_(parts[1 - dist.get_rank()])
+
+        return exchanged
+
+    return _replaced(parity, "initialize", change)
+
+
+def initialised_from_the_first_offset() -> Any:
+    """Every rank makes the first shard of every matrix."""
+
+    def change(real: Any) -> Any:
+        return lambda parameter: (real(parameter)[0], (0,) * parameter.dim())
+
+    return _replaced(torchllm.initialize, "local_region", change)
+
+
+def norm_gradient_taken_as_whole() -> Any:
+    """Of sequence parallelism: the sum over the ranks' tokens is left out."""
+
+    def change(real: Any) -> Any:
+        def whole(self: Any, hidden: Any) -> None:
+            self.gradient = Replicate()
+
+        return whole
+
+    return _replaced(torchllm.parallel.tensor.WholeNorm, "__init__", change)
+
+
+def tied_embeddings_untied() -> Any:
+    """Tensor parallelism and `to_empty` each make two parameters of the one, and nothing makes them one again."""
+    return _replaced(Decoder, "tie_embeddings", lambda real: lambda self: None)
+
+
+def replicated_gradients_counted_by_every_rank() -> Any:
+    """In the gradient norm: what several ranks hold whole counts several times."""
+    return _replaced(torchllm.grad_norm, "_counted_here", lambda real: lambda gradient: gradient.to_local())
+
+
+def norm_of_the_local_shards() -> Any:
+    """The squares are not summed over the ranks."""
+
+    def change(all_reduce: Any) -> Any:
+        return lambda tensor, *a, **k: None if tensor.dtype == torch.float64 else all_reduce(tensor, *a, **k)
+
+    return _replaced(torchllm.grad_norm.dist, "all_reduce", change)
+
+
+GRADIENT = "gradient differs by"
+UNCLIPPED = {"training.max_grad_norm": 0.0}  # else a wrong norm shows in the next step's gradients
+# the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
+MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
+    (all_reduce_over_replicas_dropped, HSDP, False, f"step 1.*{GRADIENT}"),
+    (reduction_after_a_rowwise_product_dropped, TP2, False, f"step 1.*{GRADIENT}"),
+    (loss_not_summed_over_ranks, FSDP2, False, "Not equal to tolerance rtol=1e-06"),
+    (tokens_counted_on_this_rank_only, FSDP2, False, f"step 1.*{GRADIENT}"),
+    (mean_of_means, FSDP2, True, f"step 1.*{GRADIENT}"),
+    (gradients_averaged_by_fsdp, FSDP2, False, f"step 1.*{GRADIENT}"),
+    (divisor_set_on_the_root_only, FSDP2, False, f"step 1.*{GRADIENT}"),
+    (one_gradient_scaled, FSDP2, False, f"step 1, {UP}: {GRADIENT}"),
+    (shards_exchanged, FSDP2, False, f"step 1.*{GRADIENT}"),
+    (shards_exchanged, TP2, False, f"step 1.*{GRADIENT}"),
+    (initialised_from_the_first_offset, FSDP2, False, f"step 1.*{GRADIENT}"),
+    (norm_gradient_taken_as_whole, SP2, False, rf"step 1.*norm.weight: {GRADIENT}"),
+    (tied_embeddings_untied, {**TP2, "model.tied_embeddings": True}, False, r"lm_head.weight"),
+    (replicated_gradients_counted_by_every_rank, {**TP2, **UNCLIPPED}, False, "Not equal to tolerance rtol=1e-05"),
+    (norm_of_the_local_shards, {**FSDP2, **UNCLIPPED}, False, "Not equal to tolerance rtol=1e-05"),
+]
+
+
+def train_mutated(index: int) -> Trained | None:
+    mutation, settings, ragged, _ = MUTATIONS[index]
+    with mutation():
+        return train(settings, ragged)
+
+
+@pytest.mark.parametrize("index", range(len(MUTATIONS)), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
+def test_parity_fails_with(index: int) -> None:
+    _, settings, ragged, caught_by = MUTATIONS[index]
+    got = run(train_mutated, world_size(tiny(settings)), index)[0]
+    with pytest.raises(AssertionError) as caught:
+        compare(got, reference(settings, ragged))
+    assert re.search(caught_by, str(caught.value).replace("\n", " ")), caught.value
+
+
+def test_mean_of_means_needs_ragged_labels_to_show() -> None:
+    """So the parity tests must have them; and a mutation here does not fail merely because it is one."""
+    index = next(i for i, (mutation, *_) in enumerate(MUTATIONS) if mutation is mean_of_means)
+    got = run(train_mutated_evenly, 2, index)[0]
+    compare(got, reference(FSDP2))
+
+
+def train_mutated_evenly(index: int) -> Trained | None:
+    mutation, settings, _, _ = MUTATIONS[index]
+    with mutation():
+        return train(settings, ragged=False)

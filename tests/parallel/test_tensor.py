@@ -1,0 +1,186 @@
+"""Tensor and sequence parallelism: what is sent in which order, and the loss over a vocabulary cut among ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.parallel.trace import Sent, Trace, module_named, traced
+from tests.parity import Settings, build, tiny
+from tests.workers import run
+from torchllm.layout import canonical_name, row_of
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
+
+LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
+ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}
+ONE["training.sequence_length"] = TOKENS  # 2 x 48 is not 64: no two kinds of collective have one size
+SP = {**ONE, "parallel.sequence_parallel": True}
+PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def mark_products(trace: Trace, stage: Decoder) -> None:
+    for layer in range(LAYERS):
+        for name in PRODUCTS:
+            part = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            module = module_named(stage, f"layers.{layer}.{part}.{name}")
+            module.register_forward_pre_hook(trace.mark(f"{layer} {name}"))
+    module_named(stage, "lm_head").register_forward_hook(trace.mark("loss"))
+
+
+def sent_of_a_step(settings: Settings) -> list[Sent | str]:
+    return [event for event in traced(settings, mark_products) if isinstance(event, str) or event.axis == "tp"]
+
+
+def words(events: list[Sent | str]) -> list[str]:
+    """Collectives of the hidden states as words; the others with their number of elements."""
+    size = TOKENS * HIDDEN
+    return [
+        event if isinstance(event, str) else event.kind + (f" {event.elements}" if event.elements != size else "")
+        for event in events
+    ]
+
+
+def test_collectives_of_tensor_parallelism() -> None:
+    """One all-reduce after o, one after down; in the backward one for gate and up, one for q, k and v."""
+    events = words(run(sent_of_a_step, 2, ONE)[0])
+    forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
+    expected = ["reduce"]  # the embedding
+    for n in range(LAYERS):
+        expected += [*(f"{n} {name}" for name in PRODUCTS[:4]), "reduce"]
+        expected += [*(f"{n} {name}" for name in PRODUCTS[4:]), "reduce"]
+    assert forward == [*expected, f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss: three numbers a token
+    assert backward == ["reduce"] * (2 * LAYERS + 1)  # q, k, v (gate, up) together, and the head
+
+
+def test_collectives_of_sequence_parallelism() -> None:
+    """A gather before q, k, v and before gate, up; a reduce-scatter after o and after down."""
+    events = words(run(sent_of_a_step, 2, SP)[0])
+    forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
+    expected = ["scatter"]  # the embedding
+    for n in range(LAYERS):
+        expected += ["gather", *(f"{n} {name}" for name in PRODUCTS[:4]), "scatter"]
+        expected += ["gather", *(f"{n} {name}" for name in PRODUCTS[4:]), "scatter"]
+    assert forward == [*expected, "gather", f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # head and loss
+    # each rank's norms have seen a part of the tokens: their gradients, D numbers each, are summed
+    assert backward.count(f"reduce {HIDDEN}") == 2 * LAYERS + 1
+    hidden = [word for word in backward if word != f"reduce {HIDDEN}"]
+    assert hidden == ["scatter", *["gather", "scatter"] * (2 * LAYERS), "gather"]  # head, down, ..., embedding
+
+
+def test_sequence_parallelism_sends_the_same_bytes() -> None:
+    tp, sp = (
+        [e for e in run(sent_of_a_step, 2, settings)[0] if isinstance(e, Sent) and e.elements != HIDDEN]
+        for settings in (ONE, SP)
+    )
+    assert sum(e.bytes(2) for e in tp) == sum(e.bytes(2) for e in sp)
+    # two ranks send a float32 tensor's size in an all-reduce: per block two forward and two backward; the two ends; and
+    # the loss (the maximum is counted with the two sums)
+    assert sum(e.bytes(2) for e in tp) == 4 * ((4 * LAYERS + 2) * TOKENS * HIDDEN + 3 * TOKENS)
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_logits_are_never_sent(chunk: int) -> None:
+    for settings in (ONE, SP):
+        sent = [e for e in run(sent_of_a_step, 2, {**settings, "training.loss_chunk": chunk})[0] if isinstance(e, Sent)]
+        assert max(e.elements for e in sent) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
+        of_loss = [e for e in sent if e.elements not in (TOKENS * HIDDEN, HIDDEN)]
+        assert sum(e.elements for e in of_loss) == 3 * TOKENS * (2 if chunk else 1)  # chunks are computed twice
+
+
+def local_shapes(settings: Settings) -> tuple[dict[str, set[Any]], dict[str, Any]]:
+    """Shapes that the norms and the attention cores get, and of every parameter's shard."""
+    config = tiny(settings)
+    _, (stage,) = build(config)
+    seen: dict[str, set[Any]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
+    kinds = {"input_layernorm": "norm", "post_attention_layernorm": "norm", "norm": "norm", "core": "attention"}
+    kinds |= {"down_proj": "mlp"}
+    for name, module in stage.named_modules():
+        kind = kinds.get(name.rpartition(".")[2])
+        if kind is not None:
+            module.register_forward_pre_hook(
+                lambda module, args, kind=kind: seen[kind].add(tuple(_local(args[0]).shape))  # type: ignore[misc]
+            )
+    for block in stage.layers.values():
+        block.register_forward_hook(lambda module, args, out: seen["block"].add(tuple(_local(out).shape)))
+    tokens = torch.arange(TOKENS).view(1, -1)
+    stage(tokens, tokens, None, tokens)
+    return seen, {n: tuple(p.to_local().shape) for n, p in stage.named_parameters()}  # type: ignore[attr-defined]
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_rank_holds(sequence_parallel: bool) -> None:
+    """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
+    part = TOKENS // 2 if sequence_parallel else TOKENS
+    for seen, parameters in run(local_shapes, 2, SP if sequence_parallel else ONE):
+        assert seen == {
+            "norm": {(1, part, HIDDEN)},
+            "block": {(1, part, HIDDEN)},
+            "attention": {(1, TOKENS, 4, 8)},  # 4 of 8 heads
+            "mlp": {(1, TOKENS, 48)},  # 48 of 96
+        }
+        for name, shape in parameters.items():
+            whole = {"embed_tokens": (192, 64), "lm_head": (192, 64), "q_proj": (64, 64), "k_proj": (32, 64)}
+            whole |= {"v_proj": (32, 64), "o_proj": (64, 64), "gate_proj": (96, 64), "up_proj": (96, 64)}
+            whole |= {"down_proj": (64, 96)}
+            full = next((size for module, size in whole.items() if f"{module}.weight" in name), (64,))
+            cut = row_of(canonical_name(name)).cut
+            axis = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}[cut]
+            assert shape == tuple(size // 2 if index == axis else size for index, size in enumerate(full)), name
+
+
+LOSSES: dict[str, tuple[int, torch.dtype, float]] = {
+    "even": (96, torch.float32, 1.0),
+    "uneven": (97, torch.float32, 1.0),
+    "as few as ranks": (4, torch.float32, 1.0),
+    "bfloat16": (97, torch.bfloat16, 1.0),
+    "logits far over what exp can take": (96, torch.float32, 1e4),
+}
+
+
+def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Any]:
+    """(got, expected) of the loss and of the gradient, for labels all over the vocabulary, some ignored."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
+    labels = torch.randint(vocab, (64,), generator=generator)
+    labels[:2] = torch.tensor([0, vocab - 1])
+    labels[10:20] = -100
+    found = []
+    for targets in (labels, torch.full((64,), -100)):
+        plain = logits.clone().requires_grad_()
+        expected = F.cross_entropy(plain.double(), targets, ignore_index=-100, reduction="sum")
+        (3.0 * expected).backward()
+        cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        rank = mesh.get_local_rank()
+        first = min(vocab, -(-vocab // mesh.size()) * rank)
+        loss = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group())
+        (3.0 * loss).backward()
+        assert loss.dtype == torch.float32
+        assert cut.grad.dtype == dtype
+        found += [(loss.item(), expected.item())]
+        found += [(cut.grad.full_tensor().double().numpy(), plain.grad.double().numpy())]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) -> None:
+    vocab, dtype, size = LOSSES[name]
+    results = run(both_losses, ranks, vocab, dtype, size)
+    # a gradient is rounded to the logits' type once; the loss is a float32 sum of 54 numbers
+    error = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    for (loss, expected), (gradient, expected_gradient), (nothing, _), (no_gradient, _) in results:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert abs(gradient - expected_gradient).max() <= error * abs(expected_gradient).max()
+        assert abs(expected_gradient).max() > 1
+        assert nothing == 0.0
+        assert not no_gradient.any()

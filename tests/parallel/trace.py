@@ -1,0 +1,98 @@
+"""What a training step does, in order: every collective with its axis and size, between marks of the computation."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.parity import Settings, build, my_batches, tiny
+from torchllm.mesh import Mesh
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.pipeline import OneStage
+
+KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce"}
+
+
+class Sent(NamedTuple):
+    """One collective."""
+
+    kind: str
+    """gather, scatter (reduce-scatter) or reduce (all-reduce)"""
+    axis: str
+    """fsdp, dp_replicate, tp or loss"""
+    elements: int
+    """of the whole tensor: gathered, reduced, or about to be scattered"""
+    dtype: torch.dtype
+
+    def bytes(self, ranks: int) -> float:
+        """What one rank sends in a ring: an all-reduce is a reduce-scatter and a gather."""
+        rounds = 2 if self.kind == "reduce" else 1
+        return rounds * self.elements * self.dtype.itemsize * (ranks - 1) / ranks
+
+
+class Trace(TorchDispatchMode):
+    """Records in `events` while it is active; `mark` makes hooks that write a line among the collectives."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        groups = {"loss": mesh.loss_group, "tp": mesh.tp.get_group()}
+        groups |= zip(("fsdp", "dp_replicate"), reversed(mesh.fsdp.get_all_groups()), strict=False)
+        self.axes = {group.group_name: axis for axis, group in groups.items()}  # one group of two axes: the last
+        self.events: list[Sent | str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.replace("all_", "all")
+        kind = next((kind for part, kind in KINDS.items() if part in name), None)
+        if "c10d" in func.namespace and kind is not None:
+            tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+            largest = max(tensors, key=Tensor.numel)
+            axis = next(self.axes[group] for group in map(_group_name, args) if group in self.axes)
+            self.events.append(Sent(kind, axis, largest.numel(), largest.dtype))
+        return out
+
+    def mark(self, text: str) -> Callable[..., None]:
+        return lambda *ignored: self.events.append(text)
+
+    def sent(self, axis: str, kind: str = "") -> list[Sent]:
+        """The collectives over an axis."""
+        collectives = [event for event in self.events if isinstance(event, Sent)]
+        return [event for event in collectives if event.axis == axis and kind in ("", event.kind)]
+
+
+def _group_name(argument: Any) -> Any:
+    """Functional collectives name their group, the others bring it boxed beside the reduction's kind."""
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError):
+            return dist.ProcessGroup.unbox(argument).group_name
+        return None
+    return argument if isinstance(argument, str) else None
+
+
+def traced(
+    settings: Settings, prepare: Callable[[Trace, Decoder], None] = lambda trace, stage: None
+) -> list[Sent | str]:
+    """The events of one step's forwards and backwards under a layout, on this rank. `prepare` may add marks."""
+    config = tiny(settings)
+    mesh, stages = build(config)
+    batches = my_batches(config, mesh, 1, ragged=False)
+    trace = Trace(mesh)
+    prepare(trace, stages[0])
+    with trace:
+        OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1e-2))
+    return trace.events
+
+
+def module_named(stage: nn.Module, name: str) -> nn.Module:
+    """By canonical name, whatever wraps it."""
+    from torchllm.layout import canonical_name
+
+    return {canonical_name(n + "."): m for n, m in stage.named_modules()}[name + "."]
