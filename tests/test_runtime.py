@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import workers
-from tests.tiny_run import free_port
+from tests.tiny_run import free_port, process_as_it_was
 from torchllm import runtime as runtimes
 from torchllm.config import Run, Training
 from torchllm.errors import UserError
@@ -22,13 +22,8 @@ from torchllm.runtime import Runtime, choose_device, compute_dtype, report_error
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    hook, logs, level = sys.excepthook, logging.root.handlers[:], logging.root.level
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    sys.excepthook, logging.root.handlers = hook, logs
-    logging.root.setLevel(level)
+    with process_as_it_was():
+        yield
 
 
 def here(folder: Path, rank: int = 0, group: Any = None) -> Runtime:
@@ -55,12 +50,12 @@ def as_torchrun_would(run: Run, port: int, patch: Callable[[], None] = lambda: N
     choose = runtimes.choose_device
     try:
         patch()
-        return told(lambda: start_runtime(run).close())
+        with process_as_it_was():
+            return told(lambda: start_runtime(run).close())
     finally:
         runtimes.choose_device = choose
         for name in variables:
             del os.environ[name]
-        gc.enable()
 
 
 def _one_sees_a_gpu() -> None:
@@ -89,13 +84,13 @@ def without_torchrun(run: Run) -> tuple[int, int, bool, bool]:
     dist.destroy_process_group()
     os.environ["MASTER_ADDR"] = "of something else"
     try:
-        runtime = start_runtime(run)
-        found = runtime.rank, runtime.world_size, gc.isenabled(), (runtime.folder / ".shared").exists()
-        runtime.close()
-        return found
+        with process_as_it_was():
+            runtime = start_runtime(run)
+            found = runtime.rank, runtime.world_size, gc.isenabled(), (runtime.folder / ".shared").exists()
+            runtime.close()
+            return found
     finally:
         del os.environ["MASTER_ADDR"]
-        gc.enable()
 
 
 def test_a_process_alone_is_rank_0_of_1(tmp_path: Path) -> None:
@@ -119,7 +114,9 @@ def test_a_run_folder_that_is_not_shared_is_found_at_the_start(tmp_path: Path) -
     assert workers.run(share, 2, [one, one]) == ["no error"] * 2
     found = workers.run(share, 2, [one, other])
     assert found[0] == found[1]
-    assert found[0].startswith(f"rank 1: run.folder = {other!r} is not the folder of rank 0: it must be one file system")
+    assert found[0].startswith(
+        f"rank 1: run.folder = {other!r} is not the folder of rank 0: it must be one file system"
+    )
 
 
 def test_a_run_folder_that_cannot_be_written_ends_all_ranks(tmp_path: Path) -> None:
@@ -134,10 +131,9 @@ def votes(folder: str, when: dict[int, str]) -> list[bool]:
     """should_stop() at steps 1 to 4, with things that happen before a step."""
     rank = dist.get_rank()
     runtime = here(Path(folder), rank, dist.new_group(backend="gloo"))
-    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    runtimes._handle_signals(runtime)
     answers = []
-    try:
+    with process_as_it_was():
+        runtimes._handle_signals(runtime)
         for step in range(1, 5):
             what = when.get(step)
             if what == "signal" and rank == 1:
@@ -145,9 +141,6 @@ def votes(folder: str, when: dict[int, str]) -> list[bool]:
             if what == "file" and rank == 0:
                 (runtime.folder / "stop").touch()
             answers.append(runtime.should_stop(failed=what == "failure" and rank == 1))
-    finally:
-        signal.signal(signal.SIGTERM, old[0])
-        signal.signal(signal.SIGINT, old[1])
     runtime.close()
     return answers
 
@@ -216,7 +209,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", 1) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
     assert choose_device("cpu", 1) == torch.device("cpu")
-    assert told(lambda: choose_device("auto", 2)).startswith("local rank 2 has no GPU of its own, it sees 2: lower NPROC")
+    assert told(lambda: choose_device("auto", 2)).startswith(
+        "local rank 2 has no GPU of its own, it sees 2: lower NPROC"
+    )
 
 
 def test_the_type_of_the_computation() -> None:

@@ -1,7 +1,13 @@
 """A run that takes seconds: train_configs/debug.toml with a smaller model and few steps, for tests from end to end."""
 
+import gc
 import json
+import logging
+import signal
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,21 @@ SMALL = [
 ]
 
 
+@contextmanager
+def process_as_it_was() -> Iterator[None]:
+    """Undoes what a recipe does to its process: signal handlers, logging, the hook for errors, garbage collection."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    hook, logs, level = sys.excepthook, logging.root.handlers[:], logging.root.level
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sys.excepthook, logging.root.handlers = hook, logs
+        logging.root.setLevel(level)
+        gc.enable()
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -35,10 +56,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def curve(folder: Path) -> list[tuple[Any, ...]]:
-    """(step, loss, gradient norm, learning rate, tokens, validation loss or None) of every logged step: what training
+    """(step, loss, gradient norm, learning rate, tokens, validation loss or 0) of every logged step: what training
     decides, without what the machine does."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-    return [(*(record[key] for key in keys), record.get("validation_loss")) for record in metrics(folder)]
+    return [(*(record[key] for key in keys), record.get("validation_loss", 0.0)) for record in metrics(folder)]
 
 
 def tensor_files(folder: Path, step: int) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from recipes import evaluate
+from tests.recipes.warm import alone
+from tests.tiny_run import metrics
+from torchllm.checkpoint_manifest import CheckpointError
+
+
+@pytest.mark.parametrize(("step", "overrides"), [(8, []), (4, ["--checkpoint.resume={}/checkpoints/step-00000004"])])
+def test_it_is_what_pretrain_logged(
+    trained: Path, capsys: pytest.CaptureFixture[str], step: int, overrides: list[str]
+) -> None:
+    logged = {record["step"]: record["validation_loss"] for record in metrics(trained) if "validation_loss" in record}
+    assert logged[8] < logged[4] < math.log(264)
+    loss = evaluate.main(alone(trained, *(override.format(trained) for override in overrides)))
+    assert loss == pytest.approx(logged[step], rel=1e-6)  # a float64 sum of float32 losses, over 1 rank instead of 2
+    perplexity = math.exp(loss)
+    assert (
+        capsys.readouterr().out == f"step {step}  validation loss {loss:.4f} nats/token  perplexity {perplexity:.3f}\n"
+    )
+
+
+def test_it_reads_as_many_sequences_as_asked(trained: Path) -> None:
+    few, many = (evaluate.main(alone(trained, f"--evaluate.sequences={count}")) for count in (1, 40))
+    assert abs(few - many) > 1e-3
+
+
+def test_no_checkpoint_is_an_error(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        evaluate.main(alone(trained, f"--run.folder={tmp_path}"))

@@ -1,0 +1,118 @@
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import generate
+from tests.recipes.warm import alone
+from torchllm.checkpoint import find_checkpoint, load_weights
+from torchllm.checkpoint_manifest import CheckpointError
+from torchllm.config import Generate, Model
+from torchllm.initialize import initialize
+from torchllm.models.decoder import Decoder, build_model
+
+VOCAB, END = 258, 257
+
+
+def decoder(model: Model, folder: Path | None = None) -> Decoder:
+    with torch.device("meta"):
+        made = build_model(model)
+    initialize([made], model, torch.device("cpu"), seed=3)
+    if folder is not None:
+        load_weights(find_checkpoint(folder), made)
+    return made
+
+
+def continued(
+    model: Decoder, prompt: list[int], settings: Generate, end: int = -1, longest: int = 64, seed: int = 0
+) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return generate.continue_text(model, torch.tensor([prompt]), settings, VOCAB, end, longest, generator)
+
+
+@torch.no_grad()
+def recomputed(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation without a cache: the whole text goes through the model for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens)).unsqueeze(0))[0, -1, :VOCAB]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+GREEDY = Generate(tokens=24, temperature=0.0)
+SIZES = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "max_sequence_length": 64, "initial_std": 0.3}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Model(kv_heads=2, **SIZES), Model(attention="eager", **SIZES), Model(family="gpt", tied_embeddings=True, **SIZES)],
+    ids=["grouped", "eager", "gpt"],
+)
+def test_the_cache_changes_nothing(model: Model) -> None:
+    prompt = [256, 100, 101, 102, 32]
+    wanted = recomputed(decoder(model), prompt, GREEDY.tokens)
+    assert len(set(wanted)) > 3  # a model that repeats one token would show little
+    assert continued(decoder(model), prompt, GREEDY) == wanted
+
+
+def test_it_stops_at_the_end_token_and_at_the_longest_text() -> None:
+    model = Model(**SIZES)
+    free = continued(decoder(model), [256], GREEDY)
+    end = next(token for token in free if token != free[0])
+    assert continued(decoder(model), [256], GREEDY, end=end) == free[: free.index(end) + 1]
+    # The begin token, then 10 of text.
+    assert continued(decoder(model), [256, 1, 2], GREEDY, longest=10) == recomputed(decoder(model), [256, 1, 2], 8)
+    assert continued(decoder(model), [256, *range(10)], GREEDY, longest=10) == []
+
+
+def test_learned_positions_end_with_their_table() -> None:
+    model = Model(family="gpt", **(SIZES | {"max_sequence_length": 12}))
+    assert len(continued(decoder(model), [256, 1, 2], GREEDY, longest=12)) == 10
+
+
+def test_sampling_is_repeatable_and_keeps_to_the_top() -> None:
+    model, settings = Model(**SIZES), Generate(tokens=40, temperature=1.5, top_k=3)
+    texts = [continued(decoder(model), [256], settings, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    generator = torch.Generator().manual_seed(0)
+    chosen = [generate.choose(logits, settings, generator) for _ in range(200)]
+    assert set(chosen) == {1, 2, 3}
+    assert {generate.choose(logits, Generate(top_k=0, temperature=9.0), generator) for _ in range(200)} == {0, 1, 2, 3}
+    assert {generate.choose(logits, Generate(temperature=0.0), generator)} == {3}
+    cold = [generate.choose(logits, Generate(top_k=0, temperature=0.1), generator) for _ in range(200)]
+    assert cold.count(3) > 190
+
+
+def test_a_checkpoint_of_two_ranks_speaks_on_one_device(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = alone(trained, "--generate.temperature=0", "--generate.prompt=dé≠")
+    text = generate.main(config)
+    printed = capsys.readouterr().out
+    assert printed == f"--- step 8, 20 tokens at temperature 0 ---\n{text}\n"
+    assert text.startswith("dé≠")
+    assert generate.main(config) == text
+    wanted = recomputed(decoder(config.model, trained), [256, *"dé≠".encode()], 20)
+    assert text.encode(errors="replace") == ("dé≠" + bytes(wanted).decode(errors="replace")).encode(errors="replace")
+    older = alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000004")
+    generate.main(older)
+    assert capsys.readouterr().out.partition("--- step 8")[2].count("--- step 4, 20 tokens at temperature 0.8 ---") == 1
+
+
+def test_a_terminal_that_cannot_show_it_all_is_no_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    generate.main(alone(trained, "--generate.prompt=dé≠"))
+    sys.stdout.flush()
+    assert b"\nd??" in shown.getvalue()
+
+
+def test_no_checkpoint_is_an_error_that_says_where_it_looked(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path}/checkpoints holds no checkpoint; name a run folder's config"
+    ):
+        generate.main(alone(trained, f"--run.folder={tmp_path}"))
+    with pytest.raises(CheckpointError, match="step-00000009"):
+        generate.main(alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000009"))

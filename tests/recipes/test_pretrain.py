@@ -1,0 +1,92 @@
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.warm import pretrain
+from tests.tiny_run import STEPS, curve, metrics, tensor_files
+
+
+def from_step_4(trained: Path, folder: Path) -> Path:
+    """The run folder as it was when its run was killed after step 5."""
+    shutil.copytree(trained / "checkpoints/step-00000004", folder / "checkpoints/step-00000004")
+    lines = (trained / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:5]))
+    return folder
+
+
+def test_resumed_on_the_same_layout_it_is_the_same_run(trained: Path, tmp_path: Path) -> None:
+    folder = from_step_4(trained, tmp_path)
+    assert pretrain(2, folder) == ["", ""]
+    assert curve(folder) == curve(trained)  # bitwise, and no step twice
+    assert [record["step"] for record in metrics(folder)] == list(range(1, STEPS + 1))
+    assert tensor_files(folder, STEPS) == tensor_files(trained, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ["--parallel.dp_shard=1", "--training.micro_batch_size=4"]),
+        (2, ["--parallel.dp_shard=1", "--parallel.tp=2"]),
+    ],
+    ids=["1-rank", "tp-2"],
+)
+def test_resumed_on_another_layout_it_reads_the_same_samples(
+    trained: Path, tmp_path: Path, ranks: int, overrides: list[str]
+) -> None:
+    folder = from_step_4(trained, tmp_path)
+    assert pretrain(ranks, folder, *overrides) == [""] * ranks
+    for resumed, whole in zip(curve(folder), curve(trained), strict=True):
+        # Another order of float32 sums, five steps of AdamW at most: 1e-6 has been seen. Other samples: 1e-2.
+        assert resumed == pytest.approx(whole, rel=1e-5)
+    states = [
+        json.loads((run / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text()) for run in (folder, trained)
+    ]
+    assert states[0]["data"] == states[1]["data"]
+    assert states[0]["world_size"] == ranks
+
+
+def _signal_in_evaluation(recipe: Any, rank: int) -> None:
+    evaluate = recipe.evaluate
+
+    def signalled(*arguments: Any) -> float:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    recipe.evaluate = signalled
+
+
+def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+    # Sent in the evaluation of step 4: the vote of step 5 has it, and is read at step 6.
+    assert pretrain(2, tmp_path, change=_signal_in_evaluation) == ["", ""]
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
+    assert [path.name for path in sorted(tmp_path.glob("checkpoints/*"))] == ["step-00000004", "step-00000006"]
+    assert pretrain(2, tmp_path) == ["", ""]
+    assert not (tmp_path / "stopped.json").exists()
+    assert curve(tmp_path) == curve(trained)
+    assert tensor_files(tmp_path, STEPS) == tensor_files(trained, STEPS)
+
+
+def test_a_finished_run_started_again_does_nothing(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    assert pretrain(2, tmp_path / "run") == ["", ""]
+    assert metrics(tmp_path / "run") == metrics(trained)
+    assert tensor_files(tmp_path / "run", STEPS) == tensor_files(trained, STEPS)
+
+
+def test_what_only_the_machine_can_tell_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    missing = ["--data.sources.0.kind=text", "--data.sources.0.path=/nowhere/a.txt"]
+    for overrides, words in (
+        (["--model.attention=flex"], 'model.attention = "flex" has no backward on a CPU: use "sdpa"'),
+        (missing, "/nowhere/a.txt"),
+        (["--run.device=cuda"], 'run.device = "cuda", but torch sees no GPU here'),
+        (["--checkpoint.resume=/nowhere/step-00000004"], "/nowhere/step-00000004"),
+    ):
+        first, second = pretrain(2, tmp_path / "run", *overrides)
+        assert words in first
+        assert first == second

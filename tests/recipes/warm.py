@@ -1,0 +1,72 @@
+"""recipes/pretrain.py on the warm ranks of the pool, as torchrun would start it."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests import workers
+from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
+from torchllm.config import Config
+from torchllm.config_file import load_config
+from torchllm.errors import UserError
+
+Change = Callable[[Any, int], None]
+"""what to do to the module recipes.pretrain on a rank before it runs"""
+
+
+def pretrain(ranks: int, folder: Path, *overrides: str, change: Change | None = None) -> list[str]:
+    """Train; each rank's UserError, "" where it has none."""
+    arguments = [str(ROOT / DEBUG), *SMALL, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
+    return workers.run(_pretrain, ranks, _merged(arguments, overrides), free_port(), change)
+
+
+def alone(folder: Path, *overrides: str) -> Config:
+    """The config of a run for the recipes that run in one process."""
+    return load_config([str(folder / "config.toml"), *overrides], one_device=True)
+
+
+def _merged(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    new = {override.partition("=")[0] for override in overrides}
+    return [*(word for word in arguments if word.partition("=")[0] not in new), *overrides]
+
+
+def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
+    from recipes import pretrain as recipe
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # the recipe makes its own
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    kept = dict(vars(recipe))
+    with _environment({name: str(value) for name, value in variables.items()}), process_as_it_was():
+        try:
+            if change is not None:
+                change(recipe, rank)
+            recipe.main(load_config(arguments))
+            return ""
+        except UserError as error:
+            return str(error)
+        finally:
+            vars(recipe).update(kept)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of 2 ranks (FSDP), with checkpoints and evaluations at steps 4 and 8."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert pretrain(2, folder) == ["", ""]
+    return folder
