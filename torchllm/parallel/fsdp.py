@@ -12,14 +12,15 @@ and, with a replicate axis, an all-reduce of the scattered gradient once a step:
 While a unit computes, the next `prefetch` units' gathers are under way. Not gathered before the backward: the
 embedding, whose gradient does not need it, nor the head and (`keep_last_block`) the last block, which are still there.
 
-Applied to a single rank as well: then it only casts, so mixed precision (bfloat16 computation, float32 weights,
-gradients reduced in float32) has one code path.
+Applied to a single rank as well, where it only casts: mixed precision (bfloat16 computation, float32 weights, gradients
+reduced in float32) has one code path. Where nothing is sharded, stages 2 and 3 would only copy more often: they act as
+stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -34,7 +35,7 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the only float inputs are hidden states, already cast, and angles, kept in float32
     )
-    per_use = parallel.zero_stage == 3
+    per_use = effective_zero_stage(parallel) == 3
     units: list[FSDPModule] = []  # in the order of the forward pass
     for name, block in stage.layers.items():
         kept = parallel.keep_last_block and name == list(stage.layers)[-1]
@@ -65,15 +66,21 @@ def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch([unit, *reversed(units[max(0, index - ahead) : index])])
 
 
-def fsdp_modules(stage: torch.nn.Module) -> list[FSDPModule]:
+def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit of a stage."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-def begin_micro_batch(stages: Sequence[Decoder], zero_stage: int, last: bool) -> None:
-    """Tell FSDP what to do after the coming backward; `last`: it is the step's last."""
-    for stage in cast(Sequence[FSDPModule], stages):
-        stage.set_is_last_backward(last)
-        stage.set_requires_gradient_sync(last or zero_stage >= 2)
-        stage.set_requires_all_reduce(last)
-        stage.set_reshard_after_backward(last or zero_stage == 3)
+def effective_zero_stage(parallel: Parallel) -> int:
+    """`parallel.zero_stage`, 1 at most where each rank holds all of the weights; degrees resolved (no -1)."""
+    return parallel.zero_stage if parallel.dp_shard * parallel.cp > 1 else min(parallel.zero_stage, 1)
+
+
+def begin_micro_batch(stages: Sequence[nn.Module], zero_stage: int, last: bool) -> None:
+    """Tell FSDP, where it is applied, what to do after the coming backward; `last`: it is the step's last."""
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_is_last_backward(last)
+            stage.set_requires_gradient_sync(last or zero_stage >= 2)
+            stage.set_requires_all_reduce(last)
+            stage.set_reshard_after_backward(last or zero_stage == 3)

@@ -12,7 +12,7 @@ from torchllm.config import Compile, Parallel, Recompute
 from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile
-from torchllm.parallel.fsdp import apply_fsdp
+from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.parallel.tensor import apply_tensor_parallel
 
@@ -41,6 +41,7 @@ def parallelize(
             apply_compile(stage, compile)
             log.info("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
 
-        apply_fsdp(stage, mesh.fsdp, parallel, dtype)
-        log.info("FSDP, ZeRO stage %d, over %s", parallel.zero_stage, mesh.describe())
+        if mesh.world.size() > 1 or dtype != torch.float32:  # else for nothing: copies and hooks, 40 % of a step
+            apply_fsdp(stage, mesh.fsdp, parallel, dtype)
+            log.info("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

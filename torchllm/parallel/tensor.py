@@ -5,8 +5,8 @@ features; embedding and head by vocabulary. Norms, position table and the biases
 
 Sent, without sequence parallelism: one all-reduce of the (B, S, D) hidden states after o and one after down, and their
 mirror images in the backward pass. With it, each of these is a reduce-scatter over the sequence and, before q and gate,
-an all-gather: the same bytes, but norms and residuals hold only S / tp tokens. The norms' gradients, D numbers each, are
-then sums over ranks too. The loss sends three numbers a token, never the logits.
+an all-gather: the same bytes, but norms and residuals hold only S / tp tokens; and the gradients of the norms' weights,
+D numbers each, are summed. The loss sends three numbers a token, never the logits.
 
 The table of `layout.py` says how each parameter is cut; `parallelize_module` cuts it.
 """

@@ -1,0 +1,211 @@
+"""Recomputation: the same gradients to the bit, the memory that was promised, nothing computed or sent in vain."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.parallel.trace import Sent, traced
+from tests.parity import CPU, Settings
+from tests.workers import run
+from torchllm.config import Model, Recompute
+from torchllm.initialize import initialize
+from torchllm.layout import canonical_name
+from torchllm.metrics.flops import recompute_interval
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.recompute import apply_recompute
+
+MODES = [
+    Recompute(),
+    Recompute("full"),
+    Recompute("segment"),
+    Recompute("segment", 4),
+    Recompute("every_k"),
+    Recompute("every_k", 3),
+    Recompute("ffn"),
+    Recompute("selective"),
+]
+SMALL = Model(layers=5, hidden=16, heads=2, kv_heads=1, ffn=32, vocab=16)
+BATCH, LENGTH = 4, 64  # many tokens for few weights: activations outweigh the gradients
+HIDDEN_BYTES = BATCH * LENGTH * 16 * 4  # of one (B, S, D)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost more than these small products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ids(recompute: Recompute) -> str:
+    return f"{recompute.mode}{recompute.k or ''}"
+
+
+def built(model: Model, recompute: Recompute) -> Decoder:
+    with torch.device("meta"):
+        decoder = build_model(model)
+    apply_recompute(decoder, recompute, model.layers)
+    initialize([decoder], model, CPU, seed=0)
+    return decoder
+
+
+def inputs(model: Model) -> tuple[Tensor, Tensor, None, Tensor]:
+    tokens = torch.randint(model.vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None, tokens
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt", "eager")])
+def test_gradients_are_the_same_bits(family: str, attention: str) -> None:
+    model = replace(SMALL, family=family, attention=attention)
+    found = []
+    for recompute in MODES:
+        decoder = built(model, recompute)
+        loss = decoder(*inputs(model))
+        loss.backward()
+        found.append((loss, {canonical_name(name): p.grad for name, p in decoder.named_parameters()}))
+    (expected_loss, expected), *others = found
+    assert all(gradient is not None for gradient in expected.values())
+    for recompute, (loss, gradients) in zip(MODES[1:], others, strict=True):
+        assert torch.equal(loss, expected_loss), recompute
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected), recompute
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that were made while it is active and still exist, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key in self.known or key in given:  # known, or of a parameter or input
+                    continue
+                self.known.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, key, size)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@functools.cache
+def memory(model: Model, recompute: Recompute) -> tuple[int, int]:
+    """Bytes kept between forward and backward, and the most that lived during the step."""
+    decoder = built(model, recompute)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # of every mode alike, so not to be counted
+    batch = inputs(model)
+    with Live() as live:
+        loss = decoder(*batch)
+        kept = live.now
+        loss.backward()
+    return kept, live.most
+
+
+def test_each_mode_keeps_less_than_the_one_before() -> None:
+    model = replace(SMALL, layers=8)
+    order = [Recompute(), Recompute("ffn"), Recompute("every_k", 2), Recompute("full"), Recompute("segment", 4)]
+    kept = [memory(model, recompute)[0] for recompute in order]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept), kept
+    selective = memory(model, Recompute("selective"))[0]
+    assert memory(model, Recompute("full"))[0] < selective < kept[0]
+
+
+def test_kept_bytes_of_full_and_segment() -> None:
+    """The blocks' inputs, (B, S, D) each, and nothing else of them."""
+    for recompute in (Recompute("full"), Recompute("segment", 1), Recompute("segment", 2), Recompute("segment", 4)):
+        growth = memory(replace(SMALL, layers=8), recompute)[0] - memory(replace(SMALL, layers=4), recompute)[0]
+        assert growth == 4 // (recompute.k or 1) * HIDDEN_BYTES, recompute
+
+
+def test_segments_take_memory_that_grows_with_the_root_of_the_layers() -> None:
+    """L = 4, 16, 36: the inputs of 2, 4, 6 segments are kept, and 2, 4, 6 blocks live while one is recomputed."""
+    layers = (4, 16, 36)
+    assert [recompute_interval(Recompute("segment"), count) for count in layers] == [2, 4, 6]
+    pairs = [memory(replace(SMALL, layers=count), Recompute("segment")) for count in layers]
+    kept, most = ([b - a for a, b in itertools.pairwise(values)] for values in zip(*pairs, strict=True))
+    assert kept == [2 * HIDDEN_BYTES] * 2
+    # linear in sqrt(L), to the byte: each step is two inputs and two blocks, which may share a tensor at their border
+    a_block = memory(replace(SMALL, layers=8), Recompute())[0] - memory(replace(SMALL, layers=4), Recompute())[0]
+    assert most[0] == most[1]
+    assert 2 * a_block // 4 <= most[0] <= 2 * (a_block // 4 + HIDDEN_BYTES)
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full")], ids=ids)
+def test_without_segments_it_grows_with_the_layers(recompute: Recompute) -> None:
+    most = [memory(replace(SMALL, layers=count), recompute)[1] for count in (4, 8, 16)]
+    assert most[2] - most[1] == 2 * (most[1] - most[0]) > 0
+
+
+# forwards in a step of 5 blocks: of whole blocks, attention cores, and feed-forward layers
+CALLS: dict[str, tuple[int, int, int]] = {
+    "none": (5, 5, 5),
+    "full": (10, 10, 10),
+    "segment": (10, 10, 10),  # 2, 2 and 1
+    "segment4": (10, 10, 10),
+    "every_k": (8, 8, 8),  # blocks 0, 2, 4
+    "every_k3": (7, 7, 7),  # blocks 0 and 3
+    "ffn": (5, 5, 10),
+    "selective": (10, 10, 10),  # entered again, but without the products: metrics/flops.py counts those
+}
+
+
+@pytest.mark.parametrize("recompute", MODES, ids=ids)
+def test_what_is_computed_again(recompute: Recompute) -> None:
+    """The products in it are compared with metrics/flops.py in tests/metrics/test_flops.py."""
+    decoder = built(SMALL, recompute)
+    calls = {"Block": 0, "ScaledDotProductAttention": 0, "SwiGLU": 0}
+
+    def count(module: Any, args: Any) -> None:
+        calls[type(module).__name__] += 1
+
+    for module in decoder.modules():
+        if type(module).__name__ in calls:
+            module.register_forward_pre_hook(count)
+    decoder(*inputs(SMALL)).backward()
+    assert tuple(calls.values()) == CALLS[ids(recompute)]
+
+
+TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size": 1}
+
+
+def sent_over_tp(settings: Settings) -> list[str]:
+    return [event.kind for event in traced(settings) if isinstance(event, Sent) and event.axis == "tp"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_collectives_that_are_sent_again(sequence_parallel: bool) -> None:
+    """selective keeps what was sent; the others send a recomputed block's again but the last, which ends it."""
+    layout = {**TP, "parallel.sequence_parallel": sequence_parallel}
+
+    def count(mode: str) -> int:
+        return len(run(sent_over_tp, 2, {**layout, "recompute.mode": mode})[0])
+
+    once = count("none")
+    assert count("selective") == once
+    a_block = 4 if sequence_parallel else 2
+    assert count("full") == once + 2 * (a_block - 1)
+    assert count("segment") == once + 2 * (a_block - 1)  # k = 1 of 2 blocks
+    assert count("ffn") == once + (2 * 1 if sequence_parallel else 0)  # the gather before gate and up
