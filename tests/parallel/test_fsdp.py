@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor
 from tests.parallel.trace import Sent, Trace, module_named, traced
 from tests.parity import Settings, build, check, my_batches, tiny
 from tests.workers import run
+from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.fsdp import effective_zero_stage, fsdp_modules
 from torchllm.parallel.pipeline import OneStage
 
 THREE: Settings = {"model.layers": 3}
@@ -190,8 +191,22 @@ def units(settings: Settings) -> int:
 
 def test_fsdp_modules_are_all_units() -> None:
     """Norm and head are two modules of one unit; the stage is the root, which without tied ends holds nothing."""
-    assert run(units, 1, THREE) == [1 + 3 + 2 + 1]
-    assert run(units, 1, {**THREE, "model.tied_embeddings": True}) == [3 + 1]
+    assert run(units, 2, FSDP2) == [1 + 3 + 2 + 1] * 2
+    assert run(units, 2, {**FSDP2, "model.tied_embeddings": True}) == [3 + 1] * 2
+
+
+def test_one_rank_in_float32_goes_without() -> None:
+    assert run(units, 1, THREE) == [0]
+
+
+def test_nothing_is_gathered_per_use_where_nothing_is_sharded() -> None:
+    assert [effective_zero_stage(Parallel(dp_shard=1, tp=2, zero_stage=stage)) for stage in (0, 1, 2, 3)] == [
+        0,
+        1,
+        1,
+        1,
+    ]
+    assert [effective_zero_stage(Parallel(dp_shard=2, zero_stage=stage)) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
 
 
 def test_a_gather_too_many_is_never_used() -> None:
