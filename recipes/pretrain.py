@@ -29,7 +29,6 @@ from torchllm.metrics.sinks import open_sinks
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.fsdp import effective_zero_stage
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage
 from torchllm.runtime import compute_dtype, start_runtime
@@ -71,7 +70,7 @@ def main(config: Config) -> None:
 
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    forward_backward = OneStage(stages, effective_zero_stage(config.parallel))
+    forward_backward = OneStage(stages, config.parallel)
     step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, config.training, device)
 
     checkpoints = Checkpointer(

@@ -149,7 +149,7 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
     optimizer = build_optimizer(stages, config.optimizer)
     out = Trained(losses=[], norms=[], gradients=[])
 
-    plain = OneStage(stages, config.parallel.zero_stage)
+    plain = OneStage(stages, config.parallel)
 
     def record_gradients(batches: Any, scale: Tensor) -> Tensor:
         loss = plain(batches, scale)

@@ -73,7 +73,7 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
         stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32)
         initialize(stages, config.model, CPU, config.run.seed)
         mine = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
-        step = OneStage(stages, config.parallel.zero_stage)
+        step = OneStage(stages, config.parallel)
 
         def trained() -> list[torch.Tensor]:
             for parameter in stages[0].parameters():  # noqa: B023

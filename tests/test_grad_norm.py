@@ -44,7 +44,7 @@ def norms(layouts: dict[str, Settings]) -> dict[str, dict[str, float]]:
         initialize(stages, config.model, CPU, config.run.seed)
         batch = step_batch(config, 1, ragged=True)
         mine = Batch(*(x if x is None else x[mesh.data_rank :: mesh.data_size] for x in batch))
-        OneStage(stages, config.parallel.zero_stage)([mine], torch.tensor(1e-2))
+        OneStage(stages, config.parallel)([mine], torch.tensor(1e-2))
 
         def whole() -> float:
             full = [g.full_tensor() for g in gradients(stages) if isinstance(g, DTensor)]  # noqa: B023

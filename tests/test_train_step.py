@@ -56,7 +56,7 @@ class Rig:
         self.optimizer = build_optimizer(self.stages, config.optimizer)
         self.spoil: Callable[[Tensor], Tensor] = lambda loss: loss
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, 10)
-        plain = OneStage(self.stages, config.parallel.zero_stage)
+        plain = OneStage(self.stages, config.parallel)
         self.step = TrainStep(
             self.stages,
             lambda batches, scale: self.spoil(plain(batches, scale)),

@@ -140,7 +140,7 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
     trace = Trace(mesh)
     batches = my_batches(config, mesh, 1, ragged=False)
     with trace:
-        loss = OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1 / 64))
+        loss = OneStage(stages, config.parallel)(batches, torch.tensor(1 / 64))
     for kind in ("gather", "scatter", "reduce"):
         for event in trace.sent("fsdp", kind) + trace.sent("dp_replicate", kind):
             seen.setdefault(kind, set()).add(str(event.dtype))
@@ -182,7 +182,7 @@ def loss_of_a_step(settings: Settings) -> float:
     config = tiny(settings)
     mesh, stages = build(config)
     batches = my_batches(config, mesh, 1, ragged=False)
-    return OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1 / 64)).item()
+    return OneStage(stages, config.parallel)(batches, torch.tensor(1 / 64)).item()
 
 
 def units(settings: Settings) -> int:

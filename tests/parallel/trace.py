@@ -87,7 +87,7 @@ def traced(
     trace = Trace(mesh)
     prepare(trace, stages[0])
     with trace:
-        OneStage(stages, config.parallel.zero_stage)(batches, torch.tensor(1e-2))
+        OneStage(stages, config.parallel)(batches, torch.tensor(1e-2))
     return trace.events
 
 

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchllm.config import Parallel
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.fsdp import begin_micro_batch
+from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
 
 
 class ForwardBackward(Protocol):
@@ -25,9 +26,9 @@ class ForwardBackward(Protocol):
 class OneStage:
     """Every micro batch in turn through the whole model."""
 
-    def __init__(self, stages: Sequence[Decoder], zero_stage: int) -> None:
+    def __init__(self, stages: Sequence[Decoder], parallel: Parallel) -> None:
         self.stages = stages
-        self.zero_stage = zero_stage
+        self.zero_stage = effective_zero_stage(parallel)
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """See `ForwardBackward`."""
