@@ -121,8 +121,9 @@ fi
 # A signal becomes a file in the run folder, which rank 0 looks for at each step: unlike a signal it waits for ranks that
 # are still starting. The processes below ignore the signal, for a terminal and Slurm send it to them too; each rank
 # stops ignoring it when it is ready to save.
-child="" told=""
+child="" told="" signals=0
 stop() {
+    signals=$((signals + 1))
     if [ -z "$told" ]; then
         told=$SECONDS
         mkdir -p "$folder" && : >"$request"
@@ -134,9 +135,9 @@ stop() {
 trap stop TERM INT HUP
 (trap '' TERM INT HUP && exec "${command[@]}") &
 child=$!
-wait "$child" || status=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ends `wait`, not the child
-    status=0
+seen=-1
+while [ "$seen" != "$signals" ]; do # a signal ends `wait`, not the child; of a child that has ended bash knows the status
+    seen=$signals status=0
     wait "$child" || status=$?
 done
 trap - TERM INT HUP

@@ -13,7 +13,7 @@ def test_it_trains_the_same_model_as_pretrain_on_two_ranks(trained: Path, capsys
     losses = minimal.main(alone(trained))
     wanted = [record["loss"] for record in metrics(trained)]
     assert len(losses) == STEPS
-    assert losses == pytest.approx(wanted, rel=1e-5)  # sums of another order, then AdamW: 3e-7 has been seen
+    assert losses == pytest.approx(wanted, rel=1e-6)  # sums of another order, then AdamW: 1e-7 has been seen
     assert losses[-1] < losses[0] - 0.3
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [str(n + 1) for n in range(STEPS)]
 

@@ -41,8 +41,8 @@ def test_resumed_on_another_layout_it_reads_the_same_samples(
     folder = from_step_4(trained, tmp_path)
     assert pretrain(ranks, folder, *overrides) == [""] * ranks
     for resumed, whole in zip(curve(folder), curve(trained), strict=True):
-        # Another order of float32 sums, five steps of AdamW at most: 1e-6 has been seen. Other samples: 1e-2.
-        assert resumed == pytest.approx(whole, rel=1e-5)
+        # Another order of float32 sums, through four steps of AdamW: 1e-7 has been seen. Other samples: 1e-2.
+        assert resumed == pytest.approx(whole, rel=1e-6)
     states = [
         json.loads((run / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text()) for run in (folder, trained)
     ]
