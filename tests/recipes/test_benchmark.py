@@ -1,0 +1,117 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_run import ROOT, SMALL
+
+RECIPE = str(ROOT / "recipes" / "benchmark.py")
+SHORT = [*SMALL, "--benchmark.rounds=2", "--benchmark.steps=2", "--benchmark.warmup=1", "--benchmark.seconds=0.001"]
+
+
+def benchmark(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the recipe; `ranks` over 0: under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return subprocess.run([sys.executable, *launch, RECIPE, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[str, Any]:
+    """What a short benchmark prints as JSON, its only line on stdout."""
+    done = benchmark(name, *SHORT, f"--run.folder={folder}", "--benchmark.json=true", *overrides, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "scratch").exists()
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found.pop("benchmark") == name
+    assert found.pop("environment")["ranks"] == (ranks or 1)
+    return found
+
+
+def check_ratio(row: dict[str, Any], what: str) -> None:
+    assert row["what"] == what
+    assert 0 < row["least"] <= row["ratio"] <= row["largest"] < 100
+
+
+@pytest.mark.parametrize("arguments", [[], ["stpe"], ["train_configs/debug.toml"]])
+def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
+    done = benchmark(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "matmul, step, data, checkpoint" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_wrong_key_is_found_before_torch_is_imported() -> None:
+    program = f"import sys, runpy; sys.modules['torch'] = None; sys.argv[1:] = ['step', '--benchmark.round=1']; \
+runpy.run_path({RECIPE!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "did you mean benchmark.rounds?" in done.stderr
+
+
+def test_matmul_prints_a_table_of_every_shape(tmp_path: Path) -> None:
+    done = benchmark("matmul", *SHORT, f"--run.folder={tmp_path}", "--training.loss_chunk=48")
+    assert done.returncode == 0, done.stderr
+    facts, _, title, _, head, rule, *rows = done.stdout.splitlines()
+    assert facts.startswith("matmul: torch ")
+    assert title == "matrix products"
+    assert head == "| dtype | matrix | m | n | k | tflops | share_of_peak |"
+    assert rule == "| --- | --- | --- | --- | --- | --- | --- |"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    own = {name: [m, n, k] for _, name, m, n, k, *_ in cells}
+    assert own["up_proj"] == ["64", "64", "32"]  # 2 sequences of 32 tokens
+    assert own["k_proj, v_proj"] == ["64", "16", "32"]
+    assert own["lm_head"] == ["48", "264", "32"]
+    assert cells[0][1] == "square"
+    assert all(float(rate) > 0 and 0 < float(share) < 3 for *_, rate, share in cells)
+
+
+@pytest.mark.parametrize(("ranks", "other"), [(0, "bare loop"), (2, "bare FSDP2")])
+def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, other: str) -> None:
+    found = measured("step", tmp_path, ranks=ranks)
+    assert [row["loop"] for row in found["training step"]] == ["torchllm", other]
+    for row in found["training step"]:
+        assert row["tokens_per_second"] == pytest.approx(16 * 32 / row["step_ms"] * 1e3)
+        assert 0 < row["mfu"] == row["hfu"] < 1
+        assert row["peak_memory_gib"] is None  # of a GPU
+    check_ratio(found["step time"][0], f"torchllm / {other}")
+
+
+def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
+    options = (
+        "--training.dtype=bfloat16",
+        "--model.layers=1",
+        "--training.global_batch_size=4",
+        "--recompute.mode=full",
+    )
+    done = benchmark("step", *SHORT, f"--run.folder={tmp_path}", "--benchmark.profile=3", *options)
+    assert done.returncode == 0, done.stderr
+    assert "aten::" in done.stderr
+    assert "| torchllm / bare loop |" in done.stdout
+
+
+def test_data_compares_with_tiktoken_and_times_the_wait(tmp_path: Path) -> None:
+    for name in ("config.py", "config_file.py"):
+        (tmp_path / name).write_bytes((ROOT / "torchllm" / name).read_bytes())
+    source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.py", f"--data.cache={tmp_path}/cache")
+    found = measured("data", tmp_path / "run", *source)
+    ours, bare = found["tokenizing, one thread"]
+    assert (ours["what"], bare["what"]) == ("files to corpus", "tiktoken in memory")
+    assert ours["documents"] == bare["documents"] == 2
+    assert ours["text_mb"] == pytest.approx(sum(file.stat().st_size for file in tmp_path.glob("*.py")) / 1e6)
+    check_ratio(found["throughput"][0], "files to corpus / tiktoken in memory")
+    (wait,) = found["batches of one rank"]
+    assert 0 < wait["wait_share"] < 1
+    assert 0 < wait["wait_ms"] < wait["step_ms"]
+    assert wait["loader_alone_tokens_per_second"] > 0
+
+
+def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
+    found = measured("checkpoint", tmp_path)
+    (saves,) = found["saves"]
+    assert all(saves[key] > 0 for key in ("synchronous_ms", "call_ms", "step_ms", "step_beside_ms"))
+    assert saves["steps_beside"] >= 1
+    both, call = found["time taken from training"]
+    assert both["what"] == "asynchronous / synchronous"  # of either sign where a step's time varies more
+    check_ratio(call, "its call / synchronous")
