@@ -101,9 +101,9 @@ except SignalException as ended:
     sys.exit(128 + ended.sigval)
 except ChildFailedError as error:
     rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        print(f"rank {rank} was killed: {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
-    sys.exit(1)
+    status = failure.exitcode
+    how = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    sys.exit(f"rank {rank} {how}" if status != 1 else 1)
 '
 if [ "$per_gpu" = 1 ]; then # Slurm started the ranks: be one
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS MASTER_ADDR=$head MASTER_PORT=$port

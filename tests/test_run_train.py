@@ -561,19 +561,25 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
     assert [step[0] for step in curve(tmp_path / "run")] == [1]
 
 
-KILLED = """
+ENDED = """
 import os, signal, sys, time
 from torchllm.config_file import load_config
 load_config(sys.argv[1:])
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
+    END
 time.sleep(60)
 """
 
 
-def test_a_killed_rank_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text(KILLED)
-    run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "killed.py"))
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", "was killed: SIGKILL"), ("os._exit(3)", "ended with status 3")],
+)
+def test_a_rank_that_ends_without_a_word_is_named(
+    start: Callable[..., Started], tmp_path: Path, end: str, said: str
+) -> None:
+    (tmp_path / "recipe.py").write_text(ENDED.replace("END", end))
+    run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "recipe.py"))
     assert run.wait() == 1
-    assert run.err.read_text().splitlines()[1:] == ["rank 1 was killed: SIGKILL"]
+    assert run.err.read_text().splitlines()[1:] == [f"rank 1 {said}"]
