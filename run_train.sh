@@ -87,29 +87,11 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 
-# torchrun, without the traceback that it prints when a rank ends the job: a rank that failed has said why, but one that
-# was killed could not. It handles USR2 alone ("at once"); of TERM it would give the ranks 30 s, too short for some saves.
-torchrun='
-import logging, signal, sys
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
-try:
-    main(["--signals-to-handle=SIGUSR2", *sys.argv[1:]])
-except SignalException as ended:
-    sys.exit(128 + ended.sigval)
-except ChildFailedError as error:
-    rank, failure = error.get_first_failure()
-    status = failure.exitcode
-    how = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    sys.exit(f"rank {rank} {how}" if status != 1 else 1)
-'
 if [ "$per_gpu" = 1 ]; then # Slurm started the ranks: be one
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@")
 else
-    launch=("$python" -c "$torchrun" --nproc-per-node="$NPROC")
+    launch=("$python" -m torchllm.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" = 1 ]; then
         launch+=(--standalone)
     else

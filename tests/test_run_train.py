@@ -118,8 +118,7 @@ class Notes:
         """The arguments of the one torchrun that was started, and after which at most a sample was made."""
         (words, _), *samples = self.started
         assert all(sample[0].endswith("/generate.py") for sample, _ in samples)
-        assert words[0] == "-c"
-        assert "from torch.distributed.run import main" in words[1]
+        assert words[:2] == ["-m", "torchllm.launch"]
         return words[2:]
 
 

@@ -101,7 +101,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def write(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write every rank's part of the tensors into an empty folder and force it to disk. Raises CheckpointError."""
-    with _plain_errors(group, f"cannot write {folder}"):
+    with _plain_errors(group, f"cannot write {folder}"), _no_checksums():
         save(
             tensors,
             storage_writer=FileSystemWriter(folder),
@@ -109,6 +109,17 @@ def write(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
             process_group=group,
             no_dist=group is None,
         )
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Leave torch's CRC32 out of the files: it costs more than writing them, and their sha256 is taken anyway."""
+    kept = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(kept)
 
 
 def written_by(rank: int, folder: Path) -> dict[str, FileRecord]:

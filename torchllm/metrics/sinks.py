@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -127,7 +128,8 @@ class Console:
         self.bar: tqdm[None] | None = None
         self.validation: float | None = None
         if self.stream.isatty():
-            self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
+            columns = shutil.get_terminal_size().columns or 80  # some terminals say 0: tqdm would draw nothing
+            self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", ncols=columns)
 
     def write(self, step: int, record: Record) -> None:
         get = record.get
