@@ -108,6 +108,7 @@ def _serve(connection: Connection, rank: int) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
+            dist.barrier()  # a rank that is done at once must not leave while others still connect to it
             answer = (True, function(*arguments, **keywords))
         except BaseException:
             answer = (False, traceback.format_exc())

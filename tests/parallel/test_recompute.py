@@ -191,21 +191,19 @@ def test_what_is_computed_again(recompute: Recompute) -> None:
 TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size": 1}
 
 
-def sent_over_tp(settings: Settings) -> list[str]:
-    return [event.kind for event in traced(settings) if isinstance(event, Sent) and event.axis == "tp"]
+def sent_over_tp(layout: Settings) -> dict[str, int]:
+    """Collectives of a step, by mode."""
+    modes = ("none", "selective", "full", "segment", "ffn")
+    events = {mode: traced({**layout, "recompute.mode": mode}) for mode in modes}
+    return {mode: sum(isinstance(e, Sent) and e.axis == "tp" for e in found) for mode, found in events.items()}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_collectives_that_are_sent_again(sequence_parallel: bool) -> None:
     """selective keeps what was sent; the others send a recomputed block's again but the last, which ends it."""
-    layout = {**TP, "parallel.sequence_parallel": sequence_parallel}
-
-    def count(mode: str) -> int:
-        return len(run(sent_over_tp, 2, {**layout, "recompute.mode": mode})[0])
-
-    once = count("none")
-    assert count("selective") == once
+    sent = run(sent_over_tp, 2, {**TP, "parallel.sequence_parallel": sequence_parallel})[0]
     a_block = 4 if sequence_parallel else 2
-    assert count("full") == once + 2 * (a_block - 1)
-    assert count("segment") == once + 2 * (a_block - 1)  # k = 1 of 2 blocks
-    assert count("ffn") == once + (2 * 1 if sequence_parallel else 0)  # the gather before gate and up
+    assert sent["selective"] == sent["none"]
+    assert sent["full"] == sent["none"] + 2 * (a_block - 1)
+    assert sent["segment"] == sent["none"] + 2 * (a_block - 1)  # k = 1 of 2 blocks
+    assert sent["ffn"] == sent["none"] + (2 if sequence_parallel else 0)  # the gather before gate and up

@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism: what is sent in which order, and the loss over a vocabulary cut among ranks."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def sent_of_a_step(settings: Settings) -> list[Sent | str]:
     return [event for event in traced(settings, mark_products) if isinstance(event, str) or event.axis == "tp"]
 
 
+@functools.cache
+def sent_under(name: str) -> list[Sent | str]:
+    return run(sent_of_a_step, 2, {"tp": ONE, "tp+sp": SP}[name])[0]
+
+
 def words(events: list[Sent | str]) -> list[str]:
     """Collectives of the hidden states as words; the others with their number of elements."""
     size = TOKENS * HIDDEN
@@ -47,7 +53,7 @@ def words(events: list[Sent | str]) -> list[str]:
 
 def test_collectives_of_tensor_parallelism() -> None:
     """One all-reduce after o, one after down; in the backward one for gate and up, one for q, k and v."""
-    events = words(run(sent_of_a_step, 2, ONE)[0])
+    events = words(sent_under("tp"))
     forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
     expected = ["reduce"]  # the embedding
     for n in range(LAYERS):
@@ -59,7 +65,7 @@ def test_collectives_of_tensor_parallelism() -> None:
 
 def test_collectives_of_sequence_parallelism() -> None:
     """A gather before q, k, v and before gate, up; a reduce-scatter after o and after down."""
-    events = words(run(sent_of_a_step, 2, SP)[0])
+    events = words(sent_under("tp+sp"))
     forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
     expected = ["scatter"]  # the embedding
     for n in range(LAYERS):
@@ -73,23 +79,20 @@ def test_collectives_of_sequence_parallelism() -> None:
 
 
 def test_sequence_parallelism_sends_the_same_bytes() -> None:
-    tp, sp = (
-        [e for e in run(sent_of_a_step, 2, settings)[0] if isinstance(e, Sent) and e.elements != HIDDEN]
-        for settings in (ONE, SP)
-    )
+    tp, sp = ([e for e in sent_under(name) if isinstance(e, Sent) and e.elements != HIDDEN] for name in ("tp", "tp+sp"))
     assert sum(e.bytes(2) for e in tp) == sum(e.bytes(2) for e in sp)
     # two ranks send a float32 tensor's size in an all-reduce: per block two forward and two backward; the two ends; and
     # the loss (the maximum is counted with the two sums)
     assert sum(e.bytes(2) for e in tp) == 4 * ((4 * LAYERS + 2) * TOKENS * HIDDEN + 3 * TOKENS)
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_logits_are_never_sent(chunk: int) -> None:
-    for settings in (ONE, SP):
-        sent = [e for e in run(sent_of_a_step, 2, {**settings, "training.loss_chunk": chunk})[0] if isinstance(e, Sent)]
-        assert max(e.elements for e in sent) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
-        of_loss = [e for e in sent if e.elements not in (TOKENS * HIDDEN, HIDDEN)]
-        assert sum(e.elements for e in of_loss) == 3 * TOKENS * (2 if chunk else 1)  # chunks are computed twice
+def test_logits_are_never_sent() -> None:
+    chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
+    for events, computed in ((sent_under("tp"), 1), (sent_under("tp+sp"), 1), (chunked, 2)):  # chunks: computed twice
+        sent = [event.elements for event in events if isinstance(event, Sent)]
+        assert max(sent) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
+        of_loss = [elements for elements in sent if elements not in (TOKENS * HIDDEN, HIDDEN)]
+        assert sum(of_loss) == 3 * TOKENS * computed
 
 
 def local_shapes(settings: Settings) -> tuple[dict[str, set[Any]], dict[str, Any]]:

@@ -1,7 +1,11 @@
 """torch.compile of the norms, the blocks or the loss: fewer passes over memory, the same numbers to rounding.
 
 Nothing is sharded or sent. Blocks are compiled one by one: they are equal, so one compilation serves all, and it takes
-the time of one block however deep the model. FSDP's and tensor parallelism's hooks stay outside the graphs.
+the time of one block however deep the model. FSDP's hooks stay outside the graphs; tensor parallelism's collectives are
+inside, and so is recomputation, but for whole segments.
+
+FOOTGUN: torch 2.13 on a CPU fails ("expected all tensors_saved_with_vc_check") at compiled blocks that recompute fused
+attention behind tensor parallelism (modes full and every_k). recompute.mode = "segment" with k = 1 is `full` and works.
 """
 
 import torch

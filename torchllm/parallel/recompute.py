@@ -4,9 +4,9 @@ Nothing is sharded or sent. Every mode is a wrapper around modules (non-reentran
 mix it with anything; parameter names lose the wrapper's prefix in `layout.canonical_name`.
 
 `segment` is the lecture's O(sqrt(L)) memory: L / k segments keep one input each, and while one of them is recomputed k
-blocks' activations live; k = round(sqrt(L)) is the least L / k + k. FOOTGUN: a block's activations are not one input but
-10 to 30, so at usual depths `full`, which is k = 1, has the lower peak; k over 1 pays where many inputs are kept, as with
-many micro batches in flight.
+blocks' activations live; k = round(sqrt(L)) is the least L / k + k. FOOTGUN: a block's activations are some 20 times
+the size of its input, so at usual depths `full`, which is k = 1, has the lower peak. k over 1 pays where many inputs
+wait for their backward, as those of many micro batches in flight do.
 """
 
 import math

@@ -1,0 +1,96 @@
+"""torch.compile: the same model to rounding, one compilation for all blocks, no gradient lost to tensor parallelism.
+
+Most cases use a backend that traces, differentiates and partitions as the real one does but runs torch's own kernels:
+what goes wrong between compilation and parallelism goes wrong there too, in a fifth of the time.
+"""
+
+import functools
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import torchllm.parallel.tensor
+from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
+from tests.workers import run
+
+FSDP2: Settings = {"parallel.dp_shard": 2}
+SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+FSDP2_SP2 = {**FSDP2, **SP2}
+TWO: Settings = {"model.layers": 2}
+TRACED = "aot_eager_decomp_partition"
+NORM, BLOCK, LOSS = ({f"compile.{scope}": True} for scope in ("norm", "block", "loss"))
+
+
+def train_compiled(
+    settings: Settings, backend: str, cache: str = "", without_wait: bool = False
+) -> tuple[Trained | None, int, int]:
+    """A training, the graphs that were compiled for it, and how often a graph broke."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = functools.partial(torch.compile, backend=backend)
+    wait = (lambda out: out) if without_wait else torchllm.parallel.tensor.wait_for_collective
+    with (
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {}),
+        mock.patch.object(torch, "compile", compiled),
+        mock.patch.object(torchllm.parallel.tensor, "wait_for_collective", wait),
+    ):
+        trained = train(settings)
+    torch.compiler.reset()
+    return trained, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def check_compiled(settings: Settings, backend: str = TRACED, cache: str = "") -> int:
+    """Parity with one plain process, in whole graphs; returns how many there were."""
+    trained, graphs, breaks = run(train_compiled, world_size(tiny(settings)), settings, backend, cache)[0]
+    compare(trained, reference(settings))
+    assert graphs > 0
+    assert breaks == 0
+    return graphs
+
+
+@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+@pytest.mark.parametrize("scope", [NORM, BLOCK, LOSS], ids=["norm", "block", "loss"])
+def test_each_scope_trains_the_same_model(scope: Settings, layout: Settings) -> None:
+    check_compiled({**TWO, **scope, **layout})
+
+
+def test_all_scopes_over_fsdp_and_sequence_parallelism() -> None:
+    check_compiled({**TWO, **NORM, **BLOCK, **LOSS, **FSDP2_SP2})
+
+
+def test_the_real_backend(tmp_path: Path) -> None:
+    """FSDP stays out of the graphs, so what it compiles behind tensor parallelism is all that there is."""
+    check_compiled({**TWO, **NORM, **BLOCK, **LOSS, **SP2}, "inductor", str(tmp_path))  # one cache for both ranks
+
+
+@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+def test_one_compilation_serves_all_blocks(layout: Settings) -> None:
+    assert check_compiled({**BLOCK, **layout, "model.layers": 5}) == 1
+
+
+def test_without_the_wait_the_embedding_loses_its_gradient() -> None:
+    """What `wait_for_collective` is for: a compiled block takes a tensor in flight as if nothing came before it."""
+    settings = {**TWO, **BLOCK, **SP2}
+    trained, *_ = run(train_compiled, 2, settings, TRACED, "", True)[0]
+    with pytest.raises(AssertionError, match=r"step 1, embed_tokens.weight: gradient differs"):
+        compare(trained, reference(settings))
+
+
+@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective"])
+def test_compiled_blocks_recompute(mode: str) -> None:
+    check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str) -> None:
+    """With plain attention: see the FOOTGUN in parallel/compile.py."""
+    check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": "eager"})
+
+
+def test_gpt_with_document_masks_and_chunked_loss() -> None:
+    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "data.document_mask": True, "training.loss_chunk": 12}
+    check_compiled({**TWO, **BLOCK, **LOSS, **SP2, **gpt})

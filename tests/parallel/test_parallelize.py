@@ -1,0 +1,90 @@
+"""The order of the techniques, one line in the log for each, and nothing of the model in memory yet."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import torchllm.parallel.parallelize
+from tests.parity import CPU, Settings, tiny
+from tests.workers_preload import clear_dtensor_caches
+from torchllm.layout import canonical_name
+from torchllm.mesh import build_mesh
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.parallelize import parallelize
+
+TECHNIQUES = ("apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
+EVERYTHING: Settings = {
+    "parallel.dp_replicate": 2,
+    "parallel.dp_shard": 2,
+    "parallel.tp": 2,
+    "parallel.sequence_parallel": True,
+    "recompute.mode": "full",
+    "compile.block": True,
+}
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """A group of which only this rank exists: enough for everything but sending."""
+    dist.init_process_group("fake", rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+    clear_dtensor_caches()
+
+
+def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
+    """The stages, and the techniques in the order in which they were applied."""
+    config = tiny(settings)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    order: list[str] = []
+
+    def noting(name: str) -> Any:
+        real = getattr(torchllm.parallel.parallelize, name)
+        return lambda *args: (order.append(name), real(*args))[1]
+
+    with mock.patch.multiple(torchllm.parallel.parallelize, **{name: noting(name) for name in TECHNIQUES}):
+        mesh = build_mesh(config.parallel, CPU)
+        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.bfloat16)
+    assert stages == [model]
+    return stages, order
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_order_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "torchllm.parallel"):
+        (stage,), order = applied(EVERYTHING)
+    assert order == list(TECHNIQUES)
+    assert caplog.messages == [
+        "tensor parallel over 2 ranks, sequence parallel True",
+        "recompute full",
+        "compile norm False, block True, loss False",
+        "FSDP, ZeRO stage 3, over pp 1 x dp_replicate 2 x dp_shard 2 x cp 1 x tp 2",
+    ]
+    parameters = dict(stage.named_parameters())
+    with torch.device("meta"):
+        plain = dict(build_model(tiny({}).model).named_parameters())
+    assert [canonical_name(name) for name in parameters] == list(plain)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.is_meta, name  # no memory before `initialize`
+        assert parameter.dtype == torch.float32, name  # bfloat16 is of the computation
+        assert parameter.shape == plain[canonical_name(name)].shape, name
+        # every axis that holds weights, whatever the degrees: the gradient norm and checkpoints see one kind
+        assert parameter.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp"), name
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_only_what_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "torchllm.parallel"):
+        _, order = applied({"parallel.dp_shard": 8, "parallel.zero_stage": 2})
+    assert order == ["apply_fsdp"]
+    assert caplog.messages == ["FSDP, ZeRO stage 2, over pp 1 x dp_replicate 1 x dp_shard 8 x cp 1 x tp 1"]
+    _, order = applied({"parallel.dp_shard": 8, "compile.loss": True})
+    assert order == ["apply_compile", "apply_fsdp"]
