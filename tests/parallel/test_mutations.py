@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
@@ -65,8 +65,6 @@ def reduction_after_a_rowwise_product_dropped() -> Any:
     class Unreduced(RowwiseParallel):
         @staticmethod
         def _prepare_output_fn(layouts: Any, local: Any, module: Any, outputs: DTensor, mesh: Any) -> Tensor:
-            if isinstance(module, nn.Embedding):
-                return RowwiseParallel._prepare_output_fn(layouts, local, module, outputs, mesh)
             return outputs.to_local()
 
     return _replaced(torchllm.parallel.tensor, "RowwiseParallel", lambda real: Unreduced)

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.trace import Sent, Trace, module_named, traced
-from tests.parity import Settings, build, tiny
+from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.layout import canonical_name, row_of
 from torchllm.models.decoder import Decoder
+from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
@@ -138,6 +140,35 @@ def test_what_a_rank_holds(sequence_parallel: bool) -> None:
             cut = row_of(canonical_name(name)).cut
             axis = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}[cut]
             assert shape == tuple(size // 2 if index == axis else size for index, size in enumerate(full)), name
+
+
+class TableGradients(TorchDispatchMode):
+    """Rows of the tables that embeddings make gradients of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            self.rows.append(len(out))
+        return out
+
+
+def rows_of_the_embedding_gradient(settings: Settings) -> list[int]:
+    config = tiny(settings)
+    mesh, stages = build(config)
+    with TableGradients() as gradients:
+        OneStage(stages, config.parallel)(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
+    return gradients.rows
+
+
+@pytest.mark.parametrize("settings", [ONE, SP], ids=["tp", "tp+sp"])
+def test_a_rank_makes_the_gradient_of_its_part_of_the_embedding(settings: Settings) -> None:
+    assert run(rows_of_the_embedding_gradient, 2, {**settings, "model.vocab": 97}) == [[49], [48]]
 
 
 LOSSES: dict[str, tuple[int, torch.dtype, float]] = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,7 @@ from torchllm.layout import canonical_name, row_of
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
-from torchllm.torch_compat import local_region, wait_for_collective
+from torchllm.torch_compat import local_region
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -46,7 +47,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
-        ("vocab", nn.Embedding): lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
+        ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
         ("vocab", Head): lambda: VocabParallelHead(hidden),
         ("colwise", nn.Linear): ColwiseParallel,
         ("rowwise", nn.Linear): lambda: RowwiseParallel(output_layouts=hidden),
@@ -64,9 +65,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
             plan[name] = gather_mlp
     parallelize_module(stage, mesh, plan)
     stage.tie_embeddings()
-    if stage.embed_tokens is not None:
-        # FOOTGUN: without this a compiled first block silently loses the embedding's gradient.
-        stage.embed_tokens.register_forward_hook(lambda module, args, out: wait_for_collective(out))
 
 
 class WholeNorm(ParallelStyle):
@@ -108,6 +106,35 @@ class WholePositions(ParallelStyle):
         return distribute_module(
             module, device_mesh, input_fn=take_part, output_fn=lambda module, out, mesh: out.to_local()
         )
+
+
+class VocabParallelEmbedding(ParallelStyle):
+    """The embedding with its weight cut by vocabulary: a rank looks up the tokens that it has, and the rows are summed.
+
+    RowwiseParallel does that too, but its backward pass makes the gradient of the whole table on every rank, and its
+    output is still in flight: FOOTGUN, a compiled first block behind it loses this gradient without a word.
+    """
+
+    def __init__(self, hidden: Placement) -> None:
+        self.hidden = hidden
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        first = local_region(weight)[1][0]
+
+        def look_up(tokens: Tensor) -> Tensor:
+            assert isinstance(module.weight, DTensor)
+            mine = module.weight.to_local(grad_placements=[Shard(0)])
+            row = tokens - first
+            here = (row >= 0) & (row < len(mine))
+            rows = F.embedding(row.where(here, 0), mine).where(here.unsqueeze(-1), 0.0)
+            out = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
+            return out.redistribute(placements=[self.hidden]).to_local()
+
+        module.forward = look_up  # type: ignore[method-assign, assignment]
+        return module
 
 
 class VocabParallelHead(ParallelStyle):
