@@ -427,8 +427,8 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
     for key, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
         if size % parallel.tp:
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
-    if model.vocab < parallel.tp:
-        yield Problem("parallel.tp", f"{parallel.tp} is over model.vocab = {model.vocab}")
+    if -(-model.vocab // parallel.tp) * (parallel.tp - 1) >= model.vocab:
+        yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab}")
     if parallel.sequence_parallel and training.sequence_length % parallel.tp:
         yield Problem(
             "parallel.tp", f"{parallel.tp} does not divide training.sequence_length = {training.sequence_length}"
