@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # to see that something was pending
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.workers import run
 from torchllm import torch_compat
-from torchllm.torch_compat import checkpoint_wrapper, flatten_mesh, local_region, wait_for_collective
+from torchllm.torch_compat import checkpoint_wrapper, flatten_mesh, local_region
 
 
 def test_every_name_has_a_test_here() -> None:
@@ -88,19 +87,3 @@ def test_local_region_is_where_the_values_come_from() -> None:
                 held[top : top + rows, left : left + columns] += 1
         copies = {"plain": 4, "fsdp over tp whole": 2}.get(cuts[0]["cut"], 1)
         assert (held[: 3 if cuts[0]["cut"] == "few rows" else 13] == copies).all(), cuts[0]["cut"]
-
-
-def pending_gradient() -> tuple[bool, bool, bool]:
-    """Whether a collective's result was pending, is not after the call, and passed its gradient on."""
-    mesh = init_device_mesh("cpu", (2,))
-    x = torch.ones(3, requires_grad=True)
-    pending = DTensor.from_local(x, mesh, [Partial()]).redistribute(placements=[Replicate()], async_op=True).to_local()
-    done = wait_for_collective(pending)
-    done.sum().backward()
-    assert x.grad is not None
-    right = torch.equal(done, torch.full((3,), 2.0)) and torch.equal(x.grad, torch.ones(3))
-    return isinstance(pending, AsyncCollectiveTensor), type(done) is torch.Tensor, right
-
-
-def test_wait_for_collective_keeps_the_gradient() -> None:
-    assert run(pending_gradient, 2) == [(True, True, True)] * 2

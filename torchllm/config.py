@@ -89,7 +89,7 @@ class Model:
     norm_epsilon: Positive = 1e-5
     """added to the variance in the norms"""
     initial_std: Positive = 0.02
-    """standard deviation of the initial matrices; projections into the residual stream get it / sqrt(2 L)"""
+    """standard deviation of the initial matrices, cut at 3 of it; what adds to the residual stream: / sqrt(2 L)"""
     attention: Literal["eager", "sdpa", "flash", "flex"] = "sdpa"
     """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
 

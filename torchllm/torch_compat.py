@@ -4,13 +4,12 @@
 """
 
 from torch import Tensor
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["checkpoint_wrapper", "flatten_mesh", "local_region", "wait_for_collective"]
+__all__ = ["checkpoint_wrapper", "flatten_mesh", "local_region"]
 # checkpoint_wrapper, which makes a module recompute its forward, has no public path.
 
 
@@ -29,12 +28,3 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(parameter.shape), (0,) * parameter.dim()
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(shape), tuple(offset)
-
-
-def wait_for_collective(tensor: Tensor) -> Tensor:
-    """The tensor with any pending collective finished, keeping its gradient.
-
-    Eager tensor-parallel hooks return tensors still in flight; a compiled block that takes one as its input loses the
-    gradient of what came before without an error. `tensor.wait()` loses it too; only this function keeps it.
-    """
-    return wait_tensor(tensor)
