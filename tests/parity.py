@@ -42,7 +42,7 @@ def tiny(settings: Settings) -> Config:
     config = Config(
         model=c.Model(layers=4, hidden=64, heads=8, kv_heads=4, ffn=96, vocab=96, max_sequence_length=64),
         training=c.Training(steps=STEPS, global_batch_size=8, sequence_length=32, max_grad_norm=0.5),
-        optimizer=c.Optimizer(learning_rate=1e-2, epsilon=1e-3),
+        optimizer=c.Optimizer(learning_rate=2e-3, epsilon=1e-3),
         parallel=c.Parallel(dp_shard=1),
     )
     for key, value in settings.items():
@@ -194,9 +194,9 @@ def compare(got: Trained, want: Trained) -> float:
     # the norm is float64 over float32 gradients, each good to 1e-6 or so
     np.testing.assert_allclose(got["norms"], want["norms"], rtol=GRADIENT_TOLERANCE)
     for name, expected in want["parameters"].items():
-        # Three updates of at most the learning rate 1e-2 each, of gradients good to 1e-5: with epsilon 1e-3 AdamW
-        # does not amplify rounding.
-        np.testing.assert_allclose(got["parameters"][name], expected, atol=3e-6, err_msg=name)
+        # Three updates of at most the learning rate 2e-3 each, of gradients good to 1e-5: with epsilon 1e-3 AdamW
+        # does not amplify rounding. float32 itself is good to 6e-8 near the norms' 1.
+        np.testing.assert_allclose(got["parameters"][name], expected, atol=6e-7, err_msg=name)
     return worst
 
 

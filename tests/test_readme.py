@@ -12,7 +12,8 @@ from torchllm.config_file import load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line.strip().split("  #")[0].strip() for line in README.splitlines() if line.startswith("    ")]
+PROSE = re.sub(r"```.*?```", "", README, flags=re.S)
+COMMANDS = [line.strip().split("  #")[0].strip() for line in PROSE.splitlines() if line.startswith("    ")]
 
 
 def check_config(arguments: list[str], recipe: str = "pretrain.py") -> subprocess.CompletedProcess[str]:

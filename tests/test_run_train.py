@@ -42,7 +42,14 @@ class Started:
         with self.out.open("wb") as out, self.err.open("wb") as err:
             command = [SCRIPT, *arguments]
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=clean(environment), stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=clean(environment),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                # A test suite in the background ignores Ctrl-C, and so would all that it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def wait(self) -> int:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -128,8 +127,9 @@ class Console:
         self.bar: tqdm[None] | None = None
         self.validation: float | None = None
         if self.stream.isatty():
-            columns = shutil.get_terminal_size().columns or 80  # some terminals say 0: tqdm would draw nothing
-            self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", ncols=columns)
+            self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
+            if self.bar.ncols == 0:  # a terminal that was never given a size: tqdm would draw nothing
+                self.bar.ncols, self.bar.dynamic_ncols = 80, None
 
     def write(self, step: int, record: Record) -> None:
         get = record.get
