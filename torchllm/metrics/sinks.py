@@ -128,8 +128,8 @@ class Console:
         self.validation: float | None = None
         if self.stream.isatty():
             self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
-            if self.bar.ncols == 0:  # a terminal that was never given a size: tqdm would draw nothing
-                self.bar.ncols, self.bar.dynamic_ncols = 80, None
+            if (self.bar.ncols or 80) < 0:  # a terminal that was never given a size: tqdm would draw nothing
+                self.bar.ncols, self.bar.nrows, self.bar.dynamic_ncols = 80, 20, None
 
     def write(self, step: int, record: Record) -> None:
         get = record.get
