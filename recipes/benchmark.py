@@ -236,7 +236,7 @@ def loading(config: BenchmarkConfig, runtime: Runtime) -> Row:
     from torchllm.data.loader import DataRanks, build_loader
 
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
-    ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.barrier, runtime.agree)
+    ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.agree)
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
     take_step = library_step(config, runtime, mesh)[-1]
     waits, steps = [], []

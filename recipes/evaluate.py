@@ -34,8 +34,7 @@ def main(config: Config) -> float:
     initialize([model], config.model, device, config.run.seed)
     manifest = load_weights(folder, model)
     model.to(dtype)
-    alone = DataRanks(rank=0, size=1, prepares=True, barrier=lambda: None, agree=lambda error: [error])
-    data = build_loader(config.data, config.training, config.model, config.run.seed, alone)
+    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     loss = evaluate([model], data.validation_batches(config.evaluate.sequences), device)
     print(f"step {manifest.step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
     return loss

@@ -37,8 +37,7 @@ def main(config: Config) -> list[float]:
         model = build_model(config.model, config.training.loss_chunk)
     initialize([model], config.model, device, config.run.seed)
 
-    alone = DataRanks(rank=0, size=1, prepares=True, barrier=lambda: None, agree=lambda error: [error])
-    data = build_loader(config.data, config.training, config.model, config.run.seed, alone)
+    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     optimizer = build_optimizer([model], config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 

@@ -61,7 +61,7 @@ def main(config: Config) -> None:
         config.training,
         config.model,
         config.run.seed,
-        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.barrier, runtime.agree),
+        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.agree),
     )
     if data.skipped:
         log.warning("records left out of the data: %s", data.skipped)

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -45,7 +45,6 @@ class Runtime:
     host_group: dist.ProcessGroup
     """gloo, for agreements on the host"""
     collect_interval: int
-    started: float = field(default_factory=time.monotonic)
     _told_to_stop: float | None = None
     _vote: tuple[Tensor, dist.Work | None] | None = None
 

@@ -41,7 +41,7 @@ class Numbered:
 
 
 def alone(rank: int = 0, size: int = 1) -> DataRanks:
-    return DataRanks(rank, size, rank == 0, lambda: None, lambda text: [text])
+    return DataRanks(rank, size, rank == 0)
 
 
 def loader(sizes: list[int], rank: int, size: int, micro: int, accumulation: int, **more: Any) -> TrainLoader:
@@ -354,7 +354,7 @@ def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) 
         dist.all_gather_object(gathered, text)
         return gathered
 
-    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, dist.barrier, agree)
+    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, agree)
     settings = {"cache": f"{folder}/cache", **changes, **(of_rank_1 if rank else {})}
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
     try:

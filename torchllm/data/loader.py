@@ -37,17 +37,15 @@ Fields = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Which part of the data this process reads, and how it speaks with the others."""
+    """Which part of the data this process reads, and how it speaks with the others; by default it is alone."""
 
-    rank: int
+    rank: int = 0
     """data-parallel index, 0 <= rank < size; ranks that share a batch (tp) have the same"""
-    size: int
+    size: int = 1
     """data-parallel ranks"""
-    prepares: bool
+    prepares: bool = True
     """this process tokenizes raw sources for its node"""
-    barrier: Callable[[], None]
-    """waits for all ranks of the job"""
-    agree: Callable[[str | None], list[str | None]]
+    agree: Callable[[str | None], list[str | None]] = lambda text: [text]
     """gathers a text of every rank of the job to all of them"""
 
 

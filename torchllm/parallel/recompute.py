@@ -9,7 +9,6 @@ the size of its input, so at usual depths `full`, which is k = 1, has the lower 
 wait for their backward, as those of many micro batches in flight do.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchllm.config import Recompute
+from torchllm.metrics.flops import recompute_interval
 from torchllm.models.decoder import Decoder, run_blocks
 from torchllm.torch_compat import checkpoint_wrapper
 
@@ -45,7 +45,7 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
         case "full":
             _wrap(stage.layers, stage.layers)
         case "every_k":
-            every = config.k or 2
+            every = recompute_interval(config, layers)
             _wrap(stage.layers, [name for name in stage.layers if int(name) % every == 0])
         case "ffn":
             for block in stage.layers.values():
@@ -53,7 +53,7 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
         case "selective":
             _wrap(stage.layers, stage.layers, context_fn=_keep_products)
         case "segment":
-            stage.run_blocks = Segments(config.k or round(math.sqrt(layers)))
+            stage.run_blocks = Segments(recompute_interval(config, layers))
 
 
 def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
