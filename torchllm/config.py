@@ -50,6 +50,16 @@ class Run:
     """seconds a collective may take before the job is ended"""
     collect_garbage_interval: Natural = 100
     """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
+    dry_run: bool = False
+    """do not train: print what every kind of rank would hold and send, whatever their number, and end"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines, for the dry run and the planner; a run on them needs no description."""
+
+    name: str = ""
+    """a file of train_configs/clusters (dgx_h100); empty: not known"""
 
 
 @dataclass(frozen=True)
@@ -202,18 +212,50 @@ class Schedule:
     """rate at the last step, as a fraction of the peak"""
 
 
+PipelineSchedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+class ScheduleKind(NamedTuple):
+    """What a pipeline schedule asks of a layout."""
+
+    default_stages: int
+    """stages a rank holds"""
+    most_stages: float
+    splits_backward: bool
+    """gradients of inputs and of weights are computed apart"""
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "GPipe": ScheduleKind(1, 1, False),
+    "1F1B": ScheduleKind(1, 1, False),
+    "Interleaved1F1B": ScheduleKind(2, math.inf, False),
+    "LoopedBFS": ScheduleKind(2, math.inf, False),
+    "InterleavedZeroBubble": ScheduleKind(2, math.inf, True),
+    "ZBVZeroBubble": ScheduleKind(2, 2, True),
+    "DualPipeV": ScheduleKind(2, 2, True),
+}
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Degrees of parallelism; their product is the number of ranks."""
 
     pp: Degree = 1
-    """pipeline stages; only 1 until pipeline parallelism lands"""
+    """ranks that each hold a part of the blocks (pipeline parallelism)"""
     dp_replicate: Annotated[int, Bound(at_least=-1)] = 1
     """groups that each hold all weights (HSDP: nodes); -1: what the other degrees leave"""
     dp_shard: Annotated[int, Bound(at_least=-1)] = -1
     """ranks that share one copy of the weights (FSDP); -1: what the other degrees leave"""
     cp: Degree = 1
-    """ranks that share a sequence; only 1 until context parallelism lands"""
+    """ranks that share a sequence (context parallelism)"""
     tp: Degree = 1
     """ranks that share each matrix (tensor parallelism)"""
     sequence_parallel: bool = False
@@ -225,6 +267,26 @@ class Parallel:
     """zero_stage 3: do not free the last block's weights between its forward and its backward"""
     prefetch: Natural = 1
     """blocks whose weights are gathered ahead of the one that computes"""
+    schedule: PipelineSchedule = "1F1B"
+    """order of the pipeline's forwards and backwards; the last three split the backward to fill the bubble"""
+    virtual_stages: Natural = 0
+    """pipeline stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others"""
+    split: tuple[Count, ...] = ()
+    """blocks of each pipeline stage, first to last; empty: balanced by cost, embedding and head counted in"""
+    scatter_gather: bool = True
+    """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank some whole heads"""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of a rank, resolved."""
+        return 1 if self.pp == 1 else self.virtual_stages or SCHEDULES[self.schedule].default_stages
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pp * self.stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -305,6 +367,7 @@ class Config:
     """One run."""
 
     run: Run = field(default_factory=Run)
+    cluster: Cluster = field(default_factory=Cluster)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
@@ -421,18 +484,20 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
     degrees, found = resolve_degrees(parallel, world_size)
     yield from found
     if parallel.pp > 1:
-        yield Problem("parallel.pp", "pipeline parallelism is not built yet: only 1")
+        yield from _pipeline_problems(config, None if found else data_ranks(degrees))
     if parallel.cp > 1:
-        yield Problem("parallel.cp", "context parallelism is not built yet: only 1")
+        yield from _context_problems(config)
     for key, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
         if size % parallel.tp:
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
     if -(-model.vocab // parallel.tp) * (parallel.tp - 1) >= model.vocab:
         yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab}")
-    if parallel.sequence_parallel and training.sequence_length % parallel.tp:
-        yield Problem(
-            "parallel.tp", f"{parallel.tp} does not divide training.sequence_length = {training.sequence_length}"
-        )
+    cuts_sequence = parallel.sequence_parallel or (parallel.pp > 1 and parallel.scatter_gather)
+    local = training.sequence_length // parallel.cp
+    if cuts_sequence and local % parallel.tp and not training.sequence_length % parallel.cp:
+        of = f"training.sequence_length = {training.sequence_length}" + (" / cp" if parallel.cp > 1 else "")
+        hint = "" if parallel.sequence_parallel else "; or set parallel.scatter_gather = false"
+        yield Problem("parallel.tp", f"{parallel.tp} does not divide {of}{hint}")
     if not found:
         per_pass = training.micro_batch_size * data_ranks(degrees)
         if training.global_batch_size % per_pass:
@@ -441,6 +506,72 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
                 f"{training.global_batch_size} does not divide by micro_batch_size {training.micro_batch_size} x "
                 f"{data_ranks(degrees)} data-parallel ranks = {per_pass}",
             )
+
+
+def _pipeline_problems(config: Config, data_parallel: int | None) -> Iterator[Problem]:
+    """What pp over 1 asks; `data_parallel`: ranks that read different sequences, None if not known."""
+    model, parallel = config.model, config.parallel
+    kind, stages = SCHEDULES[parallel.schedule], parallel.stages
+    if parallel.stages_per_rank > kind.most_stages:
+        yield Problem(
+            "parallel.virtual_stages", f"{parallel.schedule} holds {kind.most_stages} on a rank, not {stages}"
+        )
+        return
+    if parallel.stages_per_rank < kind.most_stages < math.inf:
+        yield Problem("parallel.virtual_stages", f"{parallel.schedule} needs {kind.most_stages}")
+        return
+    if stages > model.layers:
+        yield Problem("parallel.pp", f"{stages} stages need a block each, but model.layers is {model.layers}")
+    if parallel.split and (len(parallel.split) != stages or sum(parallel.split) != model.layers):
+        yield Problem(
+            "parallel.split",
+            f"names {len(parallel.split)} stages of {sum(parallel.split)} blocks in all, but there are {stages} stages "
+            f"({parallel.pp} ranks x {parallel.stages_per_rank}) and model.layers is {model.layers}",
+        )
+    if kind.splits_backward and config.compile.block:
+        yield Problem(
+            "compile.block",
+            f"{parallel.schedule} computes gradients of inputs and weights apart, which a compiled block cannot: "
+            "set it to false, or use 1F1B or Interleaved1F1B",
+        )
+    if data_parallel:
+        yield from _micro_batch_problems(config, gradient_accumulation(config.training, data_parallel))
+
+
+def _micro_batch_problems(config: Config, count: int) -> Iterator[Problem]:
+    """What a schedule asks of the number of micro batches a step."""
+    parallel = config.parallel
+    have = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"
+    remedy = f"a step has {count} (global_batch_size / micro_batch_size / data-parallel ranks)"
+    match parallel.schedule:
+        case "1F1B" if count < parallel.pp:
+            yield Problem("training.global_batch_size", f"{have} at least {parallel.pp} micro batches; {remedy}")
+        case "DualPipeV" if count < parallel.stages:
+            yield Problem("training.global_batch_size", f"{have} at least {parallel.stages} micro batches; {remedy}")
+        case "Interleaved1F1B" | "InterleavedZeroBubble" if count > parallel.pp and count % max(
+            1, count // parallel.pp
+        ):
+            yield Problem(
+                "training.global_batch_size",
+                f"{have} micro batches that divide into {count // parallel.pp} equal rounds; {remedy}",
+            )
+
+
+def _context_problems(config: Config) -> Iterator[Problem]:
+    """What cp over 1 asks."""
+    model, parallel, length = config.model, config.parallel, config.training.sequence_length
+    pieces = parallel.cp * (2 if parallel.cp_method == "ring" else 1)
+    if length % pieces:
+        why = " (two pieces a rank, so that causal work is even)" if parallel.cp_method == "ring" else ""
+        yield Problem("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
+    if parallel.cp_method == "ulysses" and (model.kv // parallel.tp) % parallel.cp:
+        yield Problem(
+            "parallel.cp",
+            f"ulysses gives each of {parallel.cp} ranks its own key-value heads, but there are {model.kv} / tp "
+            f'{parallel.tp}: lower cp, or use parallel.cp_method = "ring"',
+        )
+    if model.attention in ("flash", "flex") and parallel.cp_method == "ring":
+        yield Problem("model.attention", f"{model.attention} does not work in the ring: use sdpa or eager")
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:

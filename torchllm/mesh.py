@@ -27,6 +27,10 @@ class Mesh:
     """all five axes, each of at least one rank"""
     fsdp: DeviceMesh
     """one axis to shard over, or two: replicate, shard"""
+    pp: DeviceMesh
+    """ranks that hold the stages of one pipeline"""
+    cp: DeviceMesh
+    """ranks that share a sequence"""
     tp: DeviceMesh
     """ranks that share each matrix"""
     loss: DeviceMesh
@@ -61,6 +65,8 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
         world=world,
         # Taking a flattened axis by its name warns that torch will drop it: only where there is no other way.
         fsdp=shards if replicate == 1 else world["dp_replicate", "dp_shard" if parallel.cp == 1 else "fsdp"],
+        pp=world["pp"],
+        cp=world["cp"],
         tp=world["tp"],
         loss=loss,
         data_rank=world.get_local_rank("dp_replicate") * shard + world.get_local_rank("dp_shard"),
