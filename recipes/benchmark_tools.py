@@ -26,7 +26,7 @@ from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
 from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime import Runtime, compute_dtype
 from torchllm.train_step import TrainStep
@@ -45,11 +45,12 @@ def library_step(
     with torch.device("meta"):
         model = build_model(config.model, training.loss_chunk)
     dtype = compute_dtype(training, device)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype)
+    length = training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
-    forward_backward = OneStage(stages, config.parallel)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, training, dtype)
     return stages, optimizer, TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)
 
 

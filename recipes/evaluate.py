@@ -20,6 +20,7 @@ from torchllm.data.loader import DataRanks, build_loader
 from torchllm.evaluate import evaluate
 from torchllm.initialize import initialize
 from torchllm.models.decoder import build_model
+from torchllm.parallel.pipeline import OneStage
 from torchllm.runtime import choose_device, compute_dtype, report_errors
 
 
@@ -35,7 +36,7 @@ def main(config: Config) -> float:
     manifest = load_weights(folder, model)
     model.to(dtype)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
-    loss = evaluate([model], data.validation_batches(config.evaluate.sequences), device)
+    loss = evaluate(OneStage([model], config.parallel), data.validation_batches(config.evaluate.sequences), device)
     print(f"step {manifest.step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
     return loss
 

@@ -30,7 +30,7 @@ from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime import compute_dtype, start_runtime
 from torchllm.train_step import TrainStep, check_finite
 
@@ -53,7 +53,8 @@ def main(config: Config) -> None:
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype)
+    length = config.training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
 
     data = build_loader(
@@ -70,7 +71,7 @@ def main(config: Config) -> None:
 
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    forward_backward = OneStage(stages, config.parallel)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, config.training, device)
 
     checkpoints = Checkpointer(
@@ -113,7 +114,7 @@ def main(config: Config) -> None:
         if due(n, config.evaluate.interval) or (config.evaluate.interval and n == config.training.steps):
             with meter.pause():
                 held_out = data.validation_batches(config.evaluate.sequences)
-                validation_loss = evaluate(stages, held_out, device, mesh.loss_group)
+                validation_loss = evaluate(forward_backward, held_out, device, mesh)
 
         if meter.log(n, result, validation_loss=validation_loss, force=last):
             check_finite(config.training, n, result)

@@ -6,7 +6,9 @@ normalisation, norm, clipping and torch's plain optimizer.
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.train_step import TrainStep
 
 STEPS = 3
@@ -130,7 +132,8 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     mesh = build_mesh(config.parallel, CPU)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype)
+    length = config.training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, CPU, config.run.seed)
     return mesh, stages
 
@@ -149,13 +152,11 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
     optimizer = build_optimizer(stages, config.optimizer)
     out = Trained(losses=[], norms=[], gradients=[])
 
-    plain = OneStage(stages, config.parallel)
+    plain = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
 
     def record_gradients(batches: Any, scale: Tensor) -> Tensor:
         loss = plain(batches, scale)
-        out["gradients"].append(
-            {canonical_name(n): whole(p.grad) for stage in stages for n, p in stage.named_parameters()}
-        )
+        out["gradients"].append(of_all_stages(stages, lambda parameter: parameter.grad))
         return loss
 
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
@@ -164,9 +165,20 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
         result = step_fn(step, my_batches(config, mesh, step, ragged))
         out["losses"].append(result.loss.item())
         out["norms"].append(result.grad_norm.item())
-    out["parameters"] = {canonical_name(n): whole(p) for stage in stages for n, p in stage.named_parameters()}
+    out["parameters"] = of_all_stages(stages, lambda parameter: parameter)
     assert all(gradient is None for gradient in gradients(stages))
     return out if torch.distributed.get_rank() == 0 else None
+
+
+def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> dict[str, np.ndarray]:
+    """A tensor of every parameter of the whole model, by canonical name; a tied one's copies must be equal."""
+    mine = [(canonical_name(name), whole(get(p))) for stage in stages for name, p in stage.named_parameters()]
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, mine)
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in itertools.chain(*of_ranks):
+        assert np.array_equal(found.setdefault(name, tensor), tensor, equal_nan=True), f"{name}: ranks differ"
+    return found
 
 
 def whole(tensor: Tensor) -> np.ndarray:

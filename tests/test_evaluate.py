@@ -58,7 +58,7 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     batches = parts(step_batch(config, 1, ragged=True), 0, 1)
     assert (batches[0].labels == -100).all()  # a batch without any target
     model = plain(config)
-    assert evaluate([model], batches, CPU) == pytest.approx(expected_loss(config), rel=1e-6)
+    assert evaluate(OneStage([model], config.parallel), batches, CPU) == pytest.approx(expected_loss(config), rel=1e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -70,7 +70,7 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
         mesh = build_mesh(config.parallel, CPU)
         with torch.device("meta"):
             model = build_model(config.model)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32)
+        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
         initialize(stages, config.model, CPU, config.run.seed)
         mine = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
         step = OneStage(stages, config.parallel)
@@ -82,7 +82,7 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
             return [p.grad.to_local().clone() for p in stages[0].parameters() if isinstance(p.grad, DTensor)]  # noqa: B023
 
         before = trained()
-        loss = evaluate(stages, mine, CPU, mesh.loss_group)
+        loss = evaluate(step, mine, CPU, mesh)
         sharded = all(isinstance(parameter, DTensor) for parameter in stages[0].parameters())
         out[name] = loss, sharded, all(map(torch.equal, before, trained())) and len(before) > 0
     dist.barrier()

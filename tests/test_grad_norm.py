@@ -40,7 +40,7 @@ def norms(layouts: dict[str, Settings]) -> dict[str, dict[str, float]]:
         mesh = build_mesh(config.parallel, CPU)
         with torch.device("meta"):
             model = build_model(config.model)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32)
+        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
         initialize(stages, config.model, CPU, config.run.seed)
         batch = step_batch(config, 1, ragged=True)
         mine = Batch(*(x if x is None else x[mesh.data_rank :: mesh.data_size] for x in batch))

@@ -60,7 +60,7 @@ def sharded(layout: Layout, recompute: str, compile: Compile, mesh: Any) -> Deco
     model, degrees = layout
     with torch.device("meta"):
         decoder = build_model(model)
-    stages = parallelize(decoder, mesh, Parallel(**degrees), Recompute(mode=recompute), compile, torch.float32)  # type: ignore[arg-type]
+    stages = parallelize(decoder, mesh, Parallel(**degrees), Recompute(mode=recompute), compile, torch.float32, 32)  # type: ignore[arg-type]
     initialize(stages, model, CPU, seed=7)
     return stages[0]
 

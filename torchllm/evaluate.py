@@ -1,32 +1,34 @@
 """Loss on held-out sequences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchllm.data.batch import Batch
+from torchllm.mesh import Mesh
 from torchllm.models.head import IGNORED
 from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.pipeline import ForwardBackward
 
 
-@torch.no_grad()
 def evaluate(
-    stages: Sequence[nn.Module], batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup | None = None
+    forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None = None
 ) -> float:
-    """Mean loss in nats over all target tokens of `batches` on all ranks of `group` (None: this process alone).
+    """Mean loss in nats over all target tokens of `batches` on all ranks (mesh None: on this process alone).
 
     Every rank must bring the same number of batches.
     """
-    (model,) = stages
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        tokens, labels, positions, document_ids = batch.to(device)
-        loss = model(tokens, positions, document_ids, labels)
-        sums += torch.stack((loss.double(), (labels != IGNORED).sum()))
-    for module in fsdp_modules(model):  # FOOTGUN: what a forward without backward gathers stays, and is no parameter
-        module.reshard()
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    return float(sums[0] / sums[1])
+        batch = batch.to(device)
+        loss += forward_backward.loss_sum(batch)
+        tokens += (batch.labels != IGNORED).sum()
+    for stage in forward_backward.stages:
+        for module in fsdp_modules(stage):  # FOOTGUN: what a forward without backward gathers stays: no parameter then
+            module.reshard()
+    if mesh is not None:
+        dist.all_reduce(loss)  # over pp too, of which the last stage alone brings a loss; tp ranks bring the same one
+        loss /= mesh.tp.size()
+        dist.all_reduce(tokens, group=mesh.loss_group)
+    return float(loss / tokens)

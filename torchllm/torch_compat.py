@@ -6,10 +6,11 @@
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["checkpoint_wrapper", "flatten_mesh", "local_region"]
+__all__ = ["accumulate_in_reduce_dtype", "checkpoint_wrapper", "flatten_mesh", "local_region"]
 # checkpoint_wrapper, which makes a module recompute its forward, has no public path.
 
 
@@ -28,3 +29,18 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(parameter.shape), (0,) * parameter.dim()
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(shape), tuple(offset)
+
+
+def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:
+    """Move the gradients of an FSDP unit's gathered weights into their sums over micro batches, of the reduce dtype.
+
+    FSDP does so itself in its backward hooks. A weight gradient that is computed outside a backward pass is left in the
+    weight's own dtype: several of them would be summed in bfloat16.
+    """
+    state = unit._get_fsdp_state()
+    # 2.13 allows several parameter groups a unit; 2.11 has one, or None.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else []:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()

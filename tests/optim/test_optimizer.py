@@ -134,7 +134,7 @@ def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
     parallel, out = Parallel(dp_shard=4), {}
     mesh = build_mesh(parallel, CPU)
     for name in names:
-        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), torch.float32)
+        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), torch.float32, 32)
         initialize(stages, MODEL, CPU, seed=0)
         train(stages[0], OPTIMIZERS[name])
         out[name] = {n: p.full_tensor().detach().numpy() for n, p in stages[0].named_parameters()}  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
 
     with mock.patch.multiple(torchllm.parallel.parallelize, **{name: noting(name) for name in TECHNIQUES}):
         mesh = build_mesh(config.parallel, CPU)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.bfloat16)
+        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.bfloat16, 32)
     assert stages == [model]
     return stages, order
 

@@ -64,6 +64,9 @@ class Decoder(nn.Module):
         family = FAMILIES[model.family]
         self.model = model
         self.rotary = family.rotary
+        self.embeds = True
+        """whether the input is tokens; False on a pipeline stage that gets hidden states (the last one of a tied model
+        has `embed_tokens` all the same, for its head's weight)"""
         self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab, model.hidden)
         self.embed_positions: nn.Module | None = None
         if family.learned_positions:
@@ -91,7 +94,7 @@ class Decoder(nn.Module):
         x: (B, S) tokens, or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
         (B, S); document_ids None: every earlier token is seen. Returns (), (B, S, V), or (B, S, D) without the head.
         """
-        if self.embed_tokens is not None:
+        if self.embeds and self.embed_tokens is not None:
             x = self.embed_tokens(x)
             if self.embed_positions is not None:
                 x = x + self.embed_positions(positions)

@@ -26,8 +26,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 class Head(nn.Module):
     """Hidden states and labels -> loss sum; without labels -> logits.
 
-    `cross_entropy` is replaceable (compiled, vocabulary-parallel). With `chunk` tokens, logits of that many tokens
-    exist at a time and are computed again in the backward pass; 0: all at once.
+    Replaceable: `cross_entropy` (compiled, vocabulary-parallel) and `project` (its weight's gradient put off). With
+    `chunk` tokens, logits of that many tokens exist at a time and are computed again in the backward pass; 0: all at
+    once.
     """
 
     def __init__(self, model: Model, chunk: int) -> None:
@@ -39,7 +40,7 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """hidden (B, S, D), labels (B, S) -> () float32; labels None -> logits (B, S, V)"""
         if labels is None:
-            return F.linear(hidden, self.weight)
+            return self.project(hidden)
         rows, targets = hidden.flatten(0, 1), labels.flatten()
         if not self.chunk:
             return self._loss(rows, targets)
@@ -47,4 +48,8 @@ class Head(nn.Module):
         return torch.stack([checkpoint(self._loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
     def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
-        return self.cross_entropy(F.linear(rows, self.weight), targets)
+        return self.cross_entropy(self.project(rows), targets)
+
+    def project(self, rows: Tensor) -> Tensor:
+        """(..., D) -> logits (..., V)"""
+        return F.linear(rows, self.weight)

@@ -13,6 +13,7 @@ from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
+from torchllm.parallel.pipeline import apply_scatter_gather, split_into_stages
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.parallel.tensor import apply_tensor_parallel
 
@@ -20,18 +21,27 @@ log = logging.getLogger(__name__)
 
 
 def parallelize(
-    model: Decoder, mesh: Mesh, parallel: Parallel, recompute: Recompute, compile: Compile, dtype: torch.dtype
+    model: Decoder,
+    mesh: Mesh,
+    parallel: Parallel,
+    recompute: Recompute,
+    compile: Compile,
+    dtype: torch.dtype,
+    sequence_length: int,
 ) -> list[Decoder]:
     """This rank's stages of a model built on the meta device, sharded and wrapped in place, still without memory.
 
-    dtype: of the computation; weights and gradient reductions are float32.
+    dtype: of the computation; weights and gradient reductions are float32. sequence_length: tokens, which decide what a
+    block costs beside the head when stages are balanced.
     """
-    stages = [model]
-    layers = len(model.layers)
+    stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
+    layers = model.model.layers
     for stage in stages:
         if parallel.tp > 1:
             apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel)
             log.info("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
+            if parallel.scatter_gather and not parallel.sequence_parallel:
+                apply_scatter_gather(stage, mesh.tp)
 
         if recompute.mode != "none":
             apply_recompute(stage, recompute, layers)
