@@ -81,6 +81,7 @@ class Checkpointer:
         folder, manifest = found
         random = tensors_of.random_state(self._group) if manifest.world_size == size_of(self._group) else {}
         tensors_of.read(self._group, folder, manifest, self._tensors() | random, optional=random)
+        tensors_of.fill_copies(self._stages, self._optimizer)
         tensors_of.set_random_state(random)
         say(self._group, f"resuming from {folder}: step {manifest.step}, written by {manifest.world_size} ranks")
         if not random:

@@ -38,8 +38,11 @@ def of_model(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 def of_optimizer(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State of an optimizer over these stages' parameters, sharing its memory. TypeError if some is no tensor."""
     names = {id(tensor): name for name, tensor in _named(stages).items()}
+    copies = {id(copy) for _, copy in _copies(stages)}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
+        if id(parameter) in copies:
+            continue
         for entry, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{names[id(parameter)]}.{entry}"] = value
@@ -51,13 +54,35 @@ def of_optimizer(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) 
 def _named(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """By canonical name, a tied one once. Not from `named_parameters`: FSDP's weights may still be gathered there."""
     named: dict[str, Tensor] = {}
+    for name, tensor in _entries(stages):
+        named.setdefault(name, tensor)
+    return named
+
+
+def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name and tensor of all entries, each tensor once."""
     seen: set[int] = set()
     for stage in stages:
         for name, tensor in stage.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                named[canonical_name(name)] = tensor
-    return named
+                yield canonical_name(name), tensor
+
+
+def _copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors of one name, the saved one first: a tied embedding where a rank holds both ends of a pipeline."""
+    named = _named(stages)
+    return [(named[name], tensor) for name, tensor in _entries(stages) if tensor is not named[name]]
+
+
+@torch.no_grad()
+def fill_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """After loading: give every copy of a parameter on this rank the value and the optimizer state that were loaded."""
+    for original, duplicate in _copies(stages):
+        duplicate.copy_(original)
+        for entry, value in optimizer.state[original].items():
+            if isinstance(value, Tensor):
+                optimizer.state[duplicate][entry].copy_(value)
 
 
 def random_state(group: Group) -> dict[str, Tensor]:
