@@ -36,6 +36,14 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
         "_scaled_dot_product_flash_attention_for_cpu": "as above",
         "_c10d_functional": "as above, for the collectives",
     },
+    "torchllm/parallel/attention_kernels.py": {
+        "_scaled_dot_product_flash_attention_for_cpu": "the public function keeps the log-sum-exp to itself",
+        "_scaled_dot_product_flash_attention_for_cpu_backward": "as above",
+        "_scaled_dot_product_flash_attention": "as above",
+        "_scaled_dot_product_flash_attention_backward": "as above",
+        "_scaled_dot_product_efficient_attention": "as above",
+        "_scaled_dot_product_efficient_attention_backward": "as above",
+    },
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
 PYTHONS_OWN = {"_asdict", "_fields", "_replace", "_make", "_exit"}

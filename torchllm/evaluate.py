@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torchllm.data.batch import Batch
 from torchllm.mesh import Mesh
 from torchllm.models.head import IGNORED
+from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.parallel.pipeline import ForwardBackward
 
@@ -21,7 +22,7 @@ def evaluate(
     """
     loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        batch = batch.to(device)
+        batch = batch.to(device) if mesh is None else shard_sequence(batch.to(device), mesh)
         loss += forward_backward.loss_sum(batch)
         tokens += (batch.labels != IGNORED).sum()
     for stage in forward_backward.stages:

@@ -31,6 +31,8 @@ class Mesh:
     """ranks that hold the stages of one pipeline"""
     cp: DeviceMesh
     """ranks that share a sequence"""
+    cp_method: str
+    """how they share it: ring, ulysses"""
     tp: DeviceMesh
     """ranks that share each matrix"""
     loss: DeviceMesh
@@ -67,6 +69,7 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
         fsdp=shards if replicate == 1 else world["dp_replicate", "dp_shard" if parallel.cp == 1 else "fsdp"],
         pp=world["pp"],
         cp=world["cp"],
+        cp_method=parallel.cp_method,
         tp=world["tp"],
         loss=loss,
         data_rank=world.get_local_rank("dp_replicate") * shard + world.get_local_rank("dp_shard"),

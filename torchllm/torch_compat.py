@@ -3,6 +3,8 @@
 `tests/test_torch_compat.py` fails when one of them moves.
 """
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["accumulate_in_reduce_dtype", "checkpoint_wrapper", "flatten_mesh", "local_region"]
+__all__ = ["accumulate_in_reduce_dtype", "all_to_all", "checkpoint_wrapper", "flatten_mesh", "local_region"]
 # checkpoint_wrapper, which makes a module recompute its forward, has no public path.
 
 
@@ -44,3 +46,13 @@ def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:
         for parameter in group.fsdp_params if group is not None else []:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n, ...) -> (n, ...): x[i] goes to rank i of the n of `group`, out[i] comes from it. Not differentiable.
+
+    Private because the public `all_to_all_single` fills a given tensor, which selective recomputation cannot keep.
+    """
+    ops = torch.ops._c10d_functional
+    each = [1] * len(x)
+    return ops.wait_tensor(ops.all_to_all_single(x, each, each, group.group_name))

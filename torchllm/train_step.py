@@ -16,6 +16,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.pipeline import ForwardBackward
 
 
@@ -61,7 +62,7 @@ class TrainStep:
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Step number `step` (from 1) on this rank's micro batches of it."""
-        batches = [batch.to(self.device) for batch in batches]
+        batches = [shard_sequence(batch.to(self.device), self.mesh) for batch in batches]
         counts = [((batch.labels != IGNORED).sum(), (batch.positions + 1).sum()) for batch in batches]
         sums = torch.stack([torch.stack(pair) for pair in counts]).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale

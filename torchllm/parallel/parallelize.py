@@ -1,7 +1,8 @@
 """Where parallelism is applied: every technique once, in the one order that works.
 
-pipeline stages, then for each: tensor parallel (needs plain parameters) -> recompute (wraps what tensor parallelism has
-hooked) -> compile (sees the recomputation) -> FSDP (outermost, so that its gathers stay out of the graphs).
+pipeline stages, then for each: tensor parallel (needs plain parameters) -> context parallel (its core gets the heads
+that are left) -> recompute (wraps what both have changed) -> compile (sees the recomputation) -> FSDP (outermost, so
+that its gathers stay out of the graphs).
 """
 
 import logging
@@ -12,6 +13,7 @@ from torchllm.config import Compile, Parallel, Recompute
 from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile
+from torchllm.parallel.context import apply_context_parallel
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.pipeline import apply_scatter_gather, split_into_stages
 from torchllm.parallel.recompute import apply_recompute
@@ -42,6 +44,10 @@ def parallelize(
             log.info("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
             if parallel.scatter_gather and not parallel.sequence_parallel:
                 apply_scatter_gather(stage, mesh.tp)
+
+        if parallel.cp > 1:
+            apply_context_parallel(stage, mesh.cp, parallel.cp_method)
+            log.info("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
             apply_recompute(stage, recompute, layers)
