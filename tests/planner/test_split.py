@@ -7,6 +7,8 @@ import pytest
 from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
 from torchllm.config_file import load_config
 from torchllm.metrics.flops import forward_flops_per_token
+from torchllm.planner.schedule import orders
+from torchllm.planner.simulate import StageTimes, simulate
 from torchllm.planner.split import balanced_split, block_cost, end_costs, stage_costs, stage_of_rank
 
 ROOT = Path(__file__).parents[2]
@@ -21,17 +23,41 @@ def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
-@pytest.mark.parametrize("pp", [2, 3, 4, 7, 10])
-def test_no_split_has_a_smaller_largest_stage_or_is_more_even(model: Model, pp: int) -> None:
-    split = balanced_split(model, Parallel(pp=pp), 32)
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [("1F1B", pp) for pp in (1, 2, 3, 4, 7, 10)]
+    + [(schedule, pp) for schedule in ("Interleaved1F1B", "ZBVZeroBubble") for pp in (2, 3, 4, 5)],
+)
+def test_no_split_has_a_less_busy_rank_or_is_more_even(model: Model, schedule: PipelineSchedule, pp: int) -> None:
+    parallel = Parallel(pp=pp, schedule=schedule)
+    split = balanced_split(model, parallel, 32)
     assert sum(split) == model.layers
     assert min(split) >= 1
 
     def badness(blocks: tuple[int, ...]) -> tuple[int, int]:
         costs = stage_costs(model, blocks, 32)
-        return max(costs), sum(cost**2 for cost in costs)
+        ranks = [sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(pp)]
+        return max(ranks), sum(cost**2 for cost in ranks)
 
-    assert badness(split) == min(map(badness, every_split(model.layers, pp)))
+    assert badness(split) == min(map(badness, every_split(model.layers, parallel.stages)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "over"), [("1F1B", 1.0), ("Interleaved1F1B", 1.05), ("ZBVZeroBubble", 1.02), ("DualPipeV", 1.0)]
+)
+def test_even_ranks_are_nearly_the_best_split_and_even_stages_are_not(schedule: PipelineSchedule, over: float) -> None:
+    """Figures as found; the head weighs six blocks."""
+    parallel = Parallel(pp=2, schedule=schedule)
+    order = orders(parallel, 8)
+
+    def step(split: tuple[int, ...]) -> float:
+        costs = stage_costs(LARGE_HEAD, split, 32)
+        return simulate(order, [StageTimes(cost, cost, cost) for cost in costs]).step
+
+    best = min(map(step, every_split(LARGE_HEAD.layers, parallel.stages)))
+    assert step(balanced_split(LARGE_HEAD, parallel, 32)) <= best * over
+    if parallel.stages == 4:
+        assert step((3, 3, 3, 1)) > best * 1.08
 
 
 def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:

