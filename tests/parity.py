@@ -47,12 +47,17 @@ def tiny(settings: Settings) -> Config:
         optimizer=c.Optimizer(learning_rate=2e-3, epsilon=1e-3),
         parallel=c.Parallel(dp_shard=1),
     )
+    return with_settings(config, settings)
+
+
+def with_settings(config: Config, settings: Settings) -> Config:
+    """A config with some keys changed."""
+    sections: dict[str, Settings] = {}
     for key, value in settings.items():
         section, name = key.split(".")
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-        )
-    return config
+        sections.setdefault(section, {})[name] = value
+    changed: Any = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def world_size(config: Config) -> int:
