@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchllm.config import Recompute
 from torchllm.metrics.flops import recompute_interval
 from torchllm.models.decoder import Decoder, run_blocks
+from torchllm.parallel.kept import Kept
+from torchllm.parallel.ring import RingAttention
 from torchllm.torch_compat import checkpoint_wrapper
 
 _PRODUCTS = (
@@ -36,6 +38,7 @@ _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 )
 
 
@@ -51,7 +54,8 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
             for block in stage.layers.values():
                 _wrap(block, ["mlp"])
         case "selective":
-            _wrap(stage.layers, stage.layers, context_fn=_keep_products)
+            ring = any(isinstance(module, RingAttention) for module in stage.modules())
+            _wrap(stage.layers, stage.layers, context_fn=_keep_products_and_rings if ring else _keep_products)
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
@@ -64,11 +68,25 @@ def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
 
 
 def _keep_products() -> Any:
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in _PRODUCTS or operation in _COLLECTIVES
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(_policy)
 
-    return create_selective_checkpoint_contexts(policy)
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in _PRODUCTS or operation in _COLLECTIVES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products_and_rings() -> Any:
+    """The attention of a ring as one result: not that of its blocks, of which there are as many as ranks."""
+    kept = Kept()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if kept.computing:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return _policy(context, operation)
+
+    caching, cached = create_selective_checkpoint_contexts(policy)
+    return kept.keeping(caching), kept.giving(cached)
 
 
 class Segments:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.parallel.attention_kernels import BlockKernel, document_bias
+from torchllm.parallel.kept import computed_once
 
 
 class RingAttention(nn.Module):
@@ -92,49 +93,65 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        block, out, lse = kv, q.new_empty(0), q.new_empty(0)
-        for number in range(ring.ranks):
-            coming = Exchange(block, ring) if number + 1 < ring.ranks else None
-            step = _Step(ring, number, q.shape[2])
-            bias = step.bias(documents, q.dtype)
-            causal = step.causal and bias is None
-            part = ring.kernel.forward(q[:, :, step.queries], block[:, :, :, step.keys], causal, bias)
-            if number == 0:
-                out, lse = part[0].to(wide), part[1]
-            else:
-                merge(out[:, :, step.queries], lse[:, :, step.queries], *part)
-            block = coming.wait() if coming else block
+        out, lse = computed_once(lambda: _forward(q, kv, documents, ring))
         ctx.ring = ring
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, documents, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, documents, out, lse = ctx.saved_tensors
-        ring, wide = ctx.ring, torch.promote_types(q.dtype, torch.float32)
-        dq, own, block = q.new_zeros(q.shape, dtype=wide), kv.new_zeros(kv.shape, dtype=wide), kv
-        returning: Exchange | None = None  # gradients of keys and values, on their way round to their owner
-        for number in range(ring.ranks):
-            coming = Exchange(block, ring) if number + 1 < ring.ranks else None
-            step = _Step(ring, number, q.shape[2])
-            bias = step.bias(documents, q.dtype)
-            rows = (slice(None), slice(None), step.queries)
-            causal = step.causal and bias is None
-            dq_part, *dkv_part = ring.kernel.backward(
-                gradient[rows], q[rows], block[:, :, :, step.keys], out[rows], lse[rows], causal, bias
-            )
-            dq[rows] += dq_part
-            total = own if number == 0 else torch.zeros_like(own) if returning is None else returning.wait()
-            for side, part in zip(total, dkv_part, strict=True):
-                side[:, :, step.keys] += part
-            if number > 0:
-                returning = Exchange(total, ring)
-            block = coming.wait() if coming else block
-        if returning is not None:
-            own += returning.wait()
-        return dq.to(q.dtype), own.to(kv.dtype), None, None
+        dq, dkv = _backward(gradient, q, kv, documents, out, lse, ctx.ring)
+        return dq, dkv, None, None
+
+
+def _forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> tuple[Tensor, Tensor]:
+    """out, lse"""
+    block, out, lse = kv, q.new_empty(0), q.new_empty(0)
+    for number in range(ring.ranks):
+        coming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        step = _Step(ring, number, q.shape[2])
+        bias = step.bias(documents, q.dtype)
+        causal = step.causal and bias is None
+        part = ring.kernel.forward(q[:, :, step.queries], block[:, :, :, step.keys], causal, bias)
+        if number == 0:
+            out, lse = part[0].to(_wide(q)), part[1]
+        else:
+            merge(out[:, :, step.queries], lse[:, :, step.queries], *part)
+        block = coming.wait() if coming else block
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    gradient: Tensor, q: Tensor, kv: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, ring: RingAttention
+) -> tuple[Tensor, Tensor]:
+    """dq, dkv"""
+    dq, own = (torch.zeros_like(x, dtype=_wide(x)) for x in (q, kv))
+    block = kv
+    returning: Exchange | None = None  # gradients of keys and values, on their way round to their owner
+    for number in range(ring.ranks):
+        coming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        step = _Step(ring, number, q.shape[2])
+        bias = step.bias(documents, q.dtype)
+        rows = (slice(None), slice(None), step.queries)
+        causal = step.causal and bias is None
+        dq_part, *dkv_part = ring.kernel.backward(
+            gradient[rows], q[rows], block[:, :, :, step.keys], out[rows], lse[rows], causal, bias
+        )
+        dq[rows] += dq_part
+        total = own if number == 0 else torch.zeros_like(own) if returning is None else returning.wait()
+        for side, part in zip(total, dkv_part, strict=True):
+            side[:, :, step.keys] += part
+        if number > 0:
+            returning = Exchange(total, ring)
+        block = coming.wait() if coming else block
+    if returning is not None:
+        own += returning.wait()
+    return dq.to(q.dtype), own.to(kv.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
