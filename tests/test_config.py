@@ -35,6 +35,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
         assert list(problems(Config(), world)) == []
 
 
+ULYSSES = {"parallel__cp_method": "ulysses"}
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model__heads": 3}, None, ["model.heads", "model.head_dim"]),
     ({"model__heads": 3, "model__head_dim": 2}, None, []),
@@ -61,8 +62,22 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel__tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
     ({"parallel__tp": 4, "model__kv_heads": 2}, None, ["parallel.tp"]),
     ({"parallel__tp": 2, "model__vocab": 1}, None, ["parallel.tp"]),
-    ({"parallel__pp": 2}, None, ["parallel.pp"]),
-    ({"parallel__cp": 2}, None, ["parallel.cp"]),
+    ({"parallel__pp": 2}, None, []),
+    ({"parallel__cp": 4}, None, []),
+    ({"parallel__cp": 4, "training__sequence_length": 12}, None, ["parallel.cp"]),  # not into 8 pieces
+    ({"parallel__cp": 4, "training__sequence_length": 12, **ULYSSES}, None, []),
+    ({"parallel__cp": 4, "training__sequence_length": 6, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel__cp": 4, "model__kv_heads": 2}, None, []),
+    ({"parallel__cp": 4, "model__kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel__cp": 4, "parallel__tp": 4, **ULYSSES}, None, ["parallel.cp"]),  # 8 heads / tp 4
+    ({"parallel__cp": 2, "parallel__tp": 4, **ULYSSES}, None, []),
+    ({"parallel__cp": 2, "model__attention": "flash"}, None, ["model.attention"]),
+    ({"parallel__cp": 2, "model__attention": "flex"}, None, ["model.attention"]),
+    ({"parallel__cp": 2, "model__attention": "flex", **ULYSSES}, None, []),
+    *(
+        ({"parallel__cp": 2, "compile__block": True, "recompute__mode": mode}, None, ["compile.block"] * refused)
+        for mode, refused in {"none": 0, "full": 1, "segment": 0, "every_k": 1, "ffn": 0, "selective": 1}.items()
+    ),
     ({"training__micro_batch_size": 3}, None, ["training.global_batch_size"]),
     ({"parallel__dp_shard": 3}, None, ["training.global_batch_size"]),
     ({"parallel__dp_shard": 3}, 4, ["parallel.dp_shard"]),  # and not also the batch
@@ -75,6 +90,11 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
 @pytest.mark.parametrize(("keys", "world", "blamed"), PROBLEMS)
 def test_problems(keys: dict[str, Any], world: int | None, blamed: list[str]) -> None:
     assert [problem.key for problem in problems(change(**keys), world)] == blamed
+
+
+def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
+    (problem,) = problems(change(parallel__cp=8, parallel__tp=2, model__kv_heads=4, **ULYSSES), None)
+    assert "2 (model.kv_heads 4 / tp 2) do not divide by 8 ranks: set it to 2, or use" in problem.message
 
 
 DEGREES: list[tuple[tuple[int, ...], int | None, tuple[int, ...]]] = [  # degrees, world size, resolved

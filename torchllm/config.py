@@ -564,14 +564,26 @@ def _context_problems(config: Config) -> Iterator[Problem]:
     if length % pieces:
         why = " (two pieces a rank, so that causal work is even)" if parallel.cp_method == "ring" else ""
         yield Problem("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
-    if parallel.cp_method == "ulysses" and (model.kv // parallel.tp) % parallel.cp:
+    heads = model.kv // parallel.tp
+    if parallel.cp_method == "ulysses" and heads % parallel.cp:
+        of = f" (model.kv_heads {model.kv} / tp {parallel.tp})" if parallel.tp > 1 else ""
         yield Problem(
             "parallel.cp",
-            f"ulysses gives each of {parallel.cp} ranks its own key-value heads, but there are {model.kv} / tp "
-            f'{parallel.tp}: lower cp, or use parallel.cp_method = "ring"',
+            f"ulysses gives each rank whole key-value heads, but {heads}{of} do not divide by {parallel.cp} ranks: set "
+            f'it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
         )
     if model.attention in ("flash", "flex") and parallel.cp_method == "ring":
-        yield Problem("model.attention", f"{model.attention} does not work in the ring: use sdpa or eager")
+        yield Problem(
+            "model.attention",
+            f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
+            'parallel.cp_method = "ulysses"',
+        )
+    if config.compile.block and config.recompute.mode in ("full", "every_k", "selective"):
+        yield Problem(
+            "compile.block",
+            f"with recompute.mode = {config.recompute.mode!r} and cp, whose attention stays outside the graphs, torch "
+            'compiles none of a block: use recompute.mode = "segment" (k = 1 is full) or "ffn"',
+        )
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
