@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def check_ratio(row: dict[str, Any], what: str) -> None:
 def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
     done = benchmark(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matmul, step, data, checkpoint" in done.stderr
+    assert "matmul, step, data, checkpoint, schedules" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -115,3 +116,28 @@ def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
     both, call = found["time taken from training"]
     assert both["what"] == "asynchronous / synchronous"  # of either sign where a step's time varies more
     check_ratio(call, "its call / synchronous")
+
+
+def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
+    """With stages of 5 ms, of which torch takes one or two; figures with 100 ms and more are in BENCHMARKS.md."""
+    found = measured("schedules", tmp_path, "--benchmark.sleep=0.01", "--benchmark.rounds=1", ranks=2)
+    for name, rows in found.items():
+        few = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+        assert [row["schedule"] for row in rows] == [*few, *few, "DualPipeV"]
+        assert [row["micro_batches"] for row in rows] == [2] * 6 + [8] * 7
+        for row in rows:
+            assert row["ratio"] >= 1, (name, row)  # nobody waits less than the simulator says
+            assert row["bubble"] > row["simulated_bubble"] * (1 - 1e-9)
+            if row["bubble_in_theory"] is not None:
+                assert row["simulated_bubble"] == pytest.approx(row["bubble_in_theory"])
+        assert median(row["ratio"] for row in rows) < 2  # 1.1 on an idle machine; one step may meet anything
+    assert [row["bubble_in_theory"] is None for row in found["equal stages"]] == [False] * 5 + [True] + [False] * 7
+    assert {row["bubble_in_theory"] for row in found["unequal stages"]} == {None}
+    (gain,) = [row["simulated_gain"] for row in found["equal stages"][6:] if row["schedule"] == "Interleaved1F1B"]
+    assert gain == pytest.approx((1 + 1 / 8) / (1 + 1 / 16))  # bubbles (p - 1) / m and (p - 1) / (2 m)
+
+
+def test_schedules_need_ranks(tmp_path: Path) -> None:
+    done = benchmark("schedules", *SHORT, f"--run.folder={tmp_path}")
+    assert done.returncode == 1
+    assert "under torchrun with 4 or 8 ranks" in done.stderr
