@@ -49,7 +49,7 @@ def document_bias(query_ids: Tensor, key_ids: Tensor, causal: bool, dtype: torch
     seen = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
     if causal:
         seen = seen.tril_()
-    return torch.where(seen, 0.0, UNSEEN).to(dtype).unsqueeze(1)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, UNSEEN).unsqueeze(1)
 
 
 class EagerKernel:
