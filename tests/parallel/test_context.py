@@ -1,0 +1,346 @@
+"""Context parallelism trains the same model; what travels with the tokens; what Ulysses sends; what is recomputed."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchllm.parallel.context
+import torchllm.parallel.ring
+import torchllm.train_step
+from tests.parallel.test_compile import TRACED, train_compiled
+from tests.parity import CPU, Settings, Trained, build, check, compare, my_batches, reference, step_batch, tiny, train
+from tests.parity import world_size as ranks_of
+from tests.workers import run
+from torchllm.config import Model
+from torchllm.data.batch import Batch
+from torchllm.evaluate import evaluate
+from torchllm.mesh import build_mesh
+from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.decoder import build_model
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, shard_sequence
+from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.ring import RingAttention
+from torchllm.train_step import TrainStep
+
+RING2: Settings = {"parallel.cp": 2, "training.micro_batch_size": 2}
+ULYSSES2: Settings = {**RING2, "parallel.cp_method": "ulysses"}
+METHODS = {"ring": RING2, "ulysses": ULYSSES2}
+DOCUMENTS: Settings = {"data.document_mask": True}
+GPT: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.tied_embeddings": True}
+SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+FSDP2: Settings = {"parallel.dp_shard": 2}
+HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
+
+LAYOUTS: dict[str, Settings] = {
+    "4": {"parallel.cp": 4},
+    "4 documents": {"parallel.cp": 4, **DOCUMENTS},
+    "2 gpt": {**GPT, **DOCUMENTS},
+    "2 eager": {"model.attention": "eager", **DOCUMENTS},
+    "2 one kv head": {"model.kv_heads": 2},
+    "2 x tp": {"parallel.tp": 2},
+    "2 x tp+sp documents": {**SP2, **DOCUMENTS},
+    "2 x fsdp": FSDP2,
+    "2 x ddp": {**FSDP2, "parallel.zero_stage": 0},
+    "2 x pp": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", **DOCUMENTS},
+    "2 x hsdp documents": {**HSDP, **DOCUMENTS},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_the_same_model(name: str, method: str) -> None:
+    check({**METHODS[method], **LAYOUTS[name]}, ragged=True)
+
+
+def test_eight_ranks_in_a_ring() -> None:
+    """Pieces of two tokens, fewer key-value heads than ranks."""
+    check({"parallel.cp": 8, **DOCUMENTS, "model.layers": 2, "training.micro_batch_size": 8})
+
+
+@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective"])
+@pytest.mark.parametrize("method", METHODS)
+def test_recompute_modes(method: str, mode: str) -> None:
+    check({**METHODS[method], **DOCUMENTS, "recompute.mode": mode})
+
+
+@pytest.mark.parametrize("settings", [{}, DOCUMENTS, {**SP2, "recompute.mode": "segment"}], ids=["", "documents", "sp"])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks(method: str, settings: Settings) -> None:
+    """The graphs break at the core, twice a compilation: what is before and what is after it is compiled."""
+    settings = {**METHODS[method], **settings, "model.layers": 2, "compile.block": True}
+    trained, graphs, breaks = run(train_compiled, ranks_of(tiny(settings)), settings, TRACED)[0]
+    compare(trained, reference(settings))
+    assert graphs >= 4
+    assert breaks > 0
+
+
+def shares(method: str, documents: bool) -> list[Any]:
+    """This rank's part of a batch, and what a step counts."""
+    config = tiny({"parallel.cp": dist.get_world_size(), "parallel.cp_method": method, "data.document_mask": documents})
+    mesh, stages = build(config)
+    counted: list[Batch] = []
+    optimizer = build_optimizer(stages, config.optimizer)
+    plain = OneStage(stages, config.parallel)
+
+    def keep(batches: Any, scale: Tensor) -> Tensor:
+        counted.extend(batches)
+        return plain(batches, scale)
+
+    rate = LearningRate(config.schedule, 1e-3, 10)
+    batches = my_batches(config, mesh, 1, ragged=True)
+    loss = evaluate(plain, batches, CPU, mesh)
+    result = TrainStep(stages, keep, optimizer, rate, mesh, config.training, CPU)(1, batches)
+    return [counted, int(result.tokens), int(result.pairs), loss, float(result.loss)]
+
+
+PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]]}  # eighths, of 4 ranks
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_of_a_token_travels_with_it_and_counts_once(method: str, documents: bool) -> None:
+    whole = step_batch(tiny({"data.document_mask": documents}), 1, ragged=True)
+    found = run(shares, 4, method, documents)
+    for rank, (batches, tokens, pairs, loss, step_loss) in enumerate(found):
+        eighths = PIECES[method][rank]
+        assert len(batches) == 8
+        for row, batch in enumerate(batches):
+            for got, want in zip(batch, whole, strict=True):
+                assert (got is None) == (want is None)
+                if want is not None:
+                    assert torch.equal(got[0], torch.cat([want[row].chunk(8)[index] for index in eighths]))
+        assert tokens == (whole.labels != -100).sum()
+        assert pairs == (whole.positions + 1).sum()
+        assert loss == pytest.approx(step_loss, rel=1e-6)
+        assert loss == found[0][3]
+
+
+def test_one_rank_has_the_whole_sequence() -> None:
+    assert run(untouched, 1) == [True]
+
+
+def untouched() -> bool:
+    batch = step_batch(tiny({"data.document_mask": True}), 1, ragged=False)
+    return shard_sequence(batch, build_mesh(tiny({}).parallel, CPU)) is batch
+
+
+class Sends(TorchDispatchMode):
+    """Bytes that a rank sends over cp, collective by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[int] = []
+        self.all_to_all: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::send":
+            self.ring.append(args[0][0].nbytes)
+        elif func.name() == "_c10d_functional::all_to_all_single":
+            ranks = len(args[0])
+            self.all_to_all.append(args[0].nbytes * (ranks - 1) / ranks)
+        return func(*args, **(kwargs or {}))
+
+
+def sends(settings: Settings) -> tuple[list[float], list[float]]:
+    """Of one micro batch: forward, and backward."""
+    config = tiny(settings)
+    mesh, (stage,) = build(config)
+    batch = shard_sequence(my_batches(config, mesh, 1, ragged=False)[0], mesh)
+    with Sends() as forward:
+        loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+    with Sends() as backward:
+        loss.backward()
+    assert not (forward.ring and forward.all_to_all)
+    return forward.ring + forward.all_to_all, backward.ring + backward.all_to_all
+
+
+def test_bytes_of_ulysses() -> None:
+    """(n - 1) / n of q, k and v, then of the output; the same backward. B 2, S 32, H 8, K 4, Q 8, float32."""
+    for ranks in (2, 4):
+        numbers = [2 * 32 // ranks * heads * 8 * 4 * (ranks - 1) / ranks for heads in (8 + 2 * 4, 8)]
+        for forward, backward in run(sends, ranks, {**ULYSSES2, "parallel.cp": ranks, "model.layers": 2}):
+            assert forward == numbers * 2
+            assert backward == numbers[::-1] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_selective_recomputation_sends_nothing_again(method: str) -> None:
+    """`full` sends a forward again, whole: all ranks recompute the same blocks in the same order."""
+    plain, selective, full = (
+        run(sends, 2, {**METHODS[method], "recompute.mode": mode, "model.layers": 2})
+        for mode in ("none", "selective", "full")
+    )
+    assert selective == plain
+    for (forward, backward), (once, again) in zip(plain, full, strict=True):
+        assert once == forward
+        assert sum(again) == sum(backward) + sum(forward)
+
+
+def test_attention_cores_are_replaced_and_ulysses_keeps_the_models() -> None:
+    assert run(cores, 2) == [None, None]
+
+
+def cores() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        stages = [build_model(Model(layers=2)) for _ in range(2)]
+    apply_context_parallel(stages[0], mesh, "ring")
+    apply_context_parallel(stages[1], mesh, "ulysses")
+    for ring, ulysses in zip(stages[0].layers.values(), stages[1].layers.values(), strict=True):
+        assert isinstance(ring.self_attn.core, RingAttention)
+        assert isinstance(ulysses.self_attn.core, UlyssesAttention)
+        assert isinstance(ulysses.self_attn.core.core, ScaledDotProductAttention)
+
+
+# Defects put in on purpose: parity must fail with each.
+
+
+def _replaced(target: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    return mock.patch.object(target, name, change(getattr(target, name)))
+
+
+def _with_part(**changed: Callable[[Tensor], Tensor]) -> Any:
+    """A batch of which some fields are cut otherwise."""
+
+    def change(real: Any) -> Any:
+        def cut(batch: Batch, mesh: Any) -> Batch:
+            return real(batch, mesh)._replace(**{name: make(getattr(batch, name)) for name, make in changed.items()})
+
+        return cut
+
+    return _replaced(torchllm.train_step, "shard_sequence", change)
+
+
+def positions_counted_from_zero_on_every_rank() -> Any:
+    return _with_part(positions=lambda x: x.chunk(2, dim=1)[0])
+
+
+def labels_of_contiguous_pieces() -> Any:
+    return _with_part(labels=lambda x: x.chunk(2, dim=1)[dist.get_rank()])
+
+
+def blocks_averaged() -> Any:
+    """Merged without their log-sum-exp."""
+
+    def average(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+        out.add_(other_out).div_(2)
+        lse.copy_(torch.logaddexp(lse, other_lse))
+
+    return _replaced(torchllm.parallel.ring, "merge", lambda real: average)
+
+
+def lse_of_the_first_block_kept() -> Any:
+    """The output is right, so is the loss; the backward takes probabilities that do not sum to one."""
+
+    def change(real: Any) -> Any:
+        def forgetful(out: Tensor, lse: Tensor, *other: Tensor) -> None:
+            real(out, lse.clone(), *other)
+
+        return forgetful
+
+    return _replaced(torchllm.parallel.ring, "merge", change)
+
+
+def gradients_of_keys_and_values_left_where_they_are() -> Any:
+    """What a rank computes of another's keys and values does not go home."""
+
+    def change(backward: Any) -> Any:
+        def unsent(*args: Any) -> Any:
+            made: list[Any] = []  # over two ranks: keys and values, then their gradients
+
+            class Unsent(torchllm.parallel.ring.Exchange):
+                def wait(self) -> Tensor:
+                    made.append(self)
+                    return super().wait() * (len(made) < 2)
+
+            with mock.patch.object(torchllm.parallel.ring, "Exchange", Unsent):
+                return backward(*args)
+
+        return unsent
+
+    return _replaced(torchllm.parallel.ring, "_backward", change)
+
+
+def later_keys_seen() -> Any:
+    """The whole of an earlier rank's keys, its late piece too."""
+
+    def change(real: Any) -> Any:
+        def init(self: Any, ring: Any, number: int, length: int) -> None:
+            real(self, ring, number, length)
+            self.keys = slice(0, length)
+
+        return init
+
+    return _replaced(torchllm.parallel.ring._Step, "__init__", change)
+
+
+def documents_of_this_rank_for_all() -> Any:
+    def change(real: Any) -> Any:
+        return lambda x, group: [x] * dist.get_world_size(group)
+
+    return _both("of_all_ranks", change)
+
+
+@contextlib.contextmanager
+def _both(name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    with (
+        _replaced(torchllm.parallel.ring, name, change),
+        _replaced(torchllm.parallel.context, name, change),
+    ):
+        yield
+
+
+def gradient_not_sent_back() -> Any:
+    """Of Ulysses: heads' gradients stay on the rank that computed them."""
+    kind = torchllm.parallel.context._AllToAll
+    return _replaced(kind, "backward", lambda real: staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def heads_in_the_wrong_order() -> Any:
+    """Of Ulysses: a rank gets its neighbour's heads; forward and backward agree with each other."""
+
+    def change(real: Any) -> Any:
+        return lambda x, group: real(x, group).flip(0)
+
+    return _replaced(torchllm.parallel.context, "all_to_all", change)
+
+
+GRADIENT = "step 1.*gradient differs by"
+MUTATIONS: list[tuple[Callable[[], Any], Settings]] = [
+    (positions_counted_from_zero_on_every_rank, RING2),
+    (positions_counted_from_zero_on_every_rank, ULYSSES2),
+    (labels_of_contiguous_pieces, RING2),
+    (blocks_averaged, RING2),
+    (lse_of_the_first_block_kept, RING2),
+    (gradients_of_keys_and_values_left_where_they_are, RING2),
+    (later_keys_seen, RING2),
+    (documents_of_this_rank_for_all, {**RING2, **DOCUMENTS}),
+    (documents_of_this_rank_for_all, {**ULYSSES2, **DOCUMENTS}),
+    (gradient_not_sent_back, ULYSSES2),
+    (heads_in_the_wrong_order, ULYSSES2),
+]
+
+
+def train_mutated(index: int) -> Trained | None:
+    mutation, settings = MUTATIONS[index]
+    with mutation():
+        return train({**settings, "model.layers": 2})
+
+
+@pytest.mark.parametrize("index", range(len(MUTATIONS)), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
+def test_parity_fails_with(index: int) -> None:
+    got = run(train_mutated, 2, index)[0]
+    with pytest.raises(AssertionError) as caught:
+        compare(got, reference({**MUTATIONS[index][1], "model.layers": 2}))
+    assert re.search(GRADIENT, str(caught.value)), caught.value
