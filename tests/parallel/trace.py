@@ -14,24 +14,26 @@ from torch.utils._pytree import tree_leaves
 from tests.parity import Settings, build, my_batches, tiny
 from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import build_forward_backward
 
-KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce"}
+KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "send": "send"}
 
 
 class Sent(NamedTuple):
     """One collective."""
 
     kind: str
-    """gather, scatter (reduce-scatter) or reduce (all-reduce)"""
+    """gather, scatter (reduce-scatter), reduce (all-reduce) or send"""
     axis: str
-    """fsdp, dp_replicate, tp or loss"""
+    """pp, fsdp, dp_replicate, tp or loss"""
     elements: int
-    """of the whole tensor: gathered, reduced, or about to be scattered"""
+    """of the whole tensor: gathered, reduced, about to be scattered, or sent"""
     dtype: torch.dtype
 
     def bytes(self, ranks: int) -> float:
         """What one rank sends in a ring: an all-reduce is a reduce-scatter and a gather."""
+        if self.kind == "send":
+            return self.elements * self.dtype.itemsize
         rounds = 2 if self.kind == "reduce" else 1
         return rounds * self.elements * self.dtype.itemsize * (ranks - 1) / ranks
 
@@ -41,7 +43,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        groups = {"loss": mesh.loss_group, "tp": mesh.tp.get_group()}
+        groups = {"loss": mesh.loss_group, "pp": mesh.pp.get_group(), "tp": mesh.tp.get_group()}
         groups |= zip(("fsdp", "dp_replicate"), reversed(mesh.fsdp.get_all_groups()), strict=False)
         self.axes = {group.group_name: axis for axis, group in groups.items()}  # one group of two axes: the last
         self.events: list[Sent | str] = []
@@ -86,8 +88,9 @@ def traced(
     batches = my_batches(config, mesh, 1, ragged=False)
     trace = Trace(mesh)
     prepare(trace, stages[0])
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     with trace:
-        OneStage(stages, config.parallel)(batches, torch.tensor(1e-2))
+        step(batches, torch.tensor(1e-2))
     return trace.events
 
 

@@ -20,7 +20,7 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -84,3 +84,20 @@ def begin_micro_batch(stages: Sequence[nn.Module], zero_stage: int, last: bool) 
             stage.set_requires_gradient_sync(last or zero_stage >= 2)
             stage.set_requires_all_reduce(last)
             stage.set_reshard_after_backward(last or zero_stage == 3)
+
+
+def free_after_backward(stage: nn.Module) -> None:
+    """Stage 3 in a pipeline: free a unit's weights after each of its backwards.
+
+    torch's pipeline stage tells FSDP before every backward to keep them; each unit is told otherwise just before its
+    own.
+    """
+
+    def when_its_gradient_comes(module: nn.Module, args: object, output: Tensor) -> None:
+        assert isinstance(module, FSDPModule)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: FSDPModule.set_reshard_after_backward(module, True, recurse=False))
+
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_hook(when_its_gradient_comes)

@@ -8,7 +8,8 @@ rank sends the 1 / tp of them that it holds (sequence parallel) or keeps (`apply
 gradient of a tied embedding goes between the first and the last stage. With one stage nothing is sent.
 
 When: `torch.distributed.pipelining`'s schedules, by their names. Weights are gathered as `zero_stage` says (3: each
-time a block is used; else once a step); gradients are reduced once a step, at its end, in any case.
+time a block is used; else once a step); gradients are reduced once a step, at its end, in any case. Until then they are
+whole, in float32: more memory than `zero_stage` 2 and 3 take without a pipeline.
 
 The step asks only `ForwardBackward`: micro batches and a scale in, the scaled loss out, gradients in the parameters.
 """
@@ -30,7 +31,7 @@ from torchllm.config import SCHEDULES, Parallel, Training, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
+from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free_after_backward
 from torchllm.parallel.weight_gradients import WeightGradients
 from torchllm.planner.split import balanced_split, stage_of_rank
 
@@ -144,6 +145,13 @@ class Pipeline:
         length = training.sequence_length // parallel.cp
         self.hidden = (training.micro_batch_size, length // tp, stages[0].model.hidden)
         self.dtype = dtype
+        self.tied: list[tuple[bool, Tensor]] = []  # of the first stage?, the weight; taken now, while it is sharded
+        for stage in stages:
+            if stage.model.tied_embeddings and isinstance(stage.embed_tokens, nn.Embedding):
+                self.tied.append((stage.embeds, stage.embed_tokens.weight))
+        if effective_zero_stage(parallel) == 3:
+            for stage in stages:
+                free_after_backward(stage)
         splits = SCHEDULES[parallel.schedule].splits_backward
         pipeline_stages = [
             PipelineStage(
@@ -174,6 +182,9 @@ class Pipeline:
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """See `ForwardBackward`."""
         self.scale = scale
+        for embeds, weight in self.tied:
+            if not embeds:
+                weight.grad = None  # the first stage's has the sum over earlier calls
         losses: list[Tensor] = []
         tokens, labels, positions, documents = (_joined(parts) for parts in zip(*batches, strict=True))
         more = {} if documents is None else {"document_ids": documents}
@@ -186,7 +197,7 @@ class Pipeline:
             labels=labels,
             **more,
         )
-        add_tied_gradients(self.stages, self.group)
+        add_tied_gradients([weight for _, weight in self.tied], self.group)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()
@@ -219,22 +230,20 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(there) if there else None
 
 
-def add_tied_gradients(stages: Sequence[Decoder], group: dist.ProcessGroup) -> None:
-    """Tied embeddings: give the first stage's embedding and the last stage's head the sum of their two gradients."""
-    ends = [
-        stage.embed_tokens.weight.grad.to_local()  # type: ignore[operator, union-attr]
-        for stage in stages
-        if stage.model.tied_embeddings and stage.embed_tokens is not None
-    ]
-    if len(ends) == 2:  # a V-shaped schedule has both ends on one rank
+def add_tied_gradients(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give both copies of a tied embedding, on the first stage and on the last, the sum of their gradients.
+
+    weights: those of them that this rank holds; group: the pp ranks, the first and the last of which hold one each, or
+    the first both.
+    """
+    ends = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
+    if len(ends) == 2:
         ends[0] += ends[1]
         ends[1].copy_(ends[0])
     elif ends:
-        other = dist.get_world_size(group) - 1 - dist.get_rank(group)
-        theirs = torch.empty_like(ends[0])
-        peer = dist.get_global_rank(group, other)
-        sending = dist.P2POp(dist.isend, ends[0].clone(), peer, group)
-        receiving = dist.P2POp(dist.irecv, theirs, peer, group)
-        for work in dist.batch_isend_irecv([sending, receiving]):
+        peer = dist.get_global_rank(group, dist.get_world_size(group) - 1 - dist.get_rank(group))
+        mine, theirs = ends[0].clone(), torch.empty_like(ends[0])
+        exchange = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        for work in dist.batch_isend_irecv(exchange):
             work.wait()
         ends[0] += theirs
