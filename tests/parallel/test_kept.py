@@ -1,0 +1,79 @@
+"""What selective recomputation keeps whole: computed once, given back in order, and freed with its graph."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from torchllm.parallel.kept import computed_once
+from torchllm.parallel.recompute import _keep_products_and_rings
+
+results: list[Any] = []
+"""references to the storages of what was computed"""
+
+
+class Twice(torch.autograd.Function):
+    """Two products, x @ w @ w, as one result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        def compute() -> tuple[Tensor]:
+            out = x @ weight @ weight
+            results.append(weakref.ref(out.untyped_storage()))
+            return (out,)
+
+        (out,) = computed_once(compute)
+        ctx.save_for_backward(weight, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weight, _ = ctx.saved_tensors
+        return gradient @ weight.T @ weight.T, None
+
+
+def run(x: Tensor, weight: Tensor) -> Tensor:
+    return Twice.apply(Twice.apply(x, weight).sin(), 2 * weight).cos().sum()
+
+
+def recomputed(x: Tensor, weight: Tensor) -> Tensor:
+    return checkpoint(run, x, weight, use_reentrant=False, context_fn=_keep_products_and_rings)
+
+
+@pytest.fixture(autouse=True)
+def _only_references_count() -> Iterator[None]:
+    results.clear()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_result_is_computed_once() -> None:
+    weight = torch.randn(4, 4)
+    plain = torch.randn(3, 4, requires_grad=True)
+    again = plain.detach().clone().requires_grad_()
+    run(plain, weight).backward()
+    results.clear()
+    loss = recomputed(again, weight)
+    assert len(results) == 2
+    assert all(reference() is not None for reference in results)  # they wait for the backward
+    loss.backward()
+    assert len(results) == 2  # none was computed in the recomputation
+    del loss
+    assert [reference() for reference in results] == [None, None]
+    assert plain.grad is not None
+    assert again.grad is not None
+    assert torch.equal(again.grad, plain.grad)
+
+
+def test_a_graph_that_has_no_backward_is_freed() -> None:
+    loss = recomputed(torch.randn(3, 4, requires_grad=True), torch.randn(4, 4))
+    assert all(reference() is not None for reference in results)
+    del loss
+    assert [reference() for reference in results] == [None, None]
