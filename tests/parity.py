@@ -177,7 +177,10 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
 
 def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> dict[str, np.ndarray]:
     """A tensor of every parameter of the whole model, by canonical name; a tied one's copies must be equal."""
-    mine = [(canonical_name(name), whole(get(p))) for stage in stages for name, p in stage.named_parameters()]
+    got = [(canonical_name(name), get(parameter)) for stage in stages for name, parameter in stage.named_parameters()]
+    missing = [name for name, tensor in got if tensor is None]
+    assert not missing, f"nothing there: {missing}"
+    mine = [(name, whole(tensor)) for name, tensor in got]
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, mine)
     found: dict[str, np.ndarray] = {}

@@ -119,11 +119,11 @@ def train_with_torchs_split(settings: Settings) -> Trained | None:
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-def test_torchs_own_split_still_fails_or_loses_gradients(schedule: str) -> None:
+def test_torchs_own_split_still_loses_gradients(schedule: str) -> None:
     """If this fails, torch has mended it and `WeightGradients` may go."""
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.keep_last_block": False}
     check(settings)
-    with pytest.raises(AssertionError, match=r"gradient differs|in stage_backward_weight"):
+    with pytest.raises(AssertionError, match="gradient differs|nothing there"):
         compare(run(train_with_torchs_split, 4, settings)[0], reference(settings))
     kept = {**settings, "parallel.zero_stage": 1}  # nothing is freed after the forward
     compare(run(train_with_torchs_split, 4, kept)[0], reference(kept))
