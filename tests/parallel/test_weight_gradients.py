@@ -66,12 +66,11 @@ def test_recomputation_happens_once(schedule: str) -> None:
     assert run(count_calls, 2, {**PP2, "parallel.schedule": schedule, "recompute.mode": "full"}) == [2 * 2 * 8] * 2
 
 
-def sums_in_bfloat16(settings: Settings) -> dict[str, tuple[Any, float]]:
+def sums_in_bfloat16(settings: Settings) -> tuple[str, float]:
     """The gradient's type and its error, relative to its largest element, of a layout that computes in bfloat16."""
     config = tiny(settings)
     mesh, stages = build(config, torch.bfloat16)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
-    found = {}
     layer = next(iter(stages[0].layers.values())).mlp.down_proj
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     add = torchllm.parallel.weight_gradients.add_product
@@ -87,17 +86,19 @@ def sums_in_bfloat16(settings: Settings) -> dict[str, tuple[Any, float]]:
     assert isinstance(gradient, DTensor)
     exact = torch.stack([(g.flatten(0, 1).t() @ x.flatten(0, 1)).to(torch.bfloat16).float() for x, g in seen]).sum(0)
     error = (gradient.full_tensor() - exact).abs().max() / exact.abs().max()
-    found["down_proj"] = str(gradient.dtype), error.item()
-    return found
+    return str(gradient.dtype), error.item()
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_products_are_summed_in_float32(schedule: str) -> None:
-    """Each is bfloat16, good to 2^-9; the sum of 8 of them is exact to float32, or it was summed in bfloat16."""
+    """Each is bfloat16, good to 2^-9; the sum of 8 of them is exact to float32, or it was summed in bfloat16.
+
+    FSDP sums what it finds at the next backward, so this takes a rank that does two products without one between.
+    """
     settings = {**PP2, "parallel.schedule": schedule}
-    kind, error = run(sums_in_bfloat16, 2, settings)[0]["down_proj"]
-    assert kind == "torch.float32"
-    assert error < 1e-6
+    for kind, error in run(sums_in_bfloat16, 2, settings):
+        assert kind == "torch.float32"
+        assert error < 1e-6
 
 
 class TorchsOwn:
@@ -123,7 +124,7 @@ def test_torchs_own_split_still_loses_gradients(schedule: str) -> None:
     """If this fails, torch has mended it and `WeightGradients` may go."""
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.keep_last_block": False}
     check(settings)
-    with pytest.raises(AssertionError, match="gradient differs|nothing there"):
+    with pytest.raises(AssertionError, match=r"gradient differs|nothing there"):
         compare(run(train_with_torchs_split, 4, settings)[0], reference(settings))
     kept = {**settings, "parallel.zero_stage": 1}  # nothing is freed after the forward
     compare(run(train_with_torchs_split, 4, kept)[0], reference(kept))
