@@ -12,6 +12,7 @@ NAME is one of
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
     schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and the papers' bubble;
                  under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
+    context      activations and bytes sent of a rank under context parallelism, by cp and method; under torchrun
 
 Without a config it is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that what else the machine does hits both; figures are medians. --benchmark.json=true prints one JSON object.
@@ -25,7 +26,7 @@ from pathlib import Path
 from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.config_file import load_config
 
-NAMES = ("matmul", "step", "data", "checkpoint", "schedules")
+NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "context")
 """each a function of this name in benchmark_NAME.py"""
 
 

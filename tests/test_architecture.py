@@ -19,6 +19,7 @@ LAYERS = [  # each imports only itself and what is left of (above) it; a prefix 
     ["parallel."],
     ["optim.", "grad_norm"],
     ["train_step"],
+    ["dry_run."],
     ["checkpoint*", "metrics.", "evaluate"],
     ["recipes.", "launch"],
 ]
@@ -44,6 +45,7 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
         "_scaled_dot_product_efficient_attention": "as above",
         "_scaled_dot_product_efficient_attention_backward": "as above",
     },
+    "recipes/benchmark_context.py": {"_python_dispatch": "no public way to see what is sent"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
 PYTHONS_OWN = {"_asdict", "_fields", "_replace", "_make", "_exit"}

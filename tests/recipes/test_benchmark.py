@@ -39,7 +39,7 @@ def check_ratio(row: dict[str, Any], what: str) -> None:
 def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
     done = benchmark(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matmul, step, data, checkpoint, schedules" in done.stderr
+    assert "matmul, step, data, checkpoint, schedules, context" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -141,3 +141,20 @@ def test_schedules_need_ranks(tmp_path: Path) -> None:
     done = benchmark("schedules", *SHORT, f"--run.folder={tmp_path}")
     assert done.returncode == 1
     assert "under torchrun with 4 or 8 ranks" in done.stderr
+
+
+def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
+    """Ring attention keeps 1 / cp of the activations; ulysses one more (B, S / cp, H, Q) a block, behind the core."""
+    found = measured("context", tmp_path, ranks=2)
+    rows = found["one micro batch of one rank"]
+    assert [(row["method"], row["ranks"]) for row in rows] == [("ring", 1), ("ring", 2), ("ulysses", 1), ("ulysses", 2)]
+    alone, ring, same, ulysses = rows
+    assert alone["activations_mib"] == same["activations_mib"] > 0
+    assert ring["share"] == pytest.approx(0.5, rel=0.01)
+    assert 0.5 < ulysses["share"] < 0.6
+    for row in rows:
+        assert row["forward_mib"] == row["formula_mib"]
+        assert row["backward_mib"] == row["backward_formula_mib"]
+    assert ring["forward_mib"] > alone["forward_mib"] == 0
+    assert ring["backward_mib"] == 2 * ring["forward_mib"]
+    assert ulysses["backward_mib"] == ulysses["forward_mib"] > 0
