@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.workers import run
@@ -87,3 +88,40 @@ def test_local_region_is_where_the_values_come_from() -> None:
                 held[top : top + rows, left : left + columns] += 1
         copies = {"plain": 4, "fsdp over tp whole": 2}.get(cuts[0]["cut"], 1)
         assert (held[: 3 if cuts[0]["cut"] == "few rows" else 13] == copies).all(), cuts[0]["cut"]
+
+
+def test_FakeTensorMode_has_shapes_and_no_memory() -> None:
+    with torch_compat.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        product = torch.empty(1 << 30, 1 << 10) @ torch.ones(1 << 10, 8, device="meta").to("cpu")
+    assert isinstance(product, torch_compat.FakeTensor)
+    assert (product.shape, product.device.type) == ((1 << 30, 8), "cpu")
+    assert product.fake_mode is fake
+    assert product.untyped_storage().nbytes() == (1 << 30) * 8 * 4
+
+
+def test_TorchDispatchMode_sees_operations_of_the_backward_pass_too() -> None:
+    seen: list[str] = []
+
+    class See(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    assert "exp.default" in seen
+    assert "mul.Tensor" in seen  # exp's backward
+
+
+def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with torch_compat.FakeTensorMode(allow_non_fake_inputs=True):
+            like = torch.empty(1, 3).requires_grad_()
+            stage = PipelineStage(nn.Linear(3, 3), 0, 2, torch.device("cpu"), input_args=like, output_args=like)
+            schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, target: out.sum())
+            torch_compat.skip_pipeline_vote(schedule)
+            schedule.step(torch.empty(2, 3))
+            assert stage.submod.weight.grad.shape == (3, 3)
+    finally:
+        dist.destroy_process_group()

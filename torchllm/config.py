@@ -52,6 +52,8 @@ class Run:
     """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
     dry_run: bool = False
     """do not train: print what every kind of rank would hold and send, whatever their number, and end"""
+    json: bool = False
+    """with dry_run: print it as JSON, sizes in bytes; --json is short for --run.json=true"""
 
 
 @dataclass(frozen=True)

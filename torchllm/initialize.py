@@ -28,12 +28,18 @@ def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, se
 
     Call it after sharding: a rank makes only its shards.
     """
+    materialize(stages, device)
     for stage in stages:
-        stage.to_empty(device=device)
-        stage.tie_embeddings()
         for name, parameter in stage.named_parameters():
             with torch.no_grad():
                 fill(parameter, canonical_name(name), model, seed)
+
+
+def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
+    """Give every parameter of stages built on the meta device its memory, with whatever is in it."""
+    for stage in stages:
+        stage.to_empty(device=device)
+        stage.tie_embeddings()
 
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:

@@ -8,6 +8,7 @@ tokens but the same weights. HSDP is FSDP over that axis, replicated over dp_rep
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,15 @@ from torchllm.config import Parallel
 from torchllm.torch_compat import flatten_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class Axis(NamedTuple):
+    """Ranks that send to each other, by what they are for."""
+
+    name: str
+    dimensions: tuple[int, ...]
+    """which of `AXES` differ among them"""
+    size: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,21 @@ class Mesh:
     def loss_group(self) -> dist.ProcessGroup:
         """Process group of `loss`."""
         return self.loss.get_group()
+
+    @property
+    def axis_of_group(self) -> dict[str, Axis]:
+        """The name torch gave each process group that this rank sends in -> its axis. "world": all ranks."""
+        *replicate, shard = self.fsdp.get_all_groups()
+        named = [
+            ("world", (0, 1, 2, 3, 4), dist.group.WORLD),
+            ("pp", (0,), self.pp.get_group()),
+            ("cp", (3,), self.cp.get_group()),
+            ("tp", (4,), self.tp.get_group()),
+            ("loss", (1, 2, 3), self.loss_group),
+            ("fsdp", (2, 3), shard),
+            *(("dp_replicate", (1,), group) for group in replicate),
+        ]
+        return {group.group_name: Axis(name, axes, dist.get_world_size(group)) for name, axes, group in named if group}
 
     def describe(self) -> str:
         """The degrees in one line."""

@@ -3,17 +3,32 @@
 `tests/test_torch_compat.py` fails when one of them moves.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["accumulate_in_reduce_dtype", "all_to_all", "checkpoint_wrapper", "flatten_mesh", "local_region"]
-# checkpoint_wrapper, which makes a module recompute its forward, has no public path.
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "accumulate_in_reduce_dtype",
+    "all_to_all",
+    "checkpoint_wrapper",
+    "flatten_mesh",
+    "local_region",
+    "skip_pipeline_vote",
+]
+# No public path have: checkpoint_wrapper, which makes a module recompute its forward; FakeTensorMode, under which
+# tensors have shapes but no memory; TorchDispatchMode, which sees every operation.
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -56,3 +71,19 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     ops = torch.ops._c10d_functional
     each = [1] * len(x)
     return ops.wait_tensor(ops.all_to_all_single(x, each, each, group.group_name))
+
+
+def skip_pipeline_vote(schedule: Any) -> None:
+    """Let a pipeline schedule's first step begin without asking the other stages whether theirs have static shapes.
+
+    All of ours have; and with fake tensors there is no answer to read. 2.11 does not ask.
+    """
+
+    def all_static(stages: Any, *rest: Any) -> None:
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    if hasattr(schedule, "_warmup_p2p"):
+        schedule._warmup_p2p = all_static

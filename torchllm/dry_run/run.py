@@ -1,0 +1,130 @@
+"""The dry run: every distinct kind of rank of a layout traced, its whole step put together, and reported.
+
+Ranks of one pipeline rank differ only in what they read: the first stands for all. Pipeline ranks are of one kind when
+their stages have the same blocks and ends. They still keep different numbers of micro batches, so each one's step is
+put together, and of a kind the one with the highest peak is shown.
+"""
+
+import logging
+import multiprocessing
+import os
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from torchllm.config import Config, Parallel, gradient_accumulation
+from torchllm.dry_run.replay import Key, Step, Traced, keys, replay
+from torchllm.dry_run.report import Kind, Report, as_json, as_text
+from torchllm.dry_run.trace import CPU, fake_ranks, ranks_of, trace, true_orders
+from torchllm.mesh import build_mesh
+from torchllm.metrics.flops import recompute_interval
+from torchllm.planner.cluster import read_cluster
+from torchllm.planner.split import balanced_split, stage_of_rank
+from torchllm.runtime import compute_dtype, report_errors
+
+LONGEST_PIPELINE = 7
+"""to trace in place of a longer one: enough for every schedule's actions, with those before them"""
+
+
+class Plan(NamedTuple):
+    """How the pipeline ranks of one kind are traced: as one of them, in a step of fewer ranks and micro batches."""
+
+    ranks: list[int]
+    pp: int
+    place: int
+    """which of the `pp` ranks it is"""
+    micro_batches: int
+
+
+def dry_run(config: Config) -> None:
+    """Print what every kind of rank would hold and send; `config`: resolved, of any number of ranks."""
+    report_errors()
+    logging.getLogger("torchllm").setLevel(logging.WARNING)  # the order of the techniques, once a kind of rank
+    report = examine(config)
+    print(as_json(report) if config.run.json else as_text(report))
+
+
+def examine(config: Config) -> Report:
+    """What `dry_run` prints."""
+    training, parallel = config.training, config.parallel
+    hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
+    gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
+    dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
+    count = gradient_accumulation(training, parallel.dp_replicate * parallel.dp_shard)
+    plans = [plan(parallel, ranks, count) for ranks in kinds(config)]
+    # A process each: DTensor's caches keep process groups by name, and would find those of the last layout.
+    with multiprocessing.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
+    found = [_highest(parallel, one, traced, count) for one, traced in zip(plans, traces, strict=True)]
+    with fake_ranks(0, ranks_of(parallel)):
+        mesh = build_mesh(parallel, CPU)
+        return Report(config, dtype, tuple(mesh.world.shape), list(mesh.axis_of_group.values()), hardware, count, found)
+
+
+def _trace(config: Config, dtype: torch.dtype, one: Plan) -> Traced:
+    return trace(config, dtype, one.ranks[0], one.micro_batches, one.pp, one.place)
+
+
+def kinds(config: Config) -> list[list[int]]:
+    """The pipeline ranks, those together whose stages are alike."""
+    parallel = config.parallel
+    blocks = balanced_split(config.model, parallel, config.training.sequence_length) if parallel.pp > 1 else (0,)
+    firsts = list(accumulate(blocks, initial=0))
+    every = recompute_interval(config.recompute, config.model.layers)
+
+    def looks(stage: int) -> tuple[bool, bool, tuple[bool, ...]]:
+        here = range(firsts[stage], firsts[stage + 1])
+        recomputed = tuple(config.recompute.mode == "every_k" and block % every == 0 for block in here)
+        return stage == 0, stage == parallel.stages - 1, recomputed
+
+    alike: dict[object, list[int]] = {}
+    for rank in range(parallel.pp):
+        # The ends of a pipeline send to one side only, whatever they hold.
+        ends = rank == 0, rank == parallel.pp - 1
+        alike.setdefault((ends, *map(looks, stage_of_rank(parallel, rank))), []).append(rank)
+    return list(alike.values())
+
+
+def plan(parallel: Parallel, ranks: list[int], micro_batches: int) -> Plan:
+    """The shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
+    rank, pp = ranks[0], parallel.pp
+    needed = set(_keys(parallel, micro_batches, rank))
+    for fewer in range(1, micro_batches + 1):
+        for length in range(min(pp, 3), min(pp, LONGEST_PIPELINE) + 1):
+            if fewer < length and fewer < micro_batches:
+                continue
+            places = {0: [0], pp - 1: [length - 1]}.get(rank, range(1, length - 1))
+            if length == pp:
+                places = [rank]
+            for place in places:
+                try:
+                    has = _keys(replace(parallel, pp=length, split=()), fewer, place)
+                except ValueError:  # the schedule wants more micro batches
+                    continue
+                if needed <= set(has):
+                    return Plan(ranks, length, place, fewer)
+    return Plan(ranks, pp, rank, micro_batches)
+
+
+@cache
+def _orders(parallel: Parallel, micro_batches: int) -> list[list[str]]:
+    with fake_ranks(0, parallel.pp):
+        return true_orders(parallel, micro_batches, None)
+
+
+def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
+    return keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
+
+
+def _highest(parallel: Parallel, one: Plan, traced: Traced, micro_batches: int) -> Kind:
+    """The step of the rank with the highest peak, of those whose every action is in the trace."""
+    steps: list[tuple[int, Step]] = []
+    for rank in one.ranks:
+        order = _keys(parallel, micro_batches, rank)
+        if set(order) <= set(traced.keys):
+            steps.append((rank, replay(traced, order, micro_batches)))
+    rank, step = max(steps, key=lambda found: sum(found[1].peak.values()))
+    return Kind(one.ranks, rank, step.peak, step.sent, (traced.micro_batches, one.pp))

@@ -1,0 +1,210 @@
+"""One rank of any layout, on fake tensors: the library's own model, parallelisms, loss and optimizer, one step of it.
+
+torch's fake process group stands for the other ranks, whatever their number; fake tensors have shapes and no numbers.
+The step runs twice and the second counts, for DTensor propagates shapes at the first use of each operation.
+
+A pipeline of many stages is traced as one of three (first, middle, last), around this rank's true stages, and a step of
+many micro batches as one of a few: `replay.py` puts the true order together from it.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from torchllm.config import Compile, Config, Parallel
+from torchllm.data.batch import Batch
+from torchllm.dry_run.memory import of_each_micro_batch, spans
+from torchllm.dry_run.replay import Traced, keys
+from torchllm.dry_run.tracker import Tracker
+from torchllm.grad_norm import gradients
+from torchllm.initialize import materialize
+from torchllm.mesh import Mesh, build_mesh
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import ForwardBackward, Pipeline, build_forward_backward
+from torchllm.planner.schedule import flat, orders
+from torchllm.planner.split import stage_of_rank
+from torchllm.torch_compat import FakeTensorMode, skip_pipeline_vote
+from torchllm.train_step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def ranks_of(parallel: Parallel) -> int:
+    """All ranks of a layout with resolved degrees."""
+    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+
+
+def traceable(config: Config) -> Config:
+    """The config without what fake tensors cannot do; `assumptions` in report.py says so."""
+    attention = config.model.attention
+    if attention in ("flash", "flex"):  # one needs its package, the other a compiler; both hold what sdpa's kernel does
+        config = replace(config, model=replace(config.model, attention="sdpa"))
+    if attention == "flex":  # its mask is of blocks, and small
+        config = replace(config, data=replace(config.data, document_mask=False))
+    return replace(config, compile=Compile())
+
+
+@contextmanager
+def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
+    """A process group of any size in which sending does nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP takes the copy that a fake collective returns for a view
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, pp: int, place: int) -> Traced:
+    """One step of the first of the ranks that hold the stages of `pp_rank`; degrees resolved.
+
+    micro_batches: of the step that is run, those of the config's or fewer. pp, place: ranks of its pipeline, the
+    config's or fewer, and which of them holds the stages.
+    """
+    config, parallel, training = traceable(config), config.parallel, config.training
+    ranks, length = ranks_of(parallel), training.sequence_length
+    with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
+        mesh = build_mesh(parallel, CPU)
+        with torch.device("meta"):
+            model = build_model(config.model, training.loss_chunk)
+        stages = parallelize(model, mesh, parallel, config.recompute, config.compile, dtype, length)
+        part = _part(mesh, parallel, pp, place) if pp < parallel.pp else (mesh, parallel)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            return _trace(config, dtype, stages, mesh, part, micro_batches, fake)
+
+
+def _trace(
+    config: Config,
+    dtype: torch.dtype,
+    stages: list[Decoder],
+    mesh: Mesh,
+    part: tuple[Mesh, Parallel],
+    micro_batches: int,
+    fake: FakeTensorMode,
+) -> Traced:
+    training, (line, parallel) = config.training, part
+    materialize(stages, CPU)
+    optimizer = build_optimizer(stages, config.optimizer)
+    tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group)
+    fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
+    with tracker:
+        forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)
+        names_actions = False
+        if isinstance(forward_backward, Pipeline):
+            skip_pipeline_vote(forward_backward.schedule)
+            names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
+        for index, stage in enumerate(stages):
+            _watch(stage, index, tracker, columns=-(-config.model.vocab // parallel.tp), marks=not names_actions)
+        rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
+        step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
+        shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+        batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
+        built = tracker.now
+        step(1, batches)
+        tracker.restart()
+        tracker.claim((p for stage in stages for p in stage.parameters()), "parameters")
+        tracker.claim(_state(optimizer), "optimizer")
+        tracker.claim((x for batch in batches for x in batch if x is not None), "inputs")
+        tracker.mark("begin")
+        step(2, batches)
+    rank = line.pp.get_local_rank()
+    return Traced(
+        spans(tracker),
+        keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
+        micro_batches,
+        *of_each_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
+    )
+
+
+def true_orders(parallel: Parallel, micro_batches: int, group: dist.ProcessGroup | None) -> list[list[str]]:
+    """The names of all actions of a step, such as 2F0, of each pipeline rank: torch's own lists where it makes them.
+
+    group: of the pipeline; None: all ranks.
+    """
+    kind = get_schedule_class(parallel.schedule)
+    if parallel.pp == 1 or issubclass(kind, PipelineScheduleSingle):
+        return [[f"{a.stage}{a.kind}" for a in flat(order)] for order in orders(parallel, micro_batches)]
+    like = torch.empty(1, requires_grad=True)
+    stages = [
+        PipelineStage(nn.Identity(), index, parallel.stages, CPU, input_args=like, output_args=like, group=group)
+        for index in stage_of_rank(parallel, dist.get_rank(group))
+    ]
+    schedule = kind(stages, n_microbatches=micro_batches, scale_grads=False)
+    listed = schedule.pipeline_order_with_comms
+    return [[str(action) for action in listed[rank]] for rank in sorted(listed)]
+
+
+class _Watched:
+    """A forward and backward whose end, when the gradients are complete, is marked."""
+
+    def __init__(self, inner: ForwardBackward, tracker: Tracker) -> None:
+        self.inner, self.tracker, self.stages = inner, tracker, inner.stages
+        self.loss_sum = inner.loss_sum
+
+    def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+        loss = self.inner(batches, scale)
+        self.tracker.claim(gradients(self.stages), "gradients")
+        self.tracker.mark("tail")
+        return loss
+
+
+def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks: bool) -> None:
+    """Tell the tracker when a stage runs forward (`marks`: or backward), and when its head makes logits so wide."""
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if marks:
+            tracker.mark(f"{position}F")
+        tracker.begin_forward()
+
+    def end(module: nn.Module, args: Any, output: Tensor) -> None:
+        tracker.end_forward()
+        if marks:
+            output.register_hook(lambda gradient: tracker.mark(f"{position}B"))
+
+    def head_at_work(width: int) -> None:
+        tracker.columns = width
+
+    def into_head(head: nn.Module, args: Any) -> None:
+        head_at_work(columns)
+        args[0].register_hook(lambda gradient: head_at_work(0))
+
+    def out_of_head(head: nn.Module, args: Any, output: Tensor) -> None:
+        head_at_work(0)
+        output.register_hook(lambda gradient: head_at_work(columns))
+
+    stage.register_forward_pre_hook(begin, prepend=True)
+    stage.register_forward_hook(end)
+    if stage.lm_head is not None:
+        stage.lm_head.register_forward_pre_hook(into_head, prepend=True)
+        stage.lm_head.register_forward_hook(out_of_head)
+
+
+def _batch(shape: tuple[int, int], documents: bool) -> Batch:
+    tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
+    return Batch(tokens, labels, positions, ids if documents else None)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _part(mesh: Mesh, parallel: Parallel, pp: int, place: int) -> tuple[Mesh, Parallel]:
+    """A pipeline of `pp` of the ranks with this one at `place`. Which others they are makes no difference."""
+    ranks = dist.get_process_group_ranks(mesh.pp.get_group())
+    here = ranks[mesh.pp.get_local_rank()]
+    others = [rank for rank in ranks if rank != here][: pp - 1]
+    line = DeviceMesh("cpu", [*others[:place], here, *others[place:]], mesh_dim_names=mesh.pp.mesh_dim_names)
+    return replace(mesh, pp=line), replace(parallel, pp=pp, split=())

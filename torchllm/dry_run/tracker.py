@@ -1,0 +1,237 @@
+"""Counts memory and collectives of whatever runs under it, on fake tensors as on real ones: one dispatch mode.
+
+Memory is that of storages, each counted once from the operation that makes it until it is freed. What a storage is for
+is settled afterwards, by when it was made and how long it lived (`memory.py`). Kernels' own workspaces, the allocator's
+rounding and the buffers of the communication library are not seen.
+
+Three things that a naive count gets wrong, by a factor of 20: tensors of other fake modes (DTensor propagates shapes of
+*global* tensors through one), storages that FSDP frees and refills in place, and wait_tensor, which copies when fake.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchllm.mesh import Axis
+from torchllm.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+NEVER = 1 << 62
+"""a time after all others"""
+ACTION = "PP:"
+"""how torch's pipeline schedules begin the names of their actions, for the profiler"""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Memory of one storage, from its making to its end. Times count operations."""
+
+    bytes: int
+    born: int
+    window: int
+    """number of the forward pass it was made in; -1: none"""
+    kind: str
+    """what it is for, where that is known; else empty"""
+    like_gradient: bool
+    """made without recording gradients, as by a backward pass, and of no more dimensions than a parameter"""
+    died: int = NEVER
+
+
+class Sent(NamedTuple):
+    """One collective of one rank."""
+
+    time: int
+    axis: str
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send"""
+    bytes: float
+    """what this rank sends if the ranks form a ring"""
+
+
+class Tracker(TorchDispatchMode):
+    """While active: what is held and what is sent.
+
+    `fake`: the mode whose tensors count; None: real ones. `axes`: `Mesh.axis_of_group`.
+    """
+
+    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, Axis]) -> None:
+        super().__init__()
+        self.fake, self.axes = fake, axes
+        self.held: list[Held] = []
+        self.sent: list[Sent] = []
+        self.windows: list[tuple[int, int]] = []
+        """first and last time of every forward pass of a stage"""
+        self.marks: list[tuple[int, str]] = []
+        """when what began; pipeline schedules of several stages name their actions themselves"""
+        self.now = 0
+        self.window = -1
+        self.columns = 0
+        """width of the logits while the head runs, else 0"""
+        self._live: dict[int, tuple[weakref.ref[Any], Held]] = {}
+        self._refilled: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not FakeTensor for kind in types):
+            return NotImplemented  # DTensors and tensors in flight: what they do inside comes here again
+        out = func(*args, **(kwargs or {}))
+        self._tick()
+        name, namespace = func.__name__.partition(".")[0], func.namespace
+        if namespace == "profiler":
+            if "enter" in name and args[0].startswith(ACTION):
+                self.mark(args[0].removeprefix(ACTION))
+            return out
+        if name == "wait_tensor":
+            self._pass_on(args[0], out)
+            return out
+        kind = FSDP.get(name, "") if namespace == "fsdp" else ""
+        for tensor in _tensors((out, (kwargs or {}).get("out"))):
+            self._hold(tensor, kind)
+            if name == "split_with_sizes_copy":  # out of the buffer, into the gathered weights
+                storage = tensor.untyped_storage()
+                self._refilled[id(storage)] = weakref.ref(storage)
+        if "c10d" in namespace:
+            self._note_sent(name, args, out)
+        return out
+
+    def mark(self, name: str) -> None:
+        """Something begins here."""
+        self._tick()
+        self.marks.append((self.now, name))
+
+    def restart(self) -> None:
+        """Forget what is over: collectives, forward passes, marks, and memory that is free again."""
+        self._tick()
+        self.held = [held for held in self.held if held.died == NEVER]
+        self.sent, self.windows, self.marks = [], [], []
+        for held in self.held:
+            held.window = -1
+
+    def _tick(self) -> None:
+        self.now += 1
+        self._notice_refills()
+
+    # -- memory
+
+    def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the storages of tensors (or of their local parts) are for."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._hold(local, kind)
+            self._live[id(local.untyped_storage())][1].kind = kind
+
+    def begin_forward(self) -> None:
+        """A forward pass of a stage begins: what outlives it is kept for the backward pass."""
+        self.window = len(self.windows)
+        self.windows.append((self.now, NEVER))
+
+    def end_forward(self) -> None:
+        """It ends."""
+        self.windows[self.window] = (self.windows[self.window][0], self.now)
+        self.window = -1
+
+    def _hold(self, tensor: Tensor, kind: str) -> None:
+        if self.fake is not None and getattr(tensor, "fake_mode", None) is not self.fake:
+            return
+        storage = tensor.untyped_storage()
+        known = self._live.get(id(storage))
+        if known is not None and known[0]() is storage:
+            known[1].kind = known[1].kind or kind
+            return
+        if self.columns and tensor.dim() and tensor.shape[-1] == self.columns:
+            kind = kind or "logits"
+        like_gradient = not torch.is_grad_enabled() and tensor.dim() <= 2
+        self._keep(storage, Held(storage.nbytes(), self.now, self.window, kind, like_gradient))
+
+    def _keep(self, storage: Any, held: Held) -> None:
+        key = id(storage)
+
+        def free(reference: Any) -> None:
+            live = self._live.get(key)
+            if live is not None and live[0] is reference:
+                del self._live[key]
+                live[1].died = self.now
+
+        self._live[key] = (weakref.ref(storage, free), held)
+        self.held.append(held)
+
+    def _notice_refills(self) -> None:
+        """FSDP empties and refills the storages of gathered weights; no operation tells, so look at each of them."""
+        for key, reference in list(self._refilled.items()):
+            storage = reference()
+            if storage is None:
+                del self._refilled[key]
+            elif (held := self._live[key][1]).bytes != storage.nbytes():
+                held.died = self.now - 1
+                self._keep(storage, Held(storage.nbytes(), self.now, self.window, "gathered", False))
+
+    def _pass_on(self, old: Tensor, new: Tensor) -> None:
+        """The memory of `old` is that of `new` too: only a fake tensor is copied by waiting for it."""
+        before, after = old.untyped_storage(), new.untyped_storage()
+        live = self._live.get(id(before))
+        if before is not after and live is not None:
+            del self._live[id(before)]
+            self._keep(after, live[1])
+            self.held.pop()
+
+    # -- collectives
+
+    def _note_sent(self, name: str, args: Any, out: Any) -> None:
+        kind = next((kind for word, kind in KINDS.items() if word in name.replace("_", "")), None)
+        axis = next((self.axes[group] for group in map(group_name, args) if group in self.axes), None)
+        if kind is None or axis is None or axis.size == 1:
+            return
+        whole = max(tensor.nbytes for tensor in _tensors((args, out)))
+        self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))
+
+
+FSDP = {"all_gather_copy_in": "gathered", "split_with_sizes_copy": "gathered", "chunk_cat": "temporary"}
+"""FSDP's own operations: what their results are for"""
+
+KINDS = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+"""words in the names of torch's collectives, without underscores"""
+
+
+def _once(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+RING: dict[str, Callable[[int], float]] = {
+    "all_gather": _once,
+    "reduce_scatter": _once,
+    "all_reduce": lambda ranks: 2 * _once(ranks),  # a reduce-scatter and an all-gather
+    "all_to_all": _once,
+    "broadcast": _once,
+    "send": lambda ranks: 1.0,
+}
+"""what a rank sends of the whole (gathered, reduced or scattered) tensor in a ring of that many ranks"""
+
+
+def group_name(argument: Any) -> str | None:
+    """Functional collectives name their group, the others bring it boxed, beside the boxed kind of the reduction."""
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError):
+            return dist.ProcessGroup.unbox(argument).group_name
+        return None
+    return argument if isinstance(argument, str) else None
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
