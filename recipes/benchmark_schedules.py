@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from benchmark_tools import Row, Tables
+from benchmark_tools import Row, Tables, take_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -77,55 +77,60 @@ class Sleeper(nn.Module):
 class Case(NamedTuple):
     """A step of one schedule."""
 
-    parallel: Parallel
-    micro_batches: int
-    stages: list[StageTimes]
+    schedule: PipelineSchedule
+    ranks: int
+    rounds: int
+    equal: bool
+    seconds: float
+
+    @property
+    def parallel(self) -> Parallel:
+        """Every rank is a pipeline rank."""
+        return Parallel(pp=self.ranks, schedule=self.schedule)
+
+    @property
+    def stages(self) -> list[StageTimes]:
+        """Times of all stages. Unequal: every other one takes a quarter longer, the last half as long again."""
+        factors = [1.0 if self.equal else 1.0 + stage % 2 / 4 for stage in range(self.parallel.stages)]
+        factors[-1] = 1.0 if self.equal else 1.5
+        return [StageTimes(*[self.seconds / self.parallel.stages_per_rank * factor] * 3) for factor in factors]
+
+    def theory(self, work: float) -> float | None:
+        """The papers' bubble, if they have one; `work`: seconds that a rank computes."""
+        has_form = self.equal and self.rounds >= ROUNDS_IN_THEORY.get(self.schedule, 1)
+        return idle_in_theory(self.parallel, self.stages[0]) / work if has_form else None
 
 
 def schedules(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """As many micro batches as ranks, and four times as many; equal stages, and unequal ones."""
+    """As many micro batches as ranks, and four times as many; equal stages, and unequal ones; all cases in turns."""
     if runtime.world_size == 1:
         raise UserError("benchmark.py schedules: start it under torchrun with 4 or 8 ranks: each is a pipeline rank")
     torch.set_num_threads(1)
-    return {
-        f"{shape} stages": [row for rounds in (1, 4) for row in compare(config, runtime, rounds, shape == "equal")]
-        for shape in ("equal", "unequal")
-    }
-
-
-def compare(config: "BenchmarkConfig", runtime: Runtime, rounds: int, equal: bool) -> list[Row]:
-    """All schedules on the same work, 1F1B first: the others' gain is over its step."""
-    found, base = list[Row](), (0.0, 0.0)
-    for schedule in sorted(get_args(PipelineSchedule), key="1F1B".__ne__):
-        if rounds < LEAST_ROUNDS.get(schedule, 1):
-            continue
-        parallel = Parallel(pp=runtime.world_size, schedule=schedule)
-        case = Case(parallel, rounds * parallel.pp, stage_times(parallel, config.benchmark.sleep, equal))
-        expected = simulate(orders(parallel, case.micro_batches), case.stages)
-        step, work = best_step(case, runtime, config.benchmark.rounds), sum(expected.busy) / parallel.pp
-        base = base if found else (step, expected.step)
-        has_form = equal and rounds >= ROUNDS_IN_THEORY.get(schedule, 1)
-        row: Row = {"schedule": schedule, "micro_batches": case.micro_batches, "step_s": step}
+    cases = [
+        Case(schedule, runtime.world_size, rounds, equal, config.benchmark.sleep)
+        for equal in (True, False)
+        for rounds in (1, 4)
+        for schedule in sorted(get_args(PipelineSchedule), key="1F1B".__ne__)  # first: the others are compared with it
+        if rounds >= LEAST_ROUNDS.get(schedule, 1)
+    ]
+    times = take_turns([stepper(case, runtime) for case in cases], config.benchmark.rounds)
+    base: dict[tuple[bool, int], tuple[float, float]] = {}
+    rows: dict[bool, list[Row]] = {True: [], False: []}
+    for case, seconds in zip(cases, times, strict=True):
+        micro_batches = case.rounds * case.ranks
+        expected = simulate(orders(case.parallel, micro_batches), case.stages)
+        step, work = min(seconds), sum(expected.busy) / case.ranks
+        first, simulated = base.setdefault((case.equal, case.rounds), (step, expected.step))
+        row: Row = {"schedule": case.schedule, "micro_batches": micro_batches, "step_s": step}
         row |= {"simulated_s": expected.step, "ratio": step / expected.step}
-        row |= {"bubble": step / work - 1, "simulated_bubble": expected.bubble}
-        row["bubble_in_theory"] = idle_in_theory(parallel, case.stages[0]) / work if has_form else None
-        found.append({**row, "gain": base[0] / step, "simulated_gain": base[1] / expected.step})
-    return found
+        row |= {"bubble": step / work - 1, "simulated_bubble": expected.bubble, "bubble_in_theory": case.theory(work)}
+        rows[case.equal].append({**row, "gain": first / step, "simulated_gain": simulated / expected.step})
+    return {"equal stages": rows[True], "unequal stages": rows[False]}
 
 
-def stage_times(parallel: Parallel, seconds: float, equal: bool) -> list[StageTimes]:
-    """Times of all stages, `seconds` for the forwards of a rank.
-
-    Unequal: every other stage a quarter longer, the last half as long again.
-    """
-    factors = [1.0 if equal else 1.0 + stage % 2 / 4 for stage in range(parallel.stages)]
-    factors[-1] = 1.0 if equal else 1.5
-    return [StageTimes(*[seconds / parallel.stages_per_rank * factor] * 3) for factor in factors]
-
-
-def best_step(case: Case, runtime: Runtime, times: int) -> float:
-    """Seconds until the last rank has ended, the least of `times` steps after one that only connects the ranks."""
-    parallel, group = case.parallel, runtime.host_group
+def stepper(case: Case, runtime: Runtime) -> Callable[[], float]:
+    """Takes one step and returns the seconds until the last rank has ended. A first step has connected the ranks."""
+    parallel, group, micro_batches = case.parallel, runtime.host_group, case.rounds * case.ranks
     held, last = stage_of_rank(parallel, runtime.rank), parallel.stages - 1
     sleepers, example = [Sleeper() for _ in held], torch.zeros(1, WIDTH, requires_grad=True)
     stages: list[Any] = [
@@ -143,9 +148,9 @@ def best_step(case: Case, runtime: Runtime, times: int) -> float:
     ]
     kind = get_schedule_class(parallel.schedule)
     given = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    schedule = kind(given, case.micro_batches, loss_fn=total, scale_grads=False)
-    inputs = [torch.zeros(case.micro_batches, WIDTH)] * (0 in held)
-    target = torch.zeros(case.micro_batches) if last in held else None
+    schedule = kind(given, micro_batches, loss_fn=total, scale_grads=False)
+    inputs = [torch.zeros(micro_batches, WIDTH)] * (0 in held)
+    target = torch.zeros(micro_batches) if last in held else None
 
     def step() -> float:
         runtime.barrier()
@@ -158,7 +163,7 @@ def best_step(case: Case, runtime: Runtime, times: int) -> float:
     step()
     for stage, sleeper in zip(held, sleepers, strict=True):
         sleeper.times = case.stages[stage]
-    return min(step() for _ in range(times))
+    return step
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:
