@@ -150,6 +150,16 @@ def test_the_check_finds_a_wrong_result(which: str) -> None:
         check_kernel(Wrong(which), CPU, 2, 16)
 
 
+def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
+    class Contiguous(CpuKernel):
+        def backward(self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+            packed = torch.empty(lse.shape).stride()
+            return super().backward(gradient, q, kv, out, lse.as_strided(lse.shape, packed), *rest)
+
+    with pytest.raises(UserError, match="is off by"):
+        check_kernel(Contiguous(), CPU, 2, 16)
+
+
 def test_the_check_finds_a_kernel_that_fails() -> None:
     """As the CUDA kernels do without a GPU; on one, tests/gpu compares them."""
     with pytest.raises(UserError, match="does not do what the ring needs in float32"):

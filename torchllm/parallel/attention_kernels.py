@@ -120,6 +120,7 @@ class CudaKernels:
     def backward(
         self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
     ) -> Gradients:
+        lse = lse.contiguous()  # FOOTGUN: the flash kernel reads it so, whatever its strides
         if _takes_flash(q, bias):
             unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of the dropout that there is none of
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -197,10 +198,16 @@ def _both_ways(
     kernel: BlockKernel, q: Tensor, kv: Tensor, gradient: Tensor, causal: bool, bias: Tensor | None
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv. A row that sees nothing may have any out, for its weight is 0: it is cleared here."""
+    q, gradient = _late(q), _late(gradient)
     out, lse = kernel.forward(q, kv, causal, bias)
     nothing = lse < UNSEEN / 2
-    out, lse = out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.logaddexp(torch.ones_like(lse))
+    out, lse = _late(out.masked_fill(nothing.unsqueeze(-1), 0.0)), _late(lse.logaddexp(torch.ones_like(lse)))
     return [out, lse, *kernel.backward(gradient, q, kv, out, lse, causal, bias)]
+
+
+def _late(x: Tensor) -> Tensor:
+    """The same numbers as the late rows of twice as many: a ring's blocks are slices."""
+    return torch.cat((torch.zeros_like(x), x), dim=2)[:, :, x.shape[2] :]
 
 
 def _unusable(dtype: torch.dtype, reason: str) -> UserError:
