@@ -16,8 +16,9 @@ from torchllm.evaluate import evaluate
 from torchllm.initialize import initialize
 from torchllm.mesh import build_mesh
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import OneStage, build_forward_backward
 
 CPU = torch.device("cpu")
 SMALL: Settings = {"model.layers": 2, "data.document_mask": True}
@@ -25,6 +26,9 @@ LAYOUTS: dict[str, Settings] = {
     "fsdp2": {"parallel.dp_shard": 2},
     "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
     "tp2+sp": {"parallel.tp": 2, "parallel.sequence_parallel": True},
+    "pp2": {"parallel.pp": 2},
+    "pp2, zero bubble": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
+    "cp2": {"parallel.cp": 2},
 }
 
 
@@ -66,19 +70,20 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
     """By layout: the loss, whether parameters are sharded again, and whether a step afterwards gets its gradients."""
     out: dict[str, Any] = {}
     for name, settings in layouts.items():
-        config = tiny({**SMALL, **settings})
+        config = tiny({**SMALL, "model.layers": 4, **settings})
         mesh = build_mesh(config.parallel, CPU)
         with torch.device("meta"):
             model = build_model(config.model)
         stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
         initialize(stages, config.model, CPU, config.run.seed)
         mine = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
-        step = OneStage(stages, config.parallel)
+        local = [shard_sequence(batch, mesh) for batch in mine]
+        step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
 
         def trained() -> list[torch.Tensor]:
             for parameter in stages[0].parameters():  # noqa: B023
                 parameter.grad = None
-            step(mine, torch.tensor(1e-2))  # noqa: B023
+            step(local, torch.tensor(1e-2))  # noqa: B023
             return [p.grad.to_local().clone() for p in stages[0].parameters() if isinstance(p.grad, DTensor)]  # noqa: B023
 
         before = trained()
@@ -91,7 +96,7 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
 
 def test_every_layout_evaluates_the_same_model_and_trains_on() -> None:
     by_rank = run(evaluate_sharded, 2, LAYOUTS)
-    expected = expected_loss(tiny(SMALL))
+    expected = expected_loss(tiny({**SMALL, "model.layers": 4}))
     for found in by_rank:
         for name, (loss, sharded, same) in found.items():
             assert loss == pytest.approx(expected, rel=1e-6), name

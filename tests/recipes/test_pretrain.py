@@ -32,8 +32,10 @@ def test_resumed_on_the_same_layout_it_is_the_same_run(trained: Path, tmp_path: 
     [
         (1, ["--parallel.dp_shard=1", "--training.micro_batch_size=4"]),
         (2, ["--parallel.dp_shard=1", "--parallel.tp=2"]),
+        (2, ["--parallel.dp_shard=1", "--parallel.pp=2", "--parallel.schedule=Interleaved1F1B"]),
+        (2, ["--parallel.dp_shard=1", "--parallel.cp=2", "--parallel.cp_method=ulysses"]),
     ],
-    ids=["1-rank", "tp-2"],
+    ids=["1-rank", "tp-2", "pp-2", "cp-2"],
 )
 def test_resumed_on_another_layout_it_reads_the_same_samples(
     trained: Path, tmp_path: Path, ranks: int, overrides: list[str]
@@ -70,6 +72,14 @@ def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trai
     assert not (tmp_path / "stopped.json").exists()
     assert curve(tmp_path) == curve(trained)
     assert tensor_files(tmp_path, STEPS) == tensor_files(trained, STEPS)
+
+
+def test_a_signal_to_one_rank_of_a_pipeline_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
+    layout = ["--parallel.dp_shard=1", "--parallel.pp=2", "--parallel.schedule=ZBVZeroBubble"]
+    assert pretrain(2, tmp_path, *layout, change=_signal_in_evaluation) == ["", ""]
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
+    assert pretrain(2, tmp_path, *layout) == ["", ""]
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, STEPS + 1))
 
 
 def test_a_finished_run_started_again_does_nothing(trained: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ reduced in float32) has one code path. Where nothing is sharded, stages 2 and 3 
 stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,8 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the only float inputs are hidden states, already cast, and angles, kept in float32
     )
+    # With tp what a unit returns is a view, of which torch warns: adding to it in place would go wrong. Nothing does.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     per_use = effective_zero_stage(parallel) == 3
     units: list[FSDPModule] = []  # in the order of the forward pass
     for name, block in stage.layers.items():
