@@ -6,6 +6,7 @@
 #
 # NPROC    processes on this node     (default: its GPUs, else 2)
 # NNODES   nodes                      (default: 1; under Slurm and Kubernetes: the job's)
+#          with --run.dry_run=true: of the run that is looked at, any numbers; default: what the degrees multiply to
 # RECIPE   the script to start        (default: recipes/pretrain.py)
 #
 # SIGTERM or Ctrl-C, or `touch RUN_FOLDER/stop`: the ranks save at the next step boundary and this script ends with
@@ -54,10 +55,9 @@ fi
 if [ -z "${NPROC:-}" ]; then
     NPROC=$(gpus)
     [ "$NPROC" -gt 0 ] || NPROC=2
+    export NPROC_IS_DEFAULT=1 # to a dry run, which is of any number of processes
 fi
 export NPROC NNODES=${NNODES:-1}
-[ "$NNODES" = 1 ] || [ -n "$head" ] || fail "NNODES=$NNODES, but not under Slurm or Kubernetes: set PET_NNODES, \
-PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"
 for word in "$@"; do # nothing to start
     case $word in --help | -h | --check) exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" ;; esac
 done
@@ -69,15 +69,22 @@ if [ "$status" != 0 ]; then
     echo "$said" >&2
     exit "$status"
 fi
-sample=0 folder=""
+sample=0 folder="" dry_run=0
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
+        DRY_RUN=*) dry_run=${line#*=} ;;
         *) [ "$node_rank" != 0 ] || echo "$line" >&2 ;;
     esac
 done <<<"$said"
+if [ "$dry_run" = 1 ]; then # one process speaks for all
+    [ "$node_rank" = 0 ] || exit 0
+    exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@"
+fi
+[ "$NNODES" = 1 ] || [ -n "$head" ] || fail "NNODES=$NNODES, but not under Slurm or Kubernetes: set PET_NNODES, \
+PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"
 set -- "$@" "--run.folder=$folder"
 marker=$folder/stopped.json request=$folder/stop
 [ "$node_rank" != 0 ] || rm -f "$marker" "$request" # of the run before

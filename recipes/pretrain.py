@@ -21,6 +21,7 @@ import torch
 
 from torchllm.checkpoint import Checkpointer
 from torchllm.data.loader import DataRanks, build_loader
+from torchllm.dry_run.run import dry_run
 from torchllm.evaluate import evaluate
 from torchllm.initialize import initialize
 from torchllm.mesh import build_mesh
@@ -135,4 +136,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(CONFIG)
+    (dry_run if CONFIG.run.dry_run else main)(CONFIG)

@@ -477,6 +477,8 @@ def problems(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem("recompute.k", f"does nothing with recompute.mode = {config.recompute.mode!r}")
     if config.evaluate.interval and not config.data.validation_fraction:
         yield Problem("evaluate.interval", "nothing is held out: set data.validation_fraction")
+    if config.run.json and not config.run.dry_run:
+        yield Problem("run.json", "does nothing without run.dry_run = true")
     if parallel.sequence_parallel and parallel.tp == 1:
         yield Problem("parallel.sequence_parallel", "needs parallel.tp over 1")
 

@@ -1,4 +1,4 @@
-"""The command line of a recipe: `[CONFIG.toml] [--section.key=value ...] [--check] [--help]`."""
+"""The command line of a recipe: `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ def split(arguments: Sequence[str], found: list[str]) -> Words:
             help = True
         elif word == "--check":
             check = True
-        elif key.startswith("--") and equals and key not in ("--check", "--help"):
+        elif word == "--json":
+            overrides["run.json"] = "true"
+        elif key.startswith("--") and equals and key not in ("--check", "--json", "--help"):
             if overrides.setdefault(key[2:], value) != value:
                 found.append(f"{key}: given twice: {shown(overrides[key[2:]])} and {shown(value)}")
         elif word.startswith("--") and "." in word and not equals:
@@ -41,7 +43,7 @@ def split(arguments: Sequence[str], found: list[str]) -> Words:
             found.append(f"{word}: needs a value: {word}={follows}")
             valueless.append(key[2:])
         elif word.startswith("-"):
-            found.append(f"{word}: unknown flag; overrides are --section.key=value, flags are --check and --help")
+            found.append(f"{word}: unknown flag; overrides are --section.key=value, flags are --check, --json and --help")
         elif files:
             found.append(f"{word}: one config file only, and {files[0]} is given; overrides are --section.key=value")
         else:

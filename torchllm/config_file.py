@@ -23,6 +23,7 @@ from torchllm.config import Config, Problem, data_ranks, gradient_accumulation, 
 from torchllm.config_arguments import override, split
 from torchllm.config_toml import KeyPath, Layer, dotted, read_files, shown, toml_value
 from torchllm.config_types import Fault, field_types, plain_type, read_table
+from torchllm.planner.cluster import read_cluster, unknown_cluster
 
 C = TypeVar("C", bound=Config)
 
@@ -34,11 +35,12 @@ def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool =
 def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_device: bool = False) -> Config:
     """The checked config, with its degrees and its run folder filled in.
 
-    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--help]`. `schema` may add sections to `Config`.
+    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to `Config`.
     `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process.
 
-    --check prints what run_train.sh starts, as NPROC=, RUN_FOLDER= and SAMPLE= lines, and ends with SystemExit(0), as
-    --help does. Without it the process must be a rank: more than one rank needs WORLD_SIZE in the environment.
+    --check prints what run_train.sh starts, as NPROC=, RUN_FOLDER=, SAMPLE= and maybe DRY_RUN= lines, and ends with
+    SystemExit(0), as --help does. Without it the process must be a rank, unless it is to speak of them only (a dry run):
+    more than one rank needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
     """
     found: list[str] = []
@@ -66,22 +68,27 @@ def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_
         report(fault.path, fault.message)
     suspects = [fault.meant for fault in faults] + [tuple(key.split(".")) for key in words.valueless]
 
-    sane = len(found)
-    ranks = started = _Ranks(1, 1, None, False) if one_device else _ranks(found)
+    sane, dry = len(found), config.run.dry_run
+    ranks = started = _Ranks(1, 1, None, False) if one_device else _ranks(found, dry)
     worlds = (None, 1) if len(found) > sane else ()  # nonsense in the environment: what depends on it is not known
     if one_device:
         config = replace(config, parallel=type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1))
-    elif words.check and config.run.lower_ranks:
+    elif (words.check or dry) and config.run.lower_ranks:
         started = _lowered(config, ranks)
     if all_read:
         for problem in _certain(config, worlds or (started.world,), suspects):
             report(tuple(problem.key.split(".")), problem.message)
+    if config.cluster.name:
+        if unknown := unknown_cluster(config.cluster.name):
+            report(("cluster", "name"), unknown)
+        else:
+            read_cluster(config.cluster.name, found)
     if not config.run.folder.isprintable():
         report(("run", "folder"), f"must be printable, not {shown(config.run.folder)}")
     elif not config.run.folder:
         config = replace(config, run=replace(config.run, folder=_new_folder(words.file)))
         several = ranks.nodes > 1 or (not words.check and ranks.are_started and ranks.world != 1)
-        if several and not _job_id():  # each rank would make up a name of its own
+        if several and not dry and not _job_id():  # each rank would make up a name of its own
             report(("run", "folder"), "set it: there is no job id to name the folder after on all ranks alike")
     if found:
         _stop(found)
@@ -91,7 +98,7 @@ def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_
     if words.check:
         _print_check(config, degrees, ranks, world)
         raise SystemExit(0)
-    if world > 1 and not ranks.are_started:
+    if world > 1 and not ranks.are_started and not dry:
         recipe = "" if Path(sys.argv[0]).name == "pretrain.py" else f"RECIPE={shlex.quote(sys.argv[0])} "
         command = f"{recipe}NPROC={world // ranks.nodes} {shlex.join(['./run_train.sh', *arguments])}"
         _stop([f"{words.file or 'defaults'}: needs {world} ranks: start it with {command}"])
@@ -107,6 +114,8 @@ def _print_check(config: Config, degrees: dict[str, int], ranks: "_Ranks", world
     if uneven:
         _stop([f"environment: NNODES: {ranks.nodes} nodes cannot share {world} ranks evenly"])
     print(f"NPROC={per_node}\nRUN_FOLDER={config.run.folder}\nSAMPLE={int(config.generate.after_training)}")
+    if config.run.dry_run:
+        print("DRY_RUN=1")
     training, size = config.training, data_ranks(degrees)
     if ranks.per_node not in (None, per_node):
         unfit = {problem.key for problem in problems(config, ranks.world)}
@@ -168,10 +177,16 @@ class _Ranks(NamedTuple):
     are_started: bool  # this process is one of them
 
 
-def _ranks(found: list[str]) -> _Ranks:
-    """From the environment: WORLD_SIZE under torchrun, else NNODES x NPROC."""
+def _ranks(found: list[str], dry: bool) -> _Ranks:
+    """From the environment: WORLD_SIZE under torchrun, else NNODES x NPROC.
+
+    A dry run is not a rank, and the processes that run_train.sh would start by default say nothing of its layout.
+    """
     number: dict[str, int] = {}
-    for name in ("WORLD_SIZE", "NNODES", "NPROC"):
+    given = ("WORLD_SIZE", "NNODES", "NPROC")
+    if dry:
+        given = ("NNODES",) if os.environ.get("NPROC_IS_DEFAULT") else ("NNODES", "NPROC")
+    for name in given:
         text = os.environ.get(name, "")
         if re.fullmatch("[1-9][0-9]{0,8}", text):
             number[name] = int(text)

@@ -42,7 +42,7 @@ def field_docs(schema: type) -> dict[str, str]:
 
 def help_text(schema: type) -> str:
     """All of the configuration, for people."""
-    usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--help]"
+    usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]"
     return "\n".join([usage, *_section(schema(), "")])
 
 

@@ -103,6 +103,15 @@ def of_each_micro_batch(tracker: Tracker, since: int, at_least: int, count: int)
     return tuple(Counter({kind: total // count for kind, total in of.items()}) for of in (actions, after))  # type: ignore[return-value]
 
 
+def left_by_forwards(tracker: Tracker) -> list[int]:
+    """Bytes that each forward pass made and left: what its backward needs, and its result."""
+    left = [0] * len(tracker.windows)
+    for held in tracker.held:
+        if held.window >= 0 and purpose(held, tracker) in ("activations", "logits"):
+            left[held.window] += held.bytes * (held.died > tracker.windows[held.window][1])
+    return left
+
+
 def largest(levels: Iterable[Bytes]) -> Bytes:
     """The one with the largest sum."""
     return max(levels, key=lambda level: sum(level.values()))

@@ -33,6 +33,8 @@ class Traced(NamedTuple):
     """what each micro batch adds throughout its forwards and backwards (its tokens, buffers to receive in)"""
     each_tail: Bytes
     """and after them"""
+    saved: list[int]
+    """bytes that each forward pass left, for its backward"""
 
 
 class Step(NamedTuple):

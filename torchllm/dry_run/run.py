@@ -8,6 +8,7 @@ put together, and of a kind the one with the highest peak is shown.
 import logging
 import multiprocessing
 import os
+import signal
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
 def dry_run(config: Config) -> None:
     """Print what every kind of rank would hold and send; `config`: resolved, of any number of ranks."""
     report_errors()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     logging.getLogger("torchllm").setLevel(logging.WARNING)  # the order of the techniques, once a kind of rank
     report = examine(config)
     print(as_json(report) if config.run.json else as_text(report))

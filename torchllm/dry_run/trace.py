@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchllm.config import Compile, Config, Parallel
 from torchllm.data.batch import Batch
-from torchllm.dry_run.memory import of_each_micro_batch, spans
+from torchllm.dry_run.memory import left_by_forwards, of_each_micro_batch, spans
 from torchllm.dry_run.replay import Traced, keys
 from torchllm.dry_run.tracker import Tracker
 from torchllm.grad_norm import gradients
@@ -110,7 +110,7 @@ def _trace(
             _watch(stage, index, tracker, columns=-(-config.model.vocab // parallel.tp), marks=not names_actions)
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
         step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
-        shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+        shape = (training.micro_batch_size, training.sequence_length)
         batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
         built = tracker.now
         step(1, batches)
@@ -125,7 +125,8 @@ def _trace(
         spans(tracker),
         keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
         micro_batches,
-        *of_each_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
+        *of_each_micro_batch(tracker, built, batches[0].tokens.nbytes // parallel.cp, micro_batches),
+        left_by_forwards(tracker),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.mesh import Axis
@@ -77,7 +77,7 @@ class Tracker(TorchDispatchMode):
         self._refilled: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not FakeTensor for kind in types):
+        if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # DTensors and tensors in flight: what they do inside comes here again
         out = func(*args, **(kwargs or {}))
         self._tick()

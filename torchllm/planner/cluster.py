@@ -106,14 +106,18 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
     return 8 * (parallel.tp - 1) / parallel.tp * blocks * tokens * model.hidden * itemsize
 
 
-def read_cluster(name: str, found: list[str]) -> Hardware | None:
-    """`name` of train_configs/clusters; None, and lines in `found`, if there is none or something in it is wrong."""
+def unknown_cluster(name: str) -> str:
+    """What is wrong with a name that no file of train_configs/clusters has; else empty."""
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean {shown(close[0])}?" if close else "add it there"
-        found.append(f"{shown(name)} is not in train_configs/clusters ({', '.join(names)}); {hint}")
-        return None
+    if name in names:
+        return ""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {shown(close[0])}?" if close else "add it there"
+    return f"{shown(name)} is not in train_configs/clusters ({', '.join(names)}); {hint}"
+
+
+def read_cluster(name: str, found: list[str]) -> Hardware | None:
+    """`name` of train_configs/clusters; None, and lines in `found`, if something in it is wrong."""
     file = str(FOLDER / f"{name}.toml")
     before = len(found)
     layer = read_files(file, found)
