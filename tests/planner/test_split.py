@@ -96,9 +96,9 @@ def test_costs_are_those_of_the_whole_model(model: Model) -> None:
 
 def test_126_blocks_in_112_stages_are_split_at_once() -> None:
     model = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
-    start = time.perf_counter()
+    start = time.process_time()
     split = balanced_split(model, Parallel(pp=16, schedule="Interleaved1F1B", virtual_stages=7), 8192)
-    assert time.perf_counter() - start < 0.1  # 2 ms on the slowest machine tried
+    assert time.process_time() - start < 0.1  # 2 ms on the slowest machine tried
     assert sorted(split) == [1] * 98 + [2] * 14
     assert split[-1] == 1
 
