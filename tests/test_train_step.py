@@ -22,7 +22,7 @@ from torchllm.models.head import IGNORED
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.train_step import StepResult, TrainStep, check_finite
 
 CPU = torch.device("cpu")
@@ -32,6 +32,8 @@ LAYOUTS: dict[int, dict[str, Settings]] = {
         "fsdp2": {"parallel.dp_shard": 2},
         "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "optimizer.name": "sgd", "optimizer.momentum": 0.9},
         "tp2": {"parallel.tp": 2},
+        "pp2": {"parallel.pp": 2, "training.micro_batch_size": 4, "model.layers": 2, "model.tied_embeddings": True},
+        "cp2": {"parallel.cp": 2},
     },
     4: {
         "hsdp2x2": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2},
@@ -56,7 +58,7 @@ class Rig:
         self.optimizer = build_optimizer(self.stages, config.optimizer)
         self.spoil: Callable[[Tensor], Tensor] = lambda loss: loss
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, 10)
-        plain = OneStage(self.stages, config.parallel)
+        plain = build_forward_backward(self.stages, self.mesh, config.parallel, config.training, torch.float32)
         self.step = TrainStep(
             self.stages,
             lambda batches, scale: self.spoil(plain(batches, scale)),
@@ -83,6 +85,11 @@ class Rig:
         return [(t.to_local() if isinstance(t, DTensor) else t).detach().numpy().tobytes() for t in tensors]
 
 
+def first_norm(rig: Rig) -> torch.nn.Module:
+    """Of this rank's first block; whatever the stage, every block's values reach the loss and its gradients return."""
+    return next(iter(rig.stages[0].layers.values())).input_layernorm
+
+
 def bad_loss(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
     """The loss that this rank reports is not finite, its gradients are."""
     rig.spoil = lambda loss: loss + bad if dist.get_rank() == rank else loss
@@ -96,8 +103,7 @@ def bad_gradient(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
         if dist.get_rank() == rank:
             output.register_hook(lambda gradient: gradient * bad)
 
-    assert rig.stages[0].norm is not None
-    return rig.stages[0].norm.register_forward_hook(spoil).remove
+    return first_norm(rig).register_forward_hook(spoil).remove
 
 
 def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
@@ -108,8 +114,7 @@ def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
         seen.append(1)
         return output * bad if len(seen) == 2 and dist.get_rank() == rank else output
 
-    assert rig.stages[0].norm is not None
-    return rig.stages[0].norm.register_forward_hook(spoil).remove
+    return first_norm(rig).register_forward_hook(spoil).remove
 
 
 WAYS = {"loss": bad_loss, "gradient": bad_gradient, "micro batch": bad_micro_batch}
