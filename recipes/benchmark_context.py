@@ -74,7 +74,10 @@ def context(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
                 config.parallel, pp=1, dp_replicate=1, dp_shard=runtime.world_size // ranks, cp=ranks, tp=1
             )
             mesh = build_mesh(replace(degrees, cp_method=method, zero_stage=3), runtime.device)
-            kept, forward, backward = measured(config, runtime, mesh)
+            stage = built(config, runtime)
+            if ranks > 1:  # else the plain core: what the others are compared with
+                apply_context_parallel(stage, mesh.cp, method)
+            kept, forward, backward = measured(stage, config, runtime, mesh)
             one = one or kept
             formulas = numbers_sent(model, training, method, ranks, itemsize)
             row: Row = {"method": method, "ranks": ranks, "tokens_a_rank": training.sequence_length // ranks}
@@ -84,9 +87,9 @@ def context(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     return {"one micro batch of one rank": rows}
 
 
-def measured(config: "BenchmarkConfig", runtime: Runtime, mesh: Mesh) -> tuple[int, int, int]:
+def measured(stage: Decoder, config: "BenchmarkConfig", runtime: Runtime, mesh: Mesh) -> tuple[int, int, int]:
     """Bytes kept; sent forward; sent backward. The most of any rank."""
-    stage = built(config, runtime, mesh)
+    apply_recompute(stage, config.recompute, config.model.layers)
     batch = shard_sequence(synthetic_batches(config, mesh, runtime.device)[0], mesh)
     with Watch() as forward:
         loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
@@ -99,13 +102,10 @@ def measured(config: "BenchmarkConfig", runtime: Runtime, mesh: Mesh) -> tuple[i
     return bytes_kept, sent, sent_back
 
 
-def built(config: "BenchmarkConfig", runtime: Runtime, mesh: Mesh) -> Decoder:
-    """The model of one rank, context parallel and recomputing as the config says."""
+def built(config: "BenchmarkConfig", runtime: Runtime) -> Decoder:
+    """The model, whole on every rank."""
     with torch.device("meta"):
         stage = build_model(config.model, config.training.loss_chunk)
-    if mesh.cp.size() > 1:
-        apply_context_parallel(stage, mesh.cp, mesh.cp_method)
-    apply_recompute(stage, config.recompute, config.model.layers)
     initialize([stage], config.model, runtime.device, config.run.seed)
     return stage.to(compute_dtype(config.training, runtime.device))
 

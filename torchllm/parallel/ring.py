@@ -10,7 +10,8 @@ Sent, per layer and rank, to the next rank: forward n - 1 times the keys and val
 numbers; backward again n - 1 times these, and as often their gradients, in float32. Heads are not expanded. What the
 next step needs is under way while this one computes. Document ids are gathered once a forward, in `mask`.
 
-What is merged is merged in float32. Saved for the backward: this rank's q, k, v, out and lse.
+What is merged is merged in float32. Saved for the backward: this rank's q, k, v, out and lse; under selective
+recomputation out and lse are kept, as results of one operation, so that nothing is computed or sent again (`kept.py`).
 """
 
 from typing import Any
