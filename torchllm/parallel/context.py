@@ -11,8 +11,8 @@ meanwhile, and n cannot be over the key-value heads. Both gather the document id
 core's own mask follows, which for sdpa and eager is (S, S) large and not divided by n.
 
 Positions and labels travel with their tokens, so nothing outside the core knows that it sees a part of the sequence.
-The core stays outside compiled blocks, whose graphs break there; so torch compiles nothing of a block that recomputes as
-one, and the config refuses that.
+The core stays outside compiled blocks, whose graphs break there; so torch compiles nothing of a block that recomputes
+as one, and the config refuses that.
 """
 
 from typing import Any
