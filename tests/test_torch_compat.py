@@ -9,13 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.workers import run
 from torchllm import torch_compat
-from torchllm.torch_compat import checkpoint_wrapper, flatten_mesh, local_region
+from torchllm.torch_compat import (
+    accumulate_in_reduce_dtype,
+    checkpoint_wrapper,
+    flatten_mesh,
+    join_meshes,
+    local_region,
+)
 
 
 def test_every_name_has_a_test_here() -> None:
@@ -25,7 +31,6 @@ def test_every_name_has_a_test_here() -> None:
     assert {name for name, f in functions if f.__module__ == torch_compat.__name__} <= set(torch_compat.__all__)
 
 
-@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # what a mesh with cp still needs
 def test_flatten_mesh() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
     try:
@@ -34,9 +39,48 @@ def test_flatten_mesh() -> None:
         assert (flat.shape, flat.mesh_dim_names) == ((4,), ("ab",))
         assert flat.get_local_rank() == 2  # a 1, b 0
         assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
-        assert mesh["ab", "c"].shape == (4, 2)  # it can be named beside the others
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error")
+def test_join_meshes() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        joined = join_meshes(mesh["a"], flatten_mesh(mesh["b", "c"], "bc"))
+        assert (joined.shape, joined.mesh_dim_names) == ((2, 4), ("a", "bc"))
+        assert list(joined.get_coordinate() or ()) == [1, 1]
+        groups = [sorted(dist.get_process_group_ranks(group)) for group in joined.get_all_groups()]
+        assert groups == [[1, 5], [4, 5, 6, 7]]
+    finally:
+        dist.destroy_process_group()
+
+
+def split_backward_in_bfloat16() -> tuple[bool, float]:
+    """A unit whose reduction waits: are three gradients that were put beside its backward summed in float32?"""
+    unit = nn.Linear(4, 4, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy, reshard_after_forward=False)
+    unit.set_requires_gradient_sync(False)
+    unit.set_reshard_after_backward(False)
+    out = unit(torch.ones(1, 4, requires_grad=True))
+    (out * 0).sum().backward()
+    value = 1 + 2**-7  # three of them need more bits than bfloat16 has
+    for _ in range(3):
+        unit.weight.grad = torch.full_like(unit.weight, value)
+        accumulate_in_reduce_dtype(unit)
+    unit.set_requires_gradient_sync(True)
+    unit.set_reshard_after_backward(True)
+    out = unit(torch.ones(1, 4, requires_grad=True))
+    (out * 0).sum().backward()
+    gradient = unit.weight.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.dtype == torch.float32, gradient.to_local()[0, 0].item() - 3 * value
+
+
+def test_accumulate_in_reduce_dtype() -> None:
+    assert run(split_backward_in_bfloat16, 1) == [(True, 0.0)]
 
 
 def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:

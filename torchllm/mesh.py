@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchllm.config import Parallel
-from torchllm.torch_compat import flatten_mesh
+from torchllm.torch_compat import flatten_mesh, join_meshes
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -68,7 +68,8 @@ class Mesh:
             ("tp", (4,), self.tp.get_group()),
             ("loss", (1, 2, 3), self.loss_group),
             ("fsdp", (2, 3), shard),
-            *(("dp_replicate", (1,), group) for group in replicate),
+            # zero_stage 0 with cp: over both
+            *(("dp_replicate", (1,) if self.world.size(1) == group.size() else (1, 3), group) for group in replicate),
         ]
         return {group.group_name: Axis(name, axes, dist.get_world_size(group)) for name, axes, group in named if group}
 
@@ -88,10 +89,13 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     )
     shards = flatten_mesh(world["dp_shard", "cp"], "fsdp")
     loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
+    if parallel.zero_stage == 0:
+        fsdp = join_meshes(loss, world["dp_shard"])  # over cp too
+    else:
+        fsdp = shards if replicate == 1 else join_meshes(world["dp_replicate"], shards)
     return Mesh(
         world=world,
-        # Taking a flattened axis by its name warns that torch will drop it: only where there is no other way.
-        fsdp=shards if replicate == 1 else world["dp_replicate", "dp_shard" if parallel.cp == 1 else "fsdp"],
+        fsdp=fsdp,
         pp=world["pp"],
         cp=world["cp"],
         cp_method=parallel.cp_method,

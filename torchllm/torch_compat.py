@@ -24,6 +24,7 @@ __all__ = [
     "all_to_all",
     "checkpoint_wrapper",
     "flatten_mesh",
+    "join_meshes",
     "local_region",
     "skip_pipeline_vote",
 ]
@@ -34,6 +35,14 @@ __all__ = [
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The dimensions of a mesh as one, called `name`. Private because torch has no public name for it yet."""
     return mesh._flatten(name)
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """Meshes cut or flattened from one world as the dimensions of one mesh, outermost first.
+
+    Private because torch has no public name for it; to cut a flattened dimension from the world by name is deprecated.
+    """
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

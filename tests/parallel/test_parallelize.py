@@ -77,7 +77,7 @@ def test_order_and_log(caplog: pytest.LogCaptureFixture) -> None:
         assert parameter.dtype == torch.float32, name  # bfloat16 is of the computation
         assert parameter.shape == plain[canonical_name(name)].shape, name
         # every axis that holds weights, whatever the degrees: the gradient norm and checkpoints see one kind
-        assert parameter.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp"), name
+        assert parameter.device_mesh.mesh_dim_names == ("dp_replicate", "fsdp", "tp"), name
 
 
 @pytest.mark.usefixtures("eight_ranks")

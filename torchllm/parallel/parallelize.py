@@ -39,25 +39,26 @@ def parallelize(
     stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
     for stage in stages:
+        say = log.info if stage is stages[0] else log.debug
         if parallel.tp > 1:
             apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel)
-            log.info("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
+            say("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
             if parallel.scatter_gather and not parallel.sequence_parallel:
                 apply_scatter_gather(stage, mesh.tp)
 
         if parallel.cp > 1:
             apply_context_parallel(stage, mesh.cp, parallel.cp_method)
-            log.info("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
+            say("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
             apply_recompute(stage, recompute, layers)
-            log.info("recompute %s", recompute.mode)
+            say("recompute %s", recompute.mode)
 
         if compile.norm or compile.block or compile.loss:
             apply_compile(stage, compile)
-            log.info("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
+            say("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
 
         if mesh.world.size() > 1 or dtype != torch.float32:  # else for nothing: copies and hooks, 40 % of a step
             apply_fsdp(stage, mesh.fsdp, parallel, dtype)
-            log.info("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
+            say("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages
