@@ -97,6 +97,16 @@ def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
     assert "2 (model.kv_heads 4 / tp 2) do not divide by 8 ranks: set it to 2, or use" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages", "holds"), [("1F1B", 2, 1), ("DualPipeV", 3, 2), ("ZBVZeroBubble", 1, 2)]
+)
+def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, holds: int) -> None:
+    config = change(parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=stages)
+    assert list(problems(config, 2)) == [
+        Problem("parallel.virtual_stages", f"{schedule} holds {holds} on a rank, not {stages}")
+    ]
+
+
 DEGREES: list[tuple[tuple[int, ...], int | None, tuple[int, ...]]] = [  # degrees, world size, resolved
     ((1, 1, -1, 1, 1), 8, (1, 1, 8, 1, 1)),
     ((1, 1, -1, 1, 2), 8, (1, 1, 4, 1, 2)),

@@ -516,13 +516,11 @@ def _pipeline_problems(config: Config, data_parallel: int | None) -> Iterator[Pr
     """What pp over 1 asks; `data_parallel`: ranks that read different sequences, None if not known."""
     model, parallel = config.model, config.parallel
     kind, stages = SCHEDULES[parallel.schedule], parallel.stages
-    if parallel.stages_per_rank > kind.most_stages:
+    if parallel.stages_per_rank != kind.most_stages < math.inf:
         yield Problem(
-            "parallel.virtual_stages", f"{parallel.schedule} holds {kind.most_stages} on a rank, not {stages}"
+            "parallel.virtual_stages",
+            f"{parallel.schedule} holds {kind.most_stages} on a rank, not {parallel.stages_per_rank}",
         )
-        return
-    if parallel.stages_per_rank < kind.most_stages < math.inf:
-        yield Problem("parallel.virtual_stages", f"{parallel.schedule} needs {kind.most_stages}")
         return
     if stages > model.layers:
         yield Problem("parallel.pp", f"{stages} stages need a block each, but model.layers is {model.layers}")
