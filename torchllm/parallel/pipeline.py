@@ -237,13 +237,16 @@ def add_tied_gradients(weights: Sequence[Tensor], group: dist.ProcessGroup) -> N
     the first both.
     """
     ends = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
+    first, last = 0, dist.get_world_size(group) - 1
     if len(ends) == 2:
         ends[0] += ends[1]
         ends[1].copy_(ends[0])
+    elif ends and dist.get_rank(group) == first:
+        # FOOTGUN: not one batch of a send and a receive, for which NCCL may set up all ranks of the group, and hang.
+        dist.send(ends[0], group=group, group_dst=last)
+        dist.recv(ends[0], group=group, group_src=last)
     elif ends:
-        peer = dist.get_global_rank(group, dist.get_world_size(group) - 1 - dist.get_rank(group))
-        mine, theirs = ends[0].clone(), torch.empty_like(ends[0])
-        exchange = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
+        theirs = torch.empty_like(ends[0])
+        dist.recv(theirs, group=group, group_src=first)
         ends[0] += theirs
+        dist.send(ends[0], group=group, group_dst=first)
