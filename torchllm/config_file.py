@@ -183,7 +183,7 @@ def _ranks(found: list[str], dry: bool) -> _Ranks:
     A dry run is not a rank, and the processes that run_train.sh would start by default say nothing of its layout.
     """
     number: dict[str, int] = {}
-    given = ("WORLD_SIZE", "NNODES", "NPROC")
+    given: tuple[str, ...] = ("WORLD_SIZE", "NNODES", "NPROC")
     if dry:
         given = ("NNODES",) if os.environ.get("NPROC_IS_DEFAULT") else ("NNODES", "NPROC")
     for name in given:
