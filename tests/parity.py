@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm import config as c
@@ -190,8 +191,9 @@ def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> di
 
 
 def whole(tensor: Tensor) -> np.ndarray:
-    """The full tensor of a DTensor, gathered from all ranks."""
-    return tensor.detach().full_tensor().numpy().copy()
+    """The full tensor, gathered from all ranks if it is a DTensor."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()
 
 
 def compare(got: Trained, want: Trained) -> float:
