@@ -1,0 +1,80 @@
+"""What composes with what: results of the lattice's layouts, summed up as the table of the README.
+
+pytest -m lattice --count=all-meshes --report=report.jsonl        # adds one line a layout
+python -m tests.lattice_report report.jsonl [...]                 # sums up into tests/lattice_results.json, and prints
+"""
+
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.lattice import Layout
+
+RESULTS = Path(__file__).with_name("lattice_results.json")
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- lattice -->\n", "<!-- /lattice -->\n"
+
+PIPELINES = ["no pipeline", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]
+PIPELINES += ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+SHARING = ["DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3", "HSDP", "ring", "Ulysses", "TP", "TP + SP"]
+REST = ["full", "segment", "every_k", "ffn", "selective", "tied", "GPT", "documents"]
+
+
+def features(layout: Layout) -> list[str]:
+    """The rows and columns of the table that a layout counts in."""
+    found = [layout.get("parallel.schedule", "no pipeline"), layout["recompute.mode"]]
+    replicas, stage = layout["parallel.dp_replicate"] > 1, layout.get("parallel.zero_stage", 0)
+    if stage > 0:
+        found += [f"ZeRO {stage}"] + ["HSDP"] * replicas
+    elif replicas or "parallel.zero_stage" in layout:
+        found.append("DDP")
+    if layout["parallel.cp"] > 1:
+        found.append({"ring": "ring", "ulysses": "Ulysses"}[layout["parallel.cp_method"]])
+    if layout["parallel.tp"] > 1:
+        found.append("TP + SP" if layout["parallel.sequence_parallel"] else "TP")
+    found += ["tied"] * layout["model.tied_embeddings"] + ["GPT"] * (layout["model.family"] == "gpt")
+    return found + ["documents"] * layout["data.document_mask"]
+
+
+def sum_up(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of records {layout, error or failed, seconds, torch}, one a line of a report: figures, and layouts a pair."""
+    last = {json.dumps(record["layout"], sort_keys=True): record for record in records}
+    passed = [record for record in last.values() if "error" in record]
+    together: Counter[str] = Counter()
+    for record in passed:
+        together.update(" & ".join(sorted(pair)) for pair in itertools.combinations(features(record["layout"]), 2))
+    return {
+        "layouts": len(passed),
+        "failed": len(last) - len(passed),
+        "worst_gradient_error": max(record["error"] for record in passed),
+        "seconds": round(sum(record["seconds"] for record in last.values())),
+        "torch": sorted({record["torch"] for record in last.values()}),
+        "together": dict(sorted(together.items())),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The README's lines, of what `sum_up` returned: how many layouts had both, – where there is none to have."""
+    columns = SHARING + REST
+    lines = [["", *columns], ["---"] + ["--:"] * len(columns)]
+    for row in PIPELINES + SHARING:
+        cells = [str(results["together"].get(" & ".join(sorted((row, column))), "–")) for column in columns]
+        lines.append([row, *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(reports: Iterable[str]) -> None:
+    """Sum up report files."""
+    records = [json.loads(line) for report in reports for line in Path(report).read_text().splitlines()]
+    results = sum_up(records)
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    print({key: value for key, value in results.items() if key != "together"})
+    print(BEGIN + table(results) + END)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
