@@ -2,7 +2,8 @@
 
 A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
 schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`
-at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by `torchllm.config.problems`.
+at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
+`torchllm.config_problems.problems`.
 
 Two groups of settings: those of LAYOUT are all combined with each other, which is `lattice()`; of OPTIONS every layout
 that is drawn (`lattice_sampler.py`) gets some. One that failed is run again from its TOML by
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple, get_args
 from tests import workers
 from tests.parity import Settings, check, tiny, with_settings, world_size
 from torchllm import config as c
-from torchllm.config import SCHEDULES, Config, problems
+from torchllm.config import SCHEDULES, Config
 from torchllm.config_file import dump_toml
+from torchllm.config_problems import problems
 from torchllm.config_toml import read_files
 from torchllm.config_types import Fault, read_table
 

@@ -5,17 +5,9 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import (
-    Config,
-    Parallel,
-    Problem,
-    Source,
-    data_ranks,
-    gradient_accumulation,
-    problems,
-    resolve_degrees,
-)
+from torchllm.config import Config, Parallel, Source, data_ranks, gradient_accumulation
 from torchllm.config_help import field_docs
+from torchllm.config_problems import Problem, problems, resolve_degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -375,7 +375,7 @@ WRONG: dict[str, Wrong] = {  # what is in x.toml, further arguments, the lines o
         "",
         ["--dry", "-n", "--check=1"],
         [
-            f"{flag}: unknown flag; overrides are --section.key=value, flags are --check and --help"
+            f"{flag}: unknown flag; overrides are --section.key=value, flags --check, --json and --help"
             for flag in ("--dry", "-n", "--check=1")
         ],
     ),

@@ -39,7 +39,7 @@ from tests.lattice_report import BEGIN, END, README, RESULTS, features, sum_up, 
 from tests.lattice_sampler import at_random, covering, every_mesh
 from tests.parity import Settings, tiny
 from tests.workers import run
-from torchllm.config import problems
+from torchllm.config_problems import problems
 from torchllm.torch_compat import local_region
 
 PARTS = 12

@@ -43,7 +43,7 @@ def split(arguments: Sequence[str], found: list[str]) -> Words:
             found.append(f"{word}: needs a value: {word}={follows}")
             valueless.append(key[2:])
         elif word.startswith("-"):
-            found.append(f"{word}: unknown flag; overrides are --section.key=value, flags are --check, --json and --help")
+            found.append(f"{word}: unknown flag; overrides are --section.key=value, flags --check, --json and --help")
         elif files:
             found.append(f"{word}: one config file only, and {files[0]} is given; overrides are --section.key=value")
         else:

@@ -19,8 +19,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, overload
 
-from torchllm.config import Config, Problem, data_ranks, gradient_accumulation, problems, resolve_degrees
+from torchllm.config import Config, data_ranks, gradient_accumulation
 from torchllm.config_arguments import override, split
+from torchllm.config_problems import Problem, problems, resolve_degrees
 from torchllm.config_toml import KeyPath, Layer, dotted, read_files, shown, toml_value
 from torchllm.config_types import Fault, field_types, plain_type, read_table
 from torchllm.planner.cluster import read_cluster, unknown_cluster
@@ -35,12 +36,12 @@ def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool =
 def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_device: bool = False) -> Config:
     """The checked config, with its degrees and its run folder filled in.
 
-    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to `Config`.
-    `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process.
+    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to
+    `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process.
 
     --check prints what run_train.sh starts, as NPROC=, RUN_FOLDER=, SAMPLE= and maybe DRY_RUN= lines, and ends with
-    SystemExit(0), as --help does. Without it the process must be a rank, unless it is to speak of them only (a dry run):
-    more than one rank needs WORLD_SIZE in the environment.
+    SystemExit(0), as --help does. Without it the process must be a rank, unless it is to speak of them only (a dry
+    run): more than one rank needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
     """
     found: list[str] = []

@@ -11,8 +11,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchllm.config import SCHEDULES, Config, Parallel, PipelineSchedule, Training, problems
+from torchllm.config import SCHEDULES, Config, Parallel, PipelineSchedule, Training
 from torchllm.config import Model as ModelConfig
+from torchllm.config_problems import problems
 from torchllm.planner.schedule import Action, Entry, flat, orders
 from torchllm.planner.split import stage_of_rank
 
