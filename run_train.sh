@@ -95,7 +95,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 if [ "$per_gpu" = 1 ]; then # Slurm started the ranks: be one
-    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS MASTER_ADDR=$head MASTER_PORT=$port
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_WORLD_SIZE=$NPROC
+    export MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@")
 else
     launch=("$python" -m torchllm.launch --nproc-per-node="$NPROC") # torchrun

@@ -32,6 +32,7 @@ from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.planner.cluster import tensor_parallel_warning
 from torchllm.runtime import compute_dtype, start_runtime
 from torchllm.train_step import TrainStep, check_finite
 
@@ -52,6 +53,8 @@ def main(config: Config) -> None:
 
     mesh = build_mesh(config.parallel, device)
     dtype = compute_dtype(config.training, device)
+    if slow := tensor_parallel_warning(config, runtime.ranks_on_node, dtype.itemsize):
+        log.warning("%s", slow)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
     length = config.training.sequence_length

@@ -19,7 +19,16 @@ from torchllm.config_file import dump_toml, load_config, write_config
 from torchllm.config_types import field_types, plain_type
 
 ROOT = Path(__file__).parents[1]
-RANKS = ("WORLD_SIZE", "NNODES", "NPROC", "LOCAL_RANK", "SLURM_JOB_ID", "PET_RDZV_ID", "TORCHELASTIC_RUN_ID")
+RANKS = (
+    "WORLD_SIZE",
+    "NNODES",
+    "NPROC",
+    "NPROC_IS_DEFAULT",
+    "LOCAL_RANK",
+    "SLURM_JOB_ID",
+    "PET_RDZV_ID",
+    "TORCHELASTIC_RUN_ID",
+)
 UNKNOWN_RANKS = "is -1, but the number of ranks is not known: set NPROC (and NNODES), or give a degree"
 
 
@@ -379,6 +388,15 @@ WRONG: dict[str, Wrong] = {  # what is in x.toml, further arguments, the lines o
             for flag in ("--dry", "-n", "--check=1")
         ],
     ),
+    "JSON of a run": ("", ["--json"], ["--run.json: does nothing without run.dry_run = true"]),
+    "unknown cluster": (
+        '[cluster]\nname = "dgx_h10"',
+        [],
+        [
+            'x.toml:2: cluster.name: "dgx_h10" is not in train_configs/clusters (dgx_a100, dgx_h100, hgx_h200, '
+            'llama3_24k); did you mean "dgx_h100"?'
+        ],
+    ),
     "second file": (
         "",
         ["parent.toml"],
@@ -565,6 +583,50 @@ def test_open_degree_is_filled_in(
         monkeypatch.setenv(key, value)
     config = load_config(["--run.folder=a", f"--training.global_batch_size={world}"])
     assert config.parallel == Parallel(dp_shard=world)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "degrees"),
+    [
+        ({}, ["--parallel.pp=16", "--parallel.dp_shard=128", "--parallel.tp=8"], (16, 1, 128, 1, 8)),
+        ({"NPROC": "8", "NNODES": "4"}, [], (1, 1, 32, 1, 1)),
+        ({"WORLD_SIZE": "2", "NPROC": "4"}, [], (1, 1, 4, 1, 1)),  # it is no rank of the job that starts it
+        ({"NPROC": "2", "NPROC_IS_DEFAULT": "1"}, ["--parallel.dp_shard=64"], (1, 1, 64, 1, 1)),
+    ],
+)
+def test_a_dry_run_is_of_any_number_of_ranks(
+    environment: dict[str, str],
+    arguments: list[str],
+    degrees: tuple[int, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    big = ["--model.layers=16", "--training.global_batch_size=2048", "--run.dry_run=true"]
+    parallel = load_config([*big, *arguments]).parallel
+    assert (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp) == degrees
+    assert list(folder.iterdir()) == []
+
+
+def test_a_dry_run_needs_to_know_its_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("NPROC_IS_DEFAULT", "1")
+    with pytest.raises(SystemExit):
+        load_config(["--run.dry_run=true"])
+    assert capsys.readouterr().err == f"defaults: parallel.dp_shard: {UNKNOWN_RANKS}\n"
+
+
+def test_check_and_json_of_a_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_config(["--run.dry_run=true", "--json", "--parallel.dp_shard=1", "--check"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "DRY_RUN=1"
+    assert load_config(["--run.dry_run=true", "--json", "--parallel.dp_shard=1"]).run.json
 
 
 def _check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:

@@ -89,7 +89,9 @@ def children(pid: int) -> list[int]:
 
 def clean(more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what schedulers and launchers put into one."""
-    foreign = re.compile(r"SLURM|PET_|TORCHELASTIC|(NPROC|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$")
+    foreign = re.compile(
+        r"SLURM|PET_|TORCHELASTIC|(NPROC|NPROC_IS_DEFAULT|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$"
+    )
     kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     return kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | more
 
@@ -231,6 +233,49 @@ def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
     assert found.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\n"
     # The stand-in only knows --check: that --help reached the recipe is enough here.
     assert [words[-2:] for words, _ in noted(DEBUG, "--help").started] == [[DEBUG, "--help"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "processes"),
+    [
+        (["--parallel.dp_shard=16"], {}, "2"),  # a default of the script, and said to be one
+        ([], {"NPROC": "8", "NNODES": "2"}, "8"),
+    ],
+)
+def test_a_dry_run_is_one_process_of_any_layout(
+    noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], processes: str
+) -> None:
+    found = noted(DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1", *arguments, **environment)
+    assert (found.status, found.err) == (
+        0,
+        "global batch 16 sequences = 16 data ranks x 1 micro batch x 1 accumulated\n",
+    )
+    ((words, seen),) = found.started  # no torchrun
+    assert words == [
+        f"{ROOT}/recipes/pretrain.py",
+        DEBUG,
+        "--run.dry_run=true",
+        "--training.micro_batch_size=1",
+        *arguments,
+    ]
+    assert seen["NPROC"] == processes
+    assert ("NPROC_IS_DEFAULT" in seen) == (not environment)
+    assert not {"WORLD_SIZE", "RANK"} & seen.keys()
+    assert not (ROOT / "runs" / "debug").exists()
+
+
+def test_a_dry_run_under_slurm_is_one_process(noted: Callable[..., Notes]) -> None:
+    for node in (0, 1):
+        found = noted(
+            DEBUG,
+            "--run.dry_run=true",
+            "--parallel.dp_shard=2",
+            gpus=4,
+            **SLURM,
+            SLURM_NODEID=str(node),
+            SLURM_LOCALID="0",
+        )
+        assert (found.status, len(found.started)) == (0, 1 - node)
 
 
 SLURM = {

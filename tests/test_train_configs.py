@@ -1,21 +1,64 @@
-"""Every file of train_configs/ is a config that loads, and says what it is and how to start it."""
+"""Every file of train_configs/ is a config that loads, can be dry-run, and says what it is and how to start it."""
 
+import json
+import os
+import resource
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.test_run_train import clean
 from torchllm.config_file import load_config
+from torchllm.dry_run.run import examine
+from torchllm.metrics.flops import parameter_count
 
 FOLDER = Path(__file__).parent.parent / "train_configs"
-FILES = sorted(FOLDER.rglob("*.toml"))
+FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")})  # those are tests/planner/test_cluster.py's
 RUNS = [file for file in FILES if file.parent == FOLDER]
+CLUSTER_RUNS = [file for file in RUNS if "[cluster]" in file.read_text()]
+"""too large to be anything but looked at here"""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
 def test_file_loads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = next((line for line in file.read_text().splitlines() if line.startswith("#   NPROC=")), "#   NPROC=1 ")
-    monkeypatch.setenv("NPROC", launch.split("NPROC=")[1].split()[0])
-    load_config([str(file), "--run.folder=unused"])
+    if file not in CLUSTER_RUNS:
+        monkeypatch.setenv("NPROC", launch.split("NPROC=")[1].split()[0])
+    load_config([str(file), "--run.folder=unused", *(["--run.dry_run=true"] if file in CLUSTER_RUNS else [])])
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in RUNS], ids=lambda file: file.name)
+def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, with two of its blocks, which are all alike."""
+    monkeypatch.setenv("NPROC", "1")
+    few = ["--model.layers=2", "--training.global_batch_size=1", "--training.sequence_length=256"]
+    config = load_config([str(file), *few, "--run.dry_run=true", "--cluster.name=dgx_h100"])
+    (kind,) = examine(config).kinds
+    assert kind.memory["parameters"] == 4 * parameter_count(config.model)
+    assert kind.memory["optimizer"] >= 2 * kind.memory["parameters"]
+    assert sum(kind.memory.values()) > 3 * kind.memory["parameters"]
+
+
+@pytest.mark.parametrize("file", RUNS, ids=lambda file: file.name)
+def test_run_dry_runs(file: Path) -> None:
+    environment = clean({} if file in CLUSTER_RUNS else {"NPROC": "1"})
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [str(FOLDER.parent / "run_train.sh"), str(file), "--run.dry_run=true", "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kinds"][0]["peak"] > 0
+    if file in CLUSTER_RUNS:
+        assert all(kind["fits"] == "fits" for kind in found["kinds"])
+    # The largest, Llama 3 405B on 16,384 ranks, takes 60 s and 2 GB on two cores at most, two processes at a time.
+    assert used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime < 2 * 60
+    assert used.ru_maxrss < (1 << 20) * (1 if os.uname().sysname == "Linux" else 1024)
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: file.name)

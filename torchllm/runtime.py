@@ -53,6 +53,11 @@ class Runtime:
         """Whether this is the rank that speaks and writes."""
         return self.rank == 0
 
+    @property
+    def ranks_on_node(self) -> int:
+        """Ranks that share this node; without a launcher to say so: all."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
     def should_stop(self, failed: bool = False) -> bool:
         """Whether any rank had been told to stop, or had `failed`, by the previous call: the same answer on all ranks.
 

@@ -37,10 +37,10 @@ def purpose(held: Held, tracker: Tracker) -> str:
     """What a storage is for, which its life tells where nobody has said it."""
     if held.kind:
         return held.kind
-    if held.window >= 0:
-        return "activations" if held.died > tracker.windows[held.window][1] else "temporary"
     if held.born < tracker.marks[0][0]:
         return "buffers"
+    if held.window >= 0:
+        return "activations" if held.died > tracker.forward_ends[held.window] else "temporary"
     # Of what a backward pass makes, only gradients of weights outlive its action: later ones are added to them.
     action_ends = next((time for time, _ in tracker.marks if time > held.born), NEVER)
     return "gradients" if held.like_gradient and action_ends < held.died else "temporary"
@@ -105,11 +105,12 @@ def of_each_micro_batch(tracker: Tracker, since: int, at_least: int, count: int)
 
 def left_by_forwards(tracker: Tracker) -> list[int]:
     """Bytes that each forward pass made and left: what its backward needs, and its result."""
-    left = [0] * len(tracker.windows)
+    first = tracker.marks[0][0]
+    left = {number: 0 for number, end in enumerate(tracker.forward_ends) if end > first}
     for held in tracker.held:
-        if held.window >= 0 and purpose(held, tracker) in ("activations", "logits"):
-            left[held.window] += held.bytes * (held.died > tracker.windows[held.window][1])
-    return left
+        if held.window in left and purpose(held, tracker) in ("activations", "logits"):
+            left[held.window] += held.bytes * (held.died > tracker.forward_ends[held.window])
+    return list(left.values())
 
 
 def largest(levels: Iterable[Bytes]) -> Bytes:

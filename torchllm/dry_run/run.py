@@ -34,10 +34,12 @@ class Plan(NamedTuple):
     """How the pipeline ranks of one kind are traced: as one of them, in a step of fewer ranks and micro batches."""
 
     ranks: list[int]
+    rank: int
+    """the one of them that is built"""
+    micro_batches: int
     pp: int
     place: int
     """which of the `pp` ranks it is"""
-    micro_batches: int
 
 
 def dry_run(config: Config) -> None:
@@ -67,7 +69,7 @@ def examine(config: Config) -> Report:
 
 
 def _trace(config: Config, dtype: torch.dtype, one: Plan) -> Traced:
-    return trace(config, dtype, one.ranks[0], one.micro_batches, one.pp, one.place)
+    return trace(config, dtype, one.rank, one.micro_batches, one.pp, one.place)
 
 
 def kinds(config: Config) -> list[list[int]]:
@@ -85,30 +87,31 @@ def kinds(config: Config) -> list[list[int]]:
     alike: dict[object, list[int]] = {}
     for rank in range(parallel.pp):
         # The ends of a pipeline send to one side only, whatever they hold.
-        ends = rank == 0, rank == parallel.pp - 1
-        alike.setdefault((ends, *map(looks, stage_of_rank(parallel, rank))), []).append(rank)
+        look = (_ends(rank, parallel.pp), *map(looks, stage_of_rank(parallel, rank)))
+        alike.setdefault(look, []).append(rank)
     return list(alike.values())
 
 
 def plan(parallel: Parallel, ranks: list[int], micro_batches: int) -> Plan:
     """The shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
-    rank, pp = ranks[0], parallel.pp
-    needed = set(_keys(parallel, micro_batches, rank))
-    for fewer in range(1, micro_batches + 1):
+    pp = parallel.pp
+    needed = set(_keys(parallel, micro_batches, ranks[0]))
+    for fewer in range(1, micro_batches):
         for length in range(min(pp, 3), min(pp, LONGEST_PIPELINE) + 1):
-            if fewer < length and fewer < micro_batches:
-                continue
-            places = {0: [0], pp - 1: [length - 1]}.get(rank, range(1, length - 1))
-            if length == pp:
-                places = [rank]
-            for place in places:
+            for place in range(length):
+                # As many ranks before it, and after it, as it has in truth, or fewer; none only at an end.
+                like = [r for r in ranks if 0 <= r - place <= pp - length and _ends(r, pp) == _ends(place, length)]
                 try:
-                    has = _keys(replace(parallel, pp=length, split=()), fewer, place)
+                    if like and needed <= set(_keys(replace(parallel, pp=length, split=()), fewer, place)):
+                        return Plan(ranks, like[0], fewer, length, place)
                 except ValueError:  # the schedule wants more micro batches
                     continue
-                if needed <= set(has):
-                    return Plan(ranks, length, place, fewer)
-    return Plan(ranks, pp, rank, micro_batches)
+    return Plan(ranks, ranks[0], micro_batches, pp, ranks[0])
+
+
+def _ends(place: int, pp: int) -> tuple[bool, bool]:
+    """Whether a rank is the first, and the last, of a pipeline."""
+    return place == 0, place == pp - 1
 
 
 @cache

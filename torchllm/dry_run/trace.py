@@ -165,15 +165,26 @@ class _Watched:
 def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks: bool) -> None:
     """Tell the tracker when a stage runs forward (`marks`: or backward), and when its head makes logits so wide."""
 
+    begun: set[int] = set()  # forward passes whose backward has begun
+
     def begin(module: nn.Module, args: Any) -> None:
         if marks:
             tracker.mark(f"{position}F")
         tracker.begin_forward()
 
     def end(module: nn.Module, args: Any, output: Tensor) -> None:
+        mark_backward(module, args, output)
         tracker.end_forward()
-        if marks:
-            output.register_hook(lambda gradient: tracker.mark(f"{position}B"))
+
+    def mark_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        number = tracker.window
+        if marks and number >= 0:  # not while recomputing
+            output.register_hook(lambda gradient: backward_begins(number))
+
+    def backward_begins(number: int) -> None:
+        if number not in begun:
+            begun.add(number)
+            tracker.mark(f"{position}B")
 
     def head_at_work(width: int) -> None:
         tracker.columns = width
@@ -188,6 +199,9 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
 
     stage.register_forward_pre_hook(begin, prepend=True)
     stage.register_forward_hook(end)
+    # Where the stage's result is its last module's, FSDP's hook on that gathers weights: be there before.
+    last = stage.lm_head if stage.lm_head is not None else list(stage.layers.values())[-1]
+    last.register_forward_hook(mark_backward, prepend=True)
     if stage.lm_head is not None:
         stage.lm_head.register_forward_pre_hook(into_head, prepend=True)
         stage.lm_head.register_forward_hook(out_of_head)
@@ -205,7 +219,6 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _part(mesh: Mesh, parallel: Parallel, pp: int, place: int) -> tuple[Mesh, Parallel]:
     """A pipeline of `pp` of the ranks with this one at `place`. Which others they are makes no difference."""
     ranks = dist.get_process_group_ranks(mesh.pp.get_group())
-    here = ranks[mesh.pp.get_local_rank()]
-    others = [rank for rank in ranks if rank != here][: pp - 1]
-    line = DeviceMesh("cpu", [*others[:place], here, *others[place:]], mesh_dim_names=mesh.pp.mesh_dim_names)
+    first = mesh.pp.get_local_rank() - place
+    line = DeviceMesh("cpu", ranks[first : first + pp], mesh_dim_names=mesh.pp.mesh_dim_names)
     return replace(mesh, pp=line), replace(parallel, pp=pp, split=())

@@ -65,8 +65,8 @@ class Tracker(TorchDispatchMode):
         self.fake, self.axes = fake, axes
         self.held: list[Held] = []
         self.sent: list[Sent] = []
-        self.windows: list[tuple[int, int]] = []
-        """first and last time of every forward pass of a stage"""
+        self.forward_ends: list[int] = []
+        """of every forward pass of a stage"""
         self.marks: list[tuple[int, str]] = []
         """when what began; pipeline schedules of several stages name their actions themselves"""
         self.now = 0
@@ -74,15 +74,16 @@ class Tracker(TorchDispatchMode):
         self.columns = 0
         """width of the logits while the head runs, else 0"""
         self._live: dict[int, tuple[weakref.ref[Any], Held]] = {}
-        self._refilled: dict[int, weakref.ref[Any]] = {}
+        self._filled: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # DTensors and tensors in flight: what they do inside comes here again
         out = func(*args, **(kwargs or {}))
-        self._tick()
+        self.now += 1
         name, namespace = func.__name__.partition(".")[0], func.namespace
         if namespace == "profiler":
+            self._notice_emptied()  # FSDP names what it does to the profiler, the freeing of weights too
             if "enter" in name and args[0].startswith(ACTION):
                 self.mark(args[0].removeprefix(ACTION))
             return out
@@ -92,29 +93,26 @@ class Tracker(TorchDispatchMode):
         kind = FSDP.get(name, "") if namespace == "fsdp" else ""
         for tensor in _tensors((out, (kwargs or {}).get("out"))):
             self._hold(tensor, kind)
-            if name == "split_with_sizes_copy":  # out of the buffer, into the gathered weights
+            if name in ("split_with_sizes_copy", "copy_"):  # how FSDP fills gathered weights, from others or one rank
                 storage = tensor.untyped_storage()
-                self._refilled[id(storage)] = weakref.ref(storage)
+                if id(storage) in self._live:
+                    self._filled[id(storage)] = weakref.ref(storage)
         if "c10d" in namespace:
             self._note_sent(name, args, out)
         return out
 
     def mark(self, name: str) -> None:
         """Something begins here."""
-        self._tick()
+        self.now += 1
+        self._notice_emptied()
         self.marks.append((self.now, name))
 
     def restart(self) -> None:
-        """Forget what is over: collectives, forward passes, marks, and memory that is free again."""
-        self._tick()
-        self.held = [held for held in self.held if held.died == NEVER]
-        self.sent, self.windows, self.marks = [], [], []
-        for held in self.held:
-            held.window = -1
-
-    def _tick(self) -> None:
+        """Forget what is over: collectives, marks, and memory that is free again."""
         self.now += 1
-        self._notice_refills()
+        self._notice_emptied()
+        self.held = [held for held in self.held if held.died == NEVER]
+        self.sent, self.marks = [], []
 
     # -- memory
 
@@ -127,12 +125,12 @@ class Tracker(TorchDispatchMode):
 
     def begin_forward(self) -> None:
         """A forward pass of a stage begins: what outlives it is kept for the backward pass."""
-        self.window = len(self.windows)
-        self.windows.append((self.now, NEVER))
+        self.window = len(self.forward_ends)
+        self.forward_ends.append(NEVER)
 
     def end_forward(self) -> None:
         """It ends."""
-        self.windows[self.window] = (self.windows[self.window][0], self.now)
+        self.forward_ends[self.window] = self.now
         self.window = -1
 
     def _hold(self, tensor: Tensor, kind: str) -> None:
@@ -142,6 +140,9 @@ class Tracker(TorchDispatchMode):
         known = self._live.get(id(storage))
         if known is not None and known[0]() is storage:
             known[1].kind = known[1].kind or kind
+            if known[1].bytes != storage.nbytes():  # filled again
+                known[1].died = self.now - 1
+                self._keep(storage, Held(storage.nbytes(), self.now, -1, known[1].kind, False))
             return
         if self.columns and tensor.dim() and tensor.shape[-1] == self.columns:
             kind = kind or "logits"
@@ -160,15 +161,16 @@ class Tracker(TorchDispatchMode):
         self._live[key] = (weakref.ref(storage, free), held)
         self.held.append(held)
 
-    def _notice_refills(self) -> None:
-        """FSDP empties and refills the storages of gathered weights; no operation tells, so look at each of them."""
-        for key, reference in list(self._refilled.items()):
+    def _notice_emptied(self) -> None:
+        """FSDP empties the storages of gathered weights, and later fills them again; no operation tells."""
+        for key, reference in list(self._filled.items()):
             storage = reference()
-            if storage is None:
-                del self._refilled[key]
-            elif (held := self._live[key][1]).bytes != storage.nbytes():
-                held.died = self.now - 1
-                self._keep(storage, Held(storage.nbytes(), self.now, self.window, "gathered", False))
+            if storage is None or storage.nbytes() != self._live[key][1].bytes:
+                del self._filled[key]
+                if storage is not None:
+                    held = self._live[key][1]
+                    held.kind, held.died = "gathered", self.now - 1
+                    self._keep(storage, Held(storage.nbytes(), self.now, -1, "gathered", False))
 
     def _pass_on(self, old: Tensor, new: Tensor) -> None:
         """The memory of `old` is that of `new` too: only a fake tensor is copied by waiting for it."""

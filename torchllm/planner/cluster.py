@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchllm.config import Bound, Model, Parallel, Training
+from torchllm.config import Bound, Config, Model, Parallel, Training
 from torchllm.config_toml import KeyPath, dotted, read_files, shown
 from torchllm.config_types import Fault, read_table
 
@@ -92,6 +92,13 @@ def slow_tensor_parallel(tp: int, gpus_per_node: int, sent: float, hardware: Har
         f"parallel.tp = {tp} leaves the node ({gpus_per_node} ranks): {sent / 1e9:.3g} GB a rank and step go not over "
         f"{inside} but over {outside}; a tp that divides {gpus_per_node} stays inside"
     )
+
+
+def tensor_parallel_warning(config: Config, ranks_on_node: int, itemsize: int) -> str:
+    """`slow_tensor_parallel` of a run, its cost by formula; degrees resolved. `itemsize`: bytes of a hidden state."""
+    hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
+    sent = tensor_parallel_bytes(config.model, config.training, config.parallel, itemsize)
+    return slow_tensor_parallel(config.parallel.tp, ranks_on_node, sent, hardware)
 
 
 def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, itemsize: int) -> float:

@@ -1,0 +1,111 @@
+"""A step put together from a short one equals the step traced whole."""
+
+from multiprocessing import Pool
+
+import pytest
+import torch
+
+from tests.dry_run import nonzero
+from tests.parity import Settings, tiny
+from torchllm.config import gradient_accumulation
+from torchllm.dry_run.memory import largest
+from torchllm.dry_run.replay import keys, replay
+from torchllm.dry_run.run import _keys, kinds, plan
+from torchllm.dry_run.trace import trace
+
+SCALARS = 16
+"""bytes a micro batch that the short step does not scale: its numbers of tokens and pairs"""
+
+
+def test_keys_tell_actions_apart_by_what_came_before_on_their_stage() -> None:
+    order = ["1UNSHARD", "1F0", "1SEND_F0", "5F0", "1F1", "(1F2;5B0)OVERLAP_F_B", "5I1", "5W1", "1B0", "5REDUCE_GRAD"]
+    assert keys(order, (1, 5)) == [
+        ((0, "UNSHARD", "", True, False),),
+        ((0, "F", "UNSHARD", False, False),),
+        ((0, "SEND_F", "", False, False),),
+        ((1, "F", "", False, False),),
+        ((0, "F", "F", False, False),),
+        ((0, "F", "F", False, False), (1, "B", "F", True, True)),
+        ((1, "I", "B", True, False),),
+        ((1, "W", "I", True, True),),
+        ((0, "B", "F", True, True),),
+        ((1, "REDUCE_GRAD", "W", True, False),),
+    ]
+
+
+CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
+    "one stage, ZeRO 3": ({"parallel.dp_shard": 2, "parallel.tp": 2, "training.global_batch_size": 16}, 0),
+    "1F1B, ZeRO 3": ({"parallel.schedule": "1F1B", "parallel.dp_shard": 2, "training.global_batch_size": 24}, 1),
+    "1F1B, tensor parallel and recompute of every other block": (
+        {
+            "parallel.schedule": "1F1B",
+            "parallel.tp": 2,
+            "parallel.zero_stage": 1,
+            "recompute.mode": "every_k",
+            "training.global_batch_size": 10,
+        },
+        -1,
+    ),
+    "stages that are evicted and fetched": (
+        {
+            "model.layers": 16,
+            "parallel.schedule": "Interleaved1F1B",
+            "parallel.virtual_stages": 4,
+            "parallel.dp_shard": 2,
+            "training.global_batch_size": 24,
+        },
+        0,
+    ),
+    "ZBVZeroBubble": (
+        {
+            "parallel.schedule": "ZBVZeroBubble",
+            "parallel.dp_shard": 2,
+            "recompute.mode": "full",
+            "training.global_batch_size": 24,
+        },
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
+    settings, kind = CASES[name]
+    pp = 1 if "parallel.schedule" not in settings else 4
+    config = tiny({"model.layers": 8, "parallel.pp": pp} | settings)
+    parallel = config.parallel
+    count = gradient_accumulation(config.training, parallel.dp_shard)
+    short = plan(parallel, kinds(config)[kind], count)
+    assert short.micro_batches < count
+    with Pool(2, maxtasksperchild=1) as pool:
+        arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
+        few, whole = pool.starmap(trace, [(config, torch.float32, *a) for a in arguments], chunksize=1)
+    order = _keys(parallel, count, short.ranks[0])
+    assert order == whole.keys
+    put_together, truth = replay(few, order, count), replay(whole, order, count)
+    missing = SCALARS * (count - short.micro_batches)
+    peak = nonzero(largest(span.peak for span in whole.spans))
+    peak["temporary"] -= missing
+    assert nonzero(put_together.peak) == peak
+    assert put_together.sent == truth.sent
+    assert sum(put_together.end.values()) == sum(whole.spans[-1].start.values()) - missing
+
+
+def test_a_short_step_is_traced_whole() -> None:
+    for settings, count in (({}, 2), ({"parallel.pp": 2}, 2), ({"parallel.pp": 4, "parallel.schedule": "GPipe"}, 2)):
+        parallel = tiny(settings).parallel
+        for rank in range(parallel.pp):
+            found = plan(parallel, [rank], count)
+            assert found.micro_batches == count
+            assert found.pp == parallel.pp or found.micro_batches == count
+
+
+def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:
+    assert kinds(tiny({})) == [[0]]
+    assert kinds(tiny({"model.layers": 16, "parallel.pp": 8, "parallel.split": (2,) * 8})) == [
+        [0], [1, 2, 3, 4, 5, 6], [7]
+    ]  # fmt: skip
+    uneven = {"model.layers": 9, "parallel.pp": 4, "parallel.split": (2, 3, 2, 2)}
+    assert kinds(tiny(uneven)) == [[0], [1], [2], [3]]
+    every = {"model.layers": 12, "parallel.pp": 4, "parallel.split": (3,) * 4, "recompute.mode": "every_k"}
+    assert kinds(tiny(every)) == [[0], [1], [2], [3]]  # recomputed: first and third block, or the second
