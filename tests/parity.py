@@ -29,6 +29,7 @@ from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.torch_compat import local_region
 from torchllm.train_step import TrainStep
 
 STEPS = 3
@@ -181,13 +182,27 @@ def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> di
     got = [(canonical_name(name), get(parameter)) for stage in stages for name, parameter in stage.named_parameters()]
     missing = [name for name, tensor in got if tensor is None]
     assert not missing, f"nothing there: {missing}"
-    mine = [(name, whole(tensor)) for name, tensor in got]
+    # One exchange of what each rank holds: a gather of each tensor by torch costs as much as a step.
+    mine = [(name, tuple(tensor.shape), *_held(tensor.detach())) for name, tensor in got]
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, mine)
     found: dict[str, np.ndarray] = {}
-    for name, tensor in itertools.chain(*of_ranks):
-        assert np.array_equal(found.setdefault(name, tensor), tensor, equal_nan=True), f"{name}: ranks differ"
+    seen: dict[str, np.ndarray] = {}
+    for name, shape, offset, held in itertools.chain(*of_ranks):
+        here = tuple(slice(first, first + size) for first, size in zip(offset, held.shape, strict=True))
+        known = seen.setdefault(name, np.zeros(shape, dtype=bool))[here]
+        values = found.setdefault(name, np.empty(shape, dtype=held.dtype))[here]
+        assert np.array_equal(values[known], held[known], equal_nan=True), f"{name}: ranks differ"
+        values[...], known[...] = held, True
+    for name, known in seen.items():
+        assert known.all(), f"{name}: {(~known).sum()} elements are nowhere"
     return found
+
+
+def _held(tensor: Tensor) -> tuple[tuple[int, ...], np.ndarray]:
+    """Where this rank's part of a tensor begins, and the part."""
+    _, offset = local_region(tensor)
+    return offset, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy()
 
 
 def whole(tensor: Tensor) -> np.ndarray:
