@@ -123,11 +123,15 @@ class Sampler:
         """Of these, with options, the one of most worth for its cost; drawn."""
         complete = [self.complete(layout) for layout in layouts]
         best = max(complete, key=lambda layout: self.worth_of(layout) / cost(layout) ** THRIFT)
-        drawn = pairs(self.numbers(best))
+        self.count(best)
+        return best
+
+    def count(self, layout: Layout) -> None:
+        """A layout is drawn."""
+        drawn = pairs(self.numbers(layout))
         self.drawn[drawn] += 1
         self.worth[drawn] = 1e-3 / self.drawn[drawn]
         self.worth[0] = 0.0
-        return best
 
     def worth_of(self, layout: Layout) -> float:
         """Of its pairs together."""
@@ -163,13 +167,22 @@ def covering(seed: int) -> list[Layout]:
     return Sampler(lattice().layouts, seed, exact=False).cover()
 
 
-def every_mesh(seed: int) -> list[Layout]:
-    """Every mesh x schedule x cp method x sequence parallelism; then every pair of settings that this left out."""
+MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel")
+"""what `every_mesh` combines in full"""
+
+
+def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
+    """Every mesh x schedule x cp method x sequence parallelism; then every pair of settings that this left out.
+
+    Without those that are `done`.
+    """
     sampler = Sampler(lattice().layouts, seed, exact=True)
     groups: dict[Any, list[int]] = {}
     for index, layout in enumerate(sampler.layouts):
-        differ = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel")
-        groups.setdefault(tuple(layout.get(key) for key in differ), []).append(index)
+        groups.setdefault(tuple(map(layout.get, MESH)), []).append(index)
+    for layout in done:
+        sampler.count(layout)
+        groups.pop(tuple(map(layout.get, MESH)), None)
     return [sampler.best(sampler.promising(np.array(indices))) for indices in groups.values()] + sampler.cover()
 
 

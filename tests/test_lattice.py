@@ -35,8 +35,8 @@ from tests.lattice import (
     read_settings,
     settings_of,
 )
-from tests.lattice_report import BEGIN, END, README, RESULTS, features, sum_up, table
-from tests.lattice_sampler import at_random, covering, every_mesh
+from tests.lattice_report import BEGIN, END, README, RESULTS, features, read, sum_up, table
+from tests.lattice_sampler import MESH, at_random, covering, every_mesh
 from tests.parity import Settings, tiny
 from tests.workers import run
 from torchllm.config_problems import problems
@@ -90,12 +90,15 @@ def test_the_sample_has_every_pair_of_settings() -> None:
 
 
 def test_every_mesh_is_drawn() -> None:
-    keys = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel")
+    def meshes(several: Iterable[Layout]) -> set[Any]:
+        return {tuple(map(layout.get, MESH)) for layout in several}
+
     drawn = every_mesh(seed=2)
     assert all(map(is_valid, drawn))
-    assert {tuple(map(layout.get, keys)) for layout in drawn} == {
-        tuple(map(layout.get, keys)) for layout in lattice().layouts
-    }
+    assert meshes(drawn) == meshes(lattice().layouts)
+    rest = every_mesh(seed=2, done=drawn[:400])
+    assert meshes(rest) | meshes(drawn[:400]) == meshes(drawn)
+    assert len(rest) < len(drawn) - 350
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -115,8 +118,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         option = metafunc.config.option
         drawn: list[Layout] = []
         if "not lattice" not in option.markexpr:
-            whole = option.count == "all-meshes"
-            drawn = every_mesh(option.seed) if whole else at_random(int(option.count), option.seed)
+            if option.count == "all-meshes":
+                done = [record["layout"] for record in read(option.report) if "error" in record]
+                drawn = every_mesh(option.seed, done)
+            else:
+                drawn = at_random(int(option.count), option.seed)
         metafunc.parametrize("drawn", drawn, ids=describe)
 
 
@@ -188,8 +194,7 @@ def test_results_are_summed_up() -> None:
     of = {"seconds": 1.6, "torch": "2.13.0"}
     results = sum_up(
         [
-            {"layout": one, "failed": "at first", **of},
-            {"layout": one, "error": 1e-6, **of},  # run again
+            {"layout": one, "error": 1e-6, **of},
             {"layout": two, "error": 3e-6, **of},
             {"layout": three, "error": 2e-6, **of},
             {"layout": four, "failed": "why", **of},
@@ -231,6 +236,15 @@ def test_results_are_summed_up() -> None:
     heads, gpipe, ddp = (lines[row].split(" | ") for row in (0, 3, 10))
     assert (gpipe[0], gpipe[heads.index("ZeRO 3")], gpipe[heads.index("ring")]) == ("| GPipe", "7", "–")
     assert (ddp[0], ddp[heads.index("TP")]) == ("| DDP", "5")
+
+
+def test_a_report_has_the_last_record_of_each_valid_layout(tmp_path: Path) -> None:
+    one, two = at_random(2, seed=4)
+    refused = {**one, "parallel.tp": 5}
+    records = [{"layout": layout, "seconds": second} for second, layout in enumerate((one, two, refused, one))]
+    (tmp_path / "report.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read(str(tmp_path / "report.jsonl")) == [records[3], records[1]]
+    assert read(str(tmp_path / "none.jsonl")) == []
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="the lattice has not been run yet")
