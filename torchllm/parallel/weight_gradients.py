@@ -57,6 +57,7 @@ class WeightGradients:
         return run
 
 
+@torch.no_grad()  # FOOTGUN: else the sum remembers how it was made, and with it every micro batch's operands
 def add_product(weight: Tensor, x: Tensor, gradient: Tensor) -> None:
     """weight.grad += gradientᵀ x, summed over all leading dimensions."""
     product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
