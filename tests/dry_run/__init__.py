@@ -5,15 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchllm.dry_run.memory import Bytes
-
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` in a new process: DTensor's caches must not meet the groups of another layout."""
     with multiprocessing.Pool(1) as pool:
         return pool.apply(partial(function, *arguments))
-
-
-def nonzero(level: Bytes) -> dict[str, int]:
-    """Without the purposes that hold nothing."""
-    return {purpose: count for purpose, count in level.items() if count}

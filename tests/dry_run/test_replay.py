@@ -5,16 +5,15 @@ from multiprocessing import Pool
 import pytest
 import torch
 
-from tests.dry_run import nonzero
 from tests.parity import Settings, tiny
 from torchllm.config import gradient_accumulation
-from torchllm.dry_run.memory import largest
+from torchllm.dry_run.memory import PURPOSES, largest
 from torchllm.dry_run.replay import keys, replay
 from torchllm.dry_run.run import _keys, kinds, plan
 from torchllm.dry_run.trace import trace
 
-SCALARS = 16
-"""bytes a micro batch that the short step does not scale: its numbers of tokens and pairs"""
+SCALARS = 32
+"""bytes a micro batch that the short step does not scale: numbers of tokens and pairs, losses. Tensors are exact."""
 
 
 def test_keys_tell_actions_apart_by_what_came_before_on_their_stage() -> None:
@@ -83,12 +82,12 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     order = _keys(parallel, count, short.ranks[0])
     assert order == whole.keys
     put_together, truth = replay(few, order, count), replay(whole, order, count)
-    missing = SCALARS * (count - short.micro_batches)
-    peak = nonzero(largest(span.peak for span in whole.spans))
-    peak["temporary"] -= missing
-    assert nonzero(put_together.peak) == peak
+    missed = SCALARS * (count - short.micro_batches)
+    assert missed < min(few.saved) / 20  # less than a twentieth of one micro batch's activations
+    peak = largest(span.peak for span in whole.spans)
+    for mine, true in ((put_together.peak, peak), (put_together.end, whole.spans[-1].start)):
+        assert [p for p in PURPOSES if abs(mine[p] - true[p]) > missed] == []
     assert put_together.sent == truth.sent
-    assert sum(put_together.end.values()) == sum(whole.spans[-1].start.values()) - missing
 
 
 def test_a_short_step_is_traced_whole() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dry_run import apart
 from tests.parity import Settings, tiny
 from torchllm.dry_run.report import Report, as_json, as_text, size, warnings
 from torchllm.dry_run.run import examine
@@ -26,7 +25,7 @@ LAYOUT: Settings = {
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return apart(examine, tiny(LAYOUT))
+    return examine(tiny(LAYOUT))
 
 
 def test_it_says_what_every_kind_of_rank_holds_and_sends(report: Report) -> None:
@@ -141,7 +140,7 @@ ASSUMED: dict[str, tuple[Settings, str]] = {
 @pytest.mark.parametrize("name", ASSUMED)
 def test_what_it_assumes_is_said_and_traced(name: str) -> None:
     settings, words = ASSUMED[name]
-    report = apart(examine, tiny(settings))
+    report = examine(tiny(settings))
     assert any(words in line for line in as_text(report).splitlines() if line.startswith("assumed: "))
 
 

@@ -122,7 +122,7 @@ def test_the_link_of_an_axis_is_the_slowest_on_which_its_groups_meet() -> None:
         "NVLink", "pod", "cluster", "cluster"
     ]  # fmt: skip
     assert name((1, 1, 2, 1, 8), 2) == "rack"
-    assert name((1, 1, 8, 1, 6), 4) == "rack"  # ranks 6 to 11 are on two nodes, though 0 to 5 are on one
+    assert name((1, 1, 8, 1, 6), 4) == "pod"  # ranks 12 to 17 are in two racks, though 0 to 5 are on a node
     assert name((1, 1, 3072, 1, 16), 4) == "rack"
     assert name((2, 1, 12288, 1, 2), 2) == "cluster"
     assert name((1, 1, 4096, 1, 8), 2) is None  # more than there are

@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
         if name == "wait_tensor":
             self._pass_on(args[0], out)
             return out
-        kind = FSDP.get(name, "") if namespace == "fsdp" else ""
+        kind = FSDP.get(name, "")
         for tensor in _tensors((out, (kwargs or {}).get("out"))):
             self._hold(tensor, kind)
             if name in ("split_with_sizes_copy", "copy_"):  # how FSDP fills gathered weights, from others or one rank
