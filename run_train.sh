@@ -58,6 +58,9 @@ if [ -z "${NPROC:-}" ]; then
     export NPROC_IS_DEFAULT=1 # to a dry run, which is of any number of processes
 fi
 export NPROC NNODES=${NNODES:-1}
+[ "$NNODES" = 1 ] || [ -n "$head" ] || [[ " $* " == *" --run.dry_run=true "* ]] || fail "NNODES=$NNODES, but not under \
+Slurm or Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on \
+every node"
 for word in "$@"; do # nothing to start
     case $word in --help | -h | --check) exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" ;; esac
 done
@@ -83,8 +86,6 @@ if [ "$dry_run" = 1 ]; then # one process speaks for all
     [ "$node_rank" = 0 ] || exit 0
     exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@"
 fi
-[ "$NNODES" = 1 ] || [ -n "$head" ] || fail "NNODES=$NNODES, but not under Slurm or Kubernetes: set PET_NNODES, \
-PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"
 set -- "$@" "--run.folder=$folder"
 marker=$folder/stopped.json request=$folder/stop
 [ "$node_rank" != 0 ] || rm -f "$marker" "$request" # of the run before

@@ -238,7 +238,7 @@ def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "processes"),
     [
-        (["--parallel.dp_shard=16"], {}, "2"),  # a default of the script, and said to be one
+        (["--parallel.dp_shard=16"], {}, "16"),  # not the default of the script, which is said to be one
         ([], {"NPROC": "8", "NNODES": "2"}, "8"),
     ],
 )
