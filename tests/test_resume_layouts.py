@@ -94,7 +94,10 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
     data = build_loader(DATA, config.training, config.model, 0, DataRanks(mesh.data_rank, mesh.data_size))
     if folder is not None:
-        checkpoints = Checkpointer(Checkpoint(), Path(folder), stages, optimizer, host_group=dist.group.WORLD)
+        settings_of_checkpoints = Checkpoint(asynchronous=config.parallel.pp == 4)  # one of them in the background
+        checkpoints = Checkpointer(
+            settings_of_checkpoints, Path(folder), stages, optimizer, host_group=dist.group.WORLD
+        )
         if manifest := checkpoints.resume():
             assert manifest.step == steps[0] - 1
             data.load_state(manifest.data)
