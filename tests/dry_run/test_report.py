@@ -63,9 +63,13 @@ def test_json_has_the_same_in_bytes(report: Report) -> None:
     found = json.loads(as_json(report))
     assert (found["ranks"], found["micro_batches"], found["dtype"]) == (16, 8, "bfloat16")
     assert [kind["pp_ranks"] for kind in found["kinds"]] == [[0], [1, 2], [3]]
+    vocabulary = 96 / 2  # of a tp rank: its part of the logits in bfloat16 and in float32, shifted, and their gradient
+    assert 32 * vocabulary * (2 + 4) <= found["kinds"][-1]["at_most"]["logits"] <= 32 * vocabulary * (2 + 3 * 4)
+    assert [kind["at_most"]["logits"] for kind in found["kinds"][:-1]] == [0, 0]
     assert [kind["stages"] for kind in found["kinds"]] == [["e 0-1"], ["2-3"], ["6-7 h"]]
     for kind, same in zip(found["kinds"], report.kinds, strict=True):
         assert kind["peak"] == sum(kind["memory"].values()) == sum(same.memory.values())
+        assert all(kind["at_most"][purpose] >= count for purpose, count in kind["memory"].items())
         assert {(s["axis"], s["collective"]): (s["count"], s["bytes"]) for s in kind["sent"]} == same.sent
     links = {link["axis"]: (link["ranks"], link["link"]) for link in found["links"]}
     assert links == {

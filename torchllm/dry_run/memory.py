@@ -30,6 +30,8 @@ class Span(NamedTuple):
     end: Bytes
     peak: Bytes
     """when the sum was largest"""
+    most: Bytes
+    """of each purpose, when that was largest"""
     sent: list[Sent]
 
 
@@ -68,10 +70,11 @@ def spans(tracker: Tracker) -> list[Span]:
     found: list[Span] = []
     at = 0
     for (_, name), end in zip(tracker.marks, [time for time, _ in tracker.marks[1:]] + [NEVER], strict=True):
-        start, peak, highest, messages = level.copy(), level.copy(), sum(level.values()), []
+        start, peak, most, highest, messages = level.copy(), level.copy(), level.copy(), sum(level.values()), []
         while at < len(times) and times[at] < end:
             for held in births.get(times[at], ()):
                 level[purposes[held]] += held.bytes
+                most[purposes[held]] = max(most[purposes[held]], level[purposes[held]])
             if (total := sum(level.values())) > highest:
                 peak, highest = level.copy(), total
             for held in deaths.get(times[at], ()):
@@ -80,7 +83,7 @@ def spans(tracker: Tracker) -> list[Span]:
         while next_sent is not None and next_sent.time < end:
             messages.append(next_sent)
             next_sent = next(sent)
-        found.append(Span(name, start, level.copy(), peak, messages))
+        found.append(Span(name, start, level.copy(), peak, most, messages))
     return found
 
 
@@ -116,6 +119,11 @@ def left_by_forwards(tracker: Tracker) -> list[int]:
 def largest(levels: Iterable[Bytes]) -> Bytes:
     """The one with the largest sum."""
     return max(levels, key=lambda level: sum(level.values()))
+
+
+def each_largest(one: Bytes, other: Bytes) -> Bytes:
+    """The larger of two, purpose by purpose."""
+    return Counter({kind: max(one[kind], other[kind]) for kind in one.keys() | other.keys()})
 
 
 def plus(one: Bytes, other: Bytes, times: int = 1) -> Bytes:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.dry_run.memory import Bytes, Span, largest, plus
+from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -42,6 +42,8 @@ class Step(NamedTuple):
 
     peak: Bytes
     """when most memory was held"""
+    most: Bytes
+    """of each purpose, when that was largest"""
     end: Bytes
     """when the gradients were complete"""
     sent: dict[tuple[str, str], tuple[int, float]]
@@ -76,14 +78,15 @@ def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> Step:
     costs = dict(zip(traced.keys, actions, strict=True))
     more = micro_batches - traced.micro_batches
     level = plus(begin.end, traced.each, more)
-    peaks = [plus(begin.peak, traced.each, more)]
+    peaks, most = [plus(begin.peak, traced.each, more)], plus(begin.most, traced.each, more)
     for key in order:
         cost = costs[key]
         peaks.append(plus(level, plus(cost.peak, cost.start, -1)))
+        most = each_largest(most, plus(level, plus(cost.most, cost.start, -1)))
         level = plus(level, plus(cost.end, cost.start, -1))
     level = plus(plus(level, traced.each, -more), traced.each_tail, more)
     peaks.append(plus(level, plus(tail.peak, tail.start, -1)))
-    return Step(largest(peaks), level, _sum_of_sent([begin, *(costs[key] for key in order), tail]))
+    return Step(largest(peaks), most, level, _sum_of_sent([begin, *(costs[key] for key in order), tail]))
 
 
 def _sum_of_sent(spans: Sequence[Span]) -> dict[tuple[str, str], tuple[int, float]]:

@@ -30,6 +30,8 @@ class Kind(NamedTuple):
     """the pipeline rank that the figures are of: that with the highest peak"""
     memory: Bytes
     """by purpose, when most was held"""
+    most: Bytes
+    """of each purpose, when that was largest"""
     sent: dict[tuple[str, str], tuple[int, float]]
     """axis and collective -> how many a step, bytes in all"""
     traced: tuple[int, int]
@@ -78,6 +80,7 @@ def as_json(report: Report) -> str:
                 "stages": _stages(report, kind),
                 "memory": {purpose: kind.memory[purpose] for purpose in PURPOSES},
                 "peak": sum(kind.memory.values()),
+                "at_most": {purpose: kind.most[purpose] for purpose in PURPOSES},
                 "fits": report.verdict(kind),
                 "sent": [
                     {"axis": axis, "collective": name, "count": count, "bytes": sent}
@@ -129,6 +132,9 @@ def _memory_rows(report: Report) -> Iterator[list[str]]:
         if any(kind.memory[purpose] for kind in kinds):
             yield [f"  {purpose}", *(size(kind.memory[purpose]) for kind in kinds)]
     yield ["  sum", *(size(sum(kind.memory.values())) for kind in kinds)]
+    for purpose in ("activations", "logits"):
+        if any(kind.most[purpose] > kind.memory[purpose] for kind in kinds):
+            yield [f"  {purpose}, at other times", *(size(kind.most[purpose]) for kind in kinds)]
     if report.hardware is not None:
         yield [f"  {report.hardware.gpu}, {size(report.hardware.memory)}", *map(report.verdict, kinds)]
 
@@ -162,7 +168,7 @@ def assumptions(report: Report) -> Iterator[str]:
     config = report.config
     chosen = "" if config.training.dtype != "auto" else ", which auto is there" if report.hardware else ", as here"
     yield f"computation in {_dtype(report)}{chosen}; weights, gradients and moments in float32"
-    yield "kernels as on a CPU: a GPU's fused norms and attention keep as much or less"
+    yield "kernels as on a CPU: a GPU's fused attention keeps the same for the backward, its fused norms less"
     if config.model.attention in ("flash", "flex"):
         yield f"attention sdpa in place of {config.model.attention}, which keeps the same for the backward"
     if config.compile.norm or config.compile.block or config.compile.loss:
@@ -173,8 +179,8 @@ def assumptions(report: Report) -> Iterator[str]:
         batches, ranks = kind.traced
         if (batches, ranks) != (report.micro_batches, config.parallel.pp):
             yield (
-                f"pp {_span(kind.pp_ranks)}: traced with {batches} micro batches on {ranks} pipeline ranks, "
-                f"put together for {report.micro_batches} on {config.parallel.pp} in the order of the schedule"
+                f"of pipeline rank {_span(kind.pp_ranks)}, {batches} micro batches on {ranks} ranks were traced, "
+                f"and put together to {report.micro_batches} on {config.parallel.pp} in the order of the schedule"
             )
 
 

@@ -132,4 +132,4 @@ def _highest(parallel: Parallel, one: Plan, traced: Traced, micro_batches: int) 
         if set(order) <= set(traced.keys):
             steps.append((rank, replay(traced, order, micro_batches)))
     rank, step = max(steps, key=lambda found: sum(found[1].peak.values()))
-    return Kind(one.ranks, rank, step.peak, step.sent, (traced.micro_batches, one.pp))
+    return Kind(one.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, one.pp))

@@ -3,8 +3,8 @@
 torch's fake process group stands for the other ranks, whatever their number; fake tensors have shapes and no numbers.
 The step runs twice and the second counts, for DTensor propagates shapes at the first use of each operation.
 
-A pipeline of many stages is traced as one of three (first, middle, last), around this rank's true stages, and a step of
-many micro batches as one of a few: `replay.py` puts the true order together from it.
+A long pipeline is traced as a short one around this rank's true stages, and a step of many micro batches as one of a
+few (`run.plan`); `replay.py` puts the true step together from it.
 """
 
 import warnings
