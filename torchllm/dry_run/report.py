@@ -133,8 +133,9 @@ def _memory_rows(report: Report) -> Iterator[list[str]]:
             yield [f"  {purpose}", *(size(kind.memory[purpose]) for kind in kinds)]
     yield ["  sum", *(size(sum(kind.memory.values())) for kind in kinds)]
     for purpose in ("activations", "logits"):
-        if any(kind.most[purpose] > kind.memory[purpose] for kind in kinds):
-            yield [f"  {purpose}, at other times", *(size(kind.most[purpose]) for kind in kinds)]
+        most = [size(kind.most[purpose]) for kind in kinds]
+        if most != [size(kind.memory[purpose]) for kind in kinds]:
+            yield [f"  {purpose}, at other times", *most]
     if report.hardware is not None:
         yield [f"  {report.hardware.gpu}, {size(report.hardware.memory)}", *map(report.verdict, kinds)]
 
