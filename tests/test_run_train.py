@@ -533,7 +533,9 @@ def test_two_nodes_stop_together_when_one_is_told(
     nodes[0].until(lambda: "step    3/5000" in nodes[0].out.read_text())
     nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].err.read_text() + nodes[1].err.read_text()
-    assert nodes[1].out.read_text() + nodes[1].err.read_text() == ""
+    said = (nodes[1].out.read_text() + nodes[1].err.read_text()).splitlines()
+    # Where node 0, whose process has the store, ends first, torch says on node 1 that the store has gone.
+    assert [line for line in said if line and not line.startswith(("[W", "Exception raised from", "frame #"))] == []
     assert f"{folder}/stop: saving at the next step boundary" in nodes[0].err.read_text()
     assert "stopped early, with a checkpoint" in nodes[0].out.read_text()
     assert (folder / "stopped.json").exists()
