@@ -39,6 +39,8 @@ def test_input_gradients_come_first_and_weights_when_asked(family: str) -> None:
     first()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6, msg=name)
+        assert mine.grad is not None
+        assert not mine.grad.requires_grad, name  # else it remembers its operands
     first()  # each product once, and its operands are gone
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
