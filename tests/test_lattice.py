@@ -37,7 +37,7 @@ from tests.lattice import (
 )
 from tests.lattice_report import BEGIN, END, README, RESULTS, features, read, sum_up, table
 from tests.lattice_sampler import MESH, at_random, covering, every_mesh
-from tests.parity import Settings, tiny
+from tests.parity import Settings, check, tiny
 from tests.workers import run
 from torchllm.config_problems import problems
 from torchllm.torch_compat import local_region
@@ -156,11 +156,11 @@ def test_a_failure_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.
     assert again == tiny(settings_of(layout))
 
 
-def rows_misplaced(vocabularies: Sequence[int]) -> list[int]:
-    """Those of which torch says that this rank, of dp 3 x tp 2, holds other rows than it does."""
+def rows_misplaced(ranks: int, vocabularies: Sequence[int]) -> list[int]:
+    """Those of which torch says that this rank, of dp x tp 2, holds other rows than it does."""
     wrong = []
     for vocab in vocabularies:
-        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         embedding = nn.Embedding(vocab, 1)
         embedding.weight.data = torch.arange(vocab, dtype=torch.float32).unsqueeze(1)
         parallelize_module(embedding, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
@@ -171,12 +171,27 @@ def rows_misplaced(vocabularies: Sequence[int]) -> list[int]:
     return wrong
 
 
-def test_vocabularies_refused_are_those_that_torch_misplaces() -> None:
+UNEVEN: Settings = {"parallel.tp": 2, "training.global_batch_size": 24}
+
+
+@pytest.mark.parametrize(("shards", "misplaced"), [(2, set()), (3, {91, 97, 103}), (4, {89, 97})])
+def test_vocabularies_that_torch_misplaces_are_refused(shards: int, misplaced: set[int]) -> None:
     vocabularies = range(88, 104)
-    wrong = set().union(*run(rows_misplaced, 6, vocabularies))
-    parallel = {"parallel.dp_shard": 3, "parallel.tp": 2, "training.global_batch_size": 24}
-    refused = {vocab for vocab in vocabularies for problem in problems(tiny({**parallel, "model.vocab": vocab}), 6)}
-    assert wrong == refused == {91, 97, 103}
+    assert set().union(*run(rows_misplaced, 2 * shards, 2 * shards, vocabularies)) == misplaced
+    settings = {**UNEVEN, "parallel.dp_shard": shards}
+    refused = {v for v in vocabularies for _ in problems(tiny({**settings, "model.vocab": v}), 2 * shards)}
+    assert refused == (set(range(89, 104, 2)) if shards > 2 else set())
+    assert misplaced <= refused
+
+
+def test_uneven_vocabularies_that_let_copies_drift_are_refused() -> None:
+    """gloo sums a buffer in pieces, in another order each; tp's ranks have the same weights at other places in it."""
+    settings = {**UNEVEN, "parallel.dp_shard": 3, "parallel.zero_stage": 0, "parallel.sequence_parallel": True}
+    settings |= {"model.vocab": 97, "model.family": "gpt", "model.tied_embeddings": True}
+    settings |= {"training.micro_batch_size": 8, "training.sequence_length": 48}
+    assert [problem.key for problem in problems(tiny(settings), 6)] == ["model.vocab"]
+    with pytest.raises(AssertionError, match="ranks differ"):
+        check(settings, ragged=True)
 
 
 def test_results_are_summed_up() -> None:

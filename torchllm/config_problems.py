@@ -109,8 +109,15 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
     if -(-model.vocab // parallel.tp) * (parallel.tp - 1) >= model.vocab:
         yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab}")
-    elif not found:
-        yield from _vocabulary_problems(model.vocab, parallel, degrees["dp_shard"] * parallel.cp)
+    elif not found and model.vocab % parallel.tp and data_ranks(degrees) * parallel.cp > 2:
+        # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place (initial
+        # weights, gathered tensors, checkpoints), without an error; and whole weights that share a buffer with them are
+        # summed in another order on each tp rank, so that their copies drift apart.
+        yield Problem(
+            "model.vocab",
+            f"{model.vocab} does not divide by tp {parallel.tp}, which more than two ranks of dp x cp do not survive: "
+            f"set it to {-(-model.vocab // parallel.tp) * parallel.tp} (rows over the tokenizer's are never used)",
+        )
     cuts_sequence = parallel.sequence_parallel or (parallel.pp > 1 and parallel.scatter_gather)
     local = training.sequence_length // parallel.cp
     if cuts_sequence and local % parallel.tp and not training.sequence_length % parallel.cp:
@@ -125,30 +132,6 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
                 f"{training.global_batch_size} does not divide by micro_batch_size {training.micro_batch_size} x "
                 f"{data_ranks(degrees)} data-parallel ranks = {per_pass}",
             )
-
-
-def _vocabulary_problems(vocab: int, parallel: Parallel, shards: int) -> Iterator[Problem]:
-    """What torch asks of rows that tp does not share evenly and FSDP shards further.
-
-    The ranks of tp hold `pieces` of the rows; of each piece FSDP's i-th rank holds the i-th of its pieces. A DTensor
-    (torch 2.13) takes it that these i-th pieces are the sum of their rows, cut by tp, and where they are not it
-    misplaces rows without an error: in the initial weights, in gathered tensors, in checkpoints.
-    """
-    if parallel.zero_stage == 0 or vocab % parallel.tp == 0:
-        return
-    of_tp = [_pieces(rows, shards) for rows in _pieces(vocab, parallel.tp)]
-    if any(list(held) != _pieces(sum(held), parallel.tp) for held in zip(*of_tp, strict=True)):
-        yield Problem(
-            "model.vocab",
-            f"torch misplaces rows of {vocab} that tp {parallel.tp} and {shards} FSDP ranks share unevenly: set it to "
-            f"{-(-vocab // parallel.tp) * parallel.tp} (rows over the tokenizer's are never used)",
-        )
-
-
-def _pieces(rows: int, ranks: int) -> list[int]:
-    """How torch cuts rows: the first pieces are as large as the largest, the last may be smaller or empty."""
-    largest = -(-rows // ranks)
-    return [max(0, min(largest, rows - largest * rank)) for rank in range(ranks)]
 
 
 def _pipeline_problems(config: Config, data_parallel: int | None) -> Iterator[Problem]:

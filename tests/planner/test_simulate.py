@@ -184,7 +184,12 @@ def test_peak_memory_counts_what_is_there_at_one_time() -> None:
 
 def test_the_largest_pipelines_are_simulated_at_once() -> None:
     """16 ranks, 8 stages each, 128 micro batches: 32,768 actions, 0.15 s on an idle core."""
-    start = time.process_time()
     parallel = Parallel(pp=16, schedule="Interleaved1F1B", virtual_stages=8)
-    equal(parallel, 128, StageTimes(1, 1, 1))
-    assert time.process_time() - start < 0.5
+
+    def seconds(micro_batches: int) -> float:
+        start = time.process_time()
+        equal(parallel, micro_batches, StageTimes(1, 1, 1))
+        return time.process_time() - start
+
+    few = min(seconds(16) for _ in range(3))
+    assert min(seconds(128) for _ in range(3)) < 16 * few  # 8 times the actions, and nothing that grows faster
