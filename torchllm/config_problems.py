@@ -110,9 +110,9 @@ def _parallel_problems(config: Config, world_size: int | None) -> Iterator[Probl
     if -(-model.vocab // parallel.tp) * (parallel.tp - 1) >= model.vocab:
         yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab}")
     elif not found and model.vocab % parallel.tp and data_ranks(degrees) * parallel.cp > 2:
-        # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place (initial
-        # weights, gathered tensors, checkpoints), without an error; and whole weights that share a buffer with them are
-        # summed in another order on each tp rank, so that their copies drift apart.
+        # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place
+        # (initial weights, gathered tensors, checkpoints) without an error; and whole weights that share a buffer
+        # with them are summed in another order on each tp rank, so that their copies drift apart.
         yield Problem(
             "model.vocab",
             f"{model.vocab} does not divide by tp {parallel.tp}, which more than two ranks of dp x cp do not survive: "
