@@ -5,6 +5,8 @@ cost the same; the ends come on top of the first and the last stage's blocks. Co
 forward pass; a backward pass is twice that on every stage, so the balance is the same.
 """
 
+from functools import lru_cache
+
 from torchllm.config import Model, Parallel
 from torchllm.metrics.flops import matrices
 
@@ -58,12 +60,19 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
     """
     if parallel.split:
         return parallel.split
-    rank_of = {stage: rank for rank in range(parallel.pp) for stage in stage_of_rank(parallel, rank)}
-    block, split = block_cost(model, sequence_length), [1] * parallel.stages
-    stages = list(stage_costs(model, tuple(split), sequence_length))
-    ranks = [sum(stages[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
-    for _ in range(model.layers - parallel.stages):
-        least = min(range(parallel.stages), key=lambda stage: (ranks[rank_of[stage]], stages[stage], -stage))
+    block, stages = block_cost(model, sequence_length), stage_costs(model, (1,) * parallel.stages, sequence_length)
+    of_ranks = tuple(stage_of_rank(parallel, rank) for rank in range(parallel.pp))
+    return _balanced(block, stages, of_ranks, model.layers)
+
+
+@lru_cache(maxsize=1024)
+def _balanced(block: int, costs: tuple[int, ...], of_ranks: tuple[tuple[int, ...], ...], layers: int) -> tuple[int, ...]:
+    """`costs`: of each stage with one block; `of_ranks`: each rank's stages."""
+    rank_of = {stage: rank for rank, mine in enumerate(of_ranks) for stage in mine}
+    stages, split = list(costs), [1] * len(costs)
+    ranks = [sum(stages[stage] for stage in mine) for mine in of_ranks]
+    for _ in range(layers - len(stages)):
+        least = min(range(len(stages)), key=lambda stage: (ranks[rank_of[stage]], stages[stage], -stage))
         split[least] += 1
         stages[least] += block
         ranks[rank_of[least]] += block
