@@ -1,6 +1,7 @@
 """run_train.sh: what it starts (with a stand-in for Python that only takes notes), and real runs from end to end."""
 
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -533,9 +534,10 @@ def test_two_nodes_stop_together_when_one_is_told(
     nodes[0].until(lambda: "step    3/5000" in nodes[0].out.read_text())
     nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].err.read_text() + nodes[1].err.read_text()
-    said = (nodes[1].out.read_text() + nodes[1].err.read_text()).splitlines()
-    # Where node 0, whose process has the store, ends first, torch says on node 1 that the store has gone.
-    assert [line for line in said if line and not line.startswith(("[W", "Exception raised from", "frame #"))] == []
+    assert nodes[1].out.read_text() == ""
+    # Where node 0, whose process has the store, ends first, torch complains at length on node 1 that it has gone.
+    said = itertools.takewhile(lambda line: not re.match(r"\[?[WE]\d", line), nodes[1].err.read_text().splitlines())
+    assert list(filter(None, said)) == []
     assert f"{folder}/stop: saving at the next step boundary" in nodes[0].err.read_text()
     assert "stopped early, with a checkpoint" in nodes[0].out.read_text()
     assert (folder / "stopped.json").exists()
