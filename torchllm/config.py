@@ -282,7 +282,8 @@ class Parallel:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages of a rank, resolved."""
-        return 1 if self.pp == 1 else self.virtual_stages or SCHEDULES[self.schedule].default_stages
+        kind = SCHEDULES.get(self.schedule)  # the planner knows some that torch has not
+        return 1 if self.pp == 1 else self.virtual_stages or (kind.default_stages if kind else 1)
 
     @property
     def stages(self) -> int:

@@ -7,13 +7,15 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise, product
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 from torchllm.config import Bound, Config, Model, Parallel, Training
 from torchllm.config_toml import KeyPath, dotted, read_files, shown
 from torchllm.config_types import Fault, read_table
+from torchllm.planner.software import Constants
 
 FOLDER = Path(__file__).parents[2] / "train_configs" / "clusters"
 
@@ -33,6 +35,8 @@ class Link:
     """bytes a second that one GPU can send, one way, while all others send too"""
     latency: Given = math.inf
     """seconds until a small message is there"""
+    efficiency: Given = 1.0
+    """share of the bandwidth that large collectives reach"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class AttentionRates:
+    """FLOP/s that attention kernels reach forward on long sequences of heads of 128, a causal mask's pairs counted."""
+
+    flash1: Given = math.inf
+    flash2: Given = math.inf
+    flash3: Given = math.inf
+    """the fastest there is: FlashAttention 3 or cuDNN's"""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of node, and how many of them are joined. Every key but float8 must be in the file."""
 
@@ -53,11 +67,18 @@ class Hardware:
     gpus_per_node: GivenCount = 1
     nics_per_node: GivenCount = 1
     """network cards for computing"""
+    multiprocessors: GivenCount = 1
+    """of one GPU"""
     memory: Given = math.inf
     """bytes of one GPU that torch can use"""
     memory_bandwidth: Given = math.inf
     """bytes a second of one GPU's memory"""
     peak: Peak = field(default_factory=Peak)
+    achievable: Given = math.inf
+    """FLOP/s that large bfloat16 matrix products reach"""
+    attention: AttentionRates = field(default_factory=AttentionRates)
+    constants: Constants = field(default_factory=Constants)
+    """of torchllm on these machines, fitted by `recipes/plan.py calibrate`"""
     links: tuple[Link, ...] = ()
     """inner to outer: NVLink first, the whole cluster last"""
 
@@ -66,18 +87,24 @@ class Hardware:
 
         shape: of the mesh of all ranks, numbered row by row; dimensions: those in which the ranks of a group differ.
         """
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        at = _link_among(tuple(link.gpus for link in self.links), tuple(shape), tuple(dimensions))
+        return None if at is None else self.links[at]
 
-        def numbers(axes: Sequence[int]) -> list[int]:
-            places = product(*(range(0, strides[axis] * shape[axis], strides[axis]) for axis in axes))
-            return [sum(place) for place in places]
 
-        starts = numbers([axis for axis in range(len(shape)) if axis not in dimensions])
-        first, *_, last = [0, *numbers(dimensions)]
-        for link in self.links:
-            if all((start + first) // link.gpus == (start + last) // link.gpus for start in starts):
-                return link
-        return None
+@lru_cache(maxsize=65536)
+def _link_among(spans: tuple[int, ...], shape: tuple[int, ...], dimensions: tuple[int, ...]) -> int | None:
+    """Which of links of such spans. A group reaches as far whatever its first rank is; it stays under a link if it
+    does from every place in a span at which a group starts."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    reach = sum((shape[axis] - 1) * strides[axis] for axis in dimensions)
+    for at, span in enumerate(spans):
+        places = {0}
+        for axis in set(range(len(shape))) - set(dimensions) if reach < span else ():
+            different = min(shape[axis], span // math.gcd(span, strides[axis]))
+            places = {(place + step * strides[axis]) % span for place in places for step in range(different)}
+        if max(places) + reach < span:
+            return at
+    return None
 
 
 def slow_tensor_parallel(tp: int, gpus_per_node: int, sent: float, hardware: Hardware | None) -> str:
@@ -116,7 +143,7 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
 def unknown_cluster(name: str) -> str:
     """What is wrong with a name that no file of train_configs/clusters has; else empty."""
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
-    if name in names:
+    if name in names or (name.endswith(".toml") and Path(name).is_file()):
         return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {shown(close[0])}?" if close else "add it there"
@@ -124,8 +151,8 @@ def unknown_cluster(name: str) -> str:
 
 
 def read_cluster(name: str, found: list[str]) -> Hardware | None:
-    """`name` of train_configs/clusters; None, and lines in `found`, if something in it is wrong."""
-    file = str(FOLDER / f"{name}.toml")
+    """`name` of train_configs/clusters, or a file; None, and lines in `found`, if something in it is wrong."""
+    file = str(FOLDER / f"{name}.toml") if not name.endswith(".toml") else name
     before = len(found)
     layer = read_files(file, found)
     faults: list[Fault] = []
@@ -140,10 +167,12 @@ def _problems(hardware: Hardware, table: dict[str, Any]) -> Iterator[tuple[KeyPa
     tables: list[tuple[KeyPath, type, dict[str, Any]]] = [
         ((), Hardware, table),
         (("peak",), Peak, table.get("peak", {})),
+        (("attention",), AttentionRates, table.get("attention", {})),
     ]
     tables += [(("links", str(index)), Link, link) for index, link in enumerate(table.get("links", []))]
     for path, kind, written in tables:
-        yield from (((*path, key.name), "is left out") for key in fields(kind) if key.name not in {*written, "float8"})
+        names = {key.name for key in fields(kind)} - {*written, "float8", "constants"}
+        yield from (((*path, name), "is left out") for name in sorted(names))
     spans = [link.gpus for link in hardware.links]
     for index, (inner, outer) in enumerate(pairwise(hardware.links), start=1):
         if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:

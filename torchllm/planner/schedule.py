@@ -43,9 +43,13 @@ def orders(parallel: Parallel, micro_batches: int) -> list[list[Entry]]:
 
     With pp = 1 that is one stage's forward and backward of each micro batch in turn, whatever the schedule.
     """
-    order_of = _SCHEDULES["1F1B" if parallel.pp == 1 else parallel.schedule]
-    ranks = (_Rank(rank, parallel.pp, stage_of_rank(parallel, rank), micro_batches) for rank in range(parallel.pp))
-    return [list(order_of(rank)) for rank in ranks]
+    return [rank_order(parallel, micro_batches, rank) for rank in range(parallel.pp)]
+
+
+def rank_order(parallel: Parallel, micro_batches: int, rank: int) -> list[Entry]:
+    """One rank's part of `orders`."""
+    order_of = {**_SCHEDULES, **PUBLISHED}["1F1B" if parallel.pp == 1 else parallel.schedule]
+    return list(order_of(_Rank(rank, parallel.pp, stage_of_rank(parallel, rank), micro_batches)))
 
 
 def flat(order: Iterable[Entry]) -> Iterator[Action]:
@@ -122,6 +126,22 @@ def _interleaved_zero_bubble(me: _Rank) -> Iterator[Entry]:
     return chain(_in_turns(me.depth_first("F"), backwards, ahead), _alone(chain(*weights[len(inputs) :])))
 
 
+def _zero_bubble_h1(me: _Rank) -> Iterator[Entry]:
+    """One stage a rank, as many micro batches in flight as in 1F1B; gradients of weights are `rank` actions late."""
+    return _interleaved_zero_bubble(me)
+
+
+def _zero_bubble_h2(me: _Rank) -> Iterator[Entry]:
+    """Twice as many in flight fill the start; the weights' gradients of the last 2 `rank` micro batches fill the end."""
+    inputs = me.breadth_first("I")
+    late = inputs[max(0, len(inputs) - 2 * me.rank) :]
+    backwards = [[action] if action in late else [action, action._replace(kind="W")] for action in inputs]
+    ahead = min(2 * me.after, me.micro_batches - 1)
+    return chain(
+        _in_turns(me.breadth_first("F"), backwards, ahead), _alone(action._replace(kind="W") for action in late)
+    )
+
+
 Plan = list[tuple[tuple[Kind, int], ...]]
 """entries without their micro batches: the n-th forward of a stage, and each of its gradients, is of the n-th"""
 
@@ -185,3 +205,6 @@ _SCHEDULES: dict[str, Callable[[_Rank], Iterator[Entry]]] = {
     "ZBVZeroBubble": _zero_bubble_v,
     "DualPipeV": _dual_pipe_v,
 }
+
+PUBLISHED: dict[str, Callable[[_Rank], Iterator[Entry]]] = {"ZB-H1": _zero_bubble_h1, "ZB-H2": _zero_bubble_h2}
+"""schedules that torch does not have and others have published measurements of (arXiv 2401.10241)"""

@@ -8,10 +8,11 @@ of parameters, no link that two transfers share.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Parallel
-from torchllm.planner.schedule import Action, Entry, flat
+from torchllm.config import Parallel, PipelineSchedule
+from torchllm.planner.schedule import Action, Entry, flat, orders, rank_order
 
 
 class StageTimes(NamedTuple):
@@ -29,6 +30,9 @@ class Simulated(NamedTuple):
     """from the first forward to the end of the last gradient, in the unit of the stages' times"""
     busy: tuple[float, ...]
     """time that each rank computes"""
+    spans: tuple[float, ...]
+    """from the first to the last action of each rank: what a step takes where the next one starts without waiting for
+    all ranks (arXiv 2401.10241, section 4)"""
 
     @property
     def bubble(self) -> float:
@@ -36,48 +40,90 @@ class Simulated(NamedTuple):
         return len(self.busy) * self.step / sum(self.busy) - 1
 
 
-def simulate(
-    orders: Sequence[Sequence[Entry]], stages: Sequence[StageTimes], transfers: Sequence[float] = ()
-) -> Simulated:
-    """Go through the ranks' orders. `transfers`: time between each stage and the next, either way; empty: none.
+class Played(NamedTuple):
+    """The orders of all ranks as one list, each action after what it waits for: the same whatever the times are."""
 
-    ValueError where ranks wait for each other: never in an order of `planner.schedule`.
-    """
+    actions: tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]
+    """rank; number of the result that it waits for, 0: none; 4 x stage + kind; results that are there after it, each
+    with the number of the transfer that they take, -1: none"""
+    results: int
+    counts: tuple[Counter[int], ...]
+    """of each rank, how many actions of each stage and kind"""
+
+
+KINDS = "FIWB"
+
+
+def play(orders: Sequence[Sequence[Entry]]) -> Played:
+    """Go through the ranks' orders as far as each can. ValueError where ranks wait for each other: never in an order of
+    `planner.schedule`."""
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in flat(order)}
-    times = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in stages]
-    last = len(stages) - 1
-    delay = [transfers[at] if transfers and rank_of[at] != rank_of[at + 1] else 0.0 for at in range(last)]
-    arrived: dict[tuple[bool, int, int], float] = {}  # (forward?, stage, micro batch): when its input is there
+    last = len(rank_of) - 1
+    numbers: dict[tuple[bool, int, int], int] = {}  # (forward?, stage, micro batch): its input
     waiting: dict[tuple[bool, int, int], int] = {}
-    clock, done, awake = [0.0] * len(orders), [0] * len(orders), list(range(len(orders)))
+    actions, done, awake = [], [0] * len(orders), list(range(len(orders)))
     while awake:
         rank = awake.pop()
         for entry in orders[rank][done[rank] :]:
             needs = [_input(action) for action in entry]
-            missing = next((need for need in needs if need and need not in arrived), None)
+            missing = next((need for need in needs if need and need not in numbers), None)
             if missing:
                 waiting[missing] = rank
                 break
-            now = clock[rank]
-            for action, need in zip(entry, needs, strict=True):
-                now = max(now, arrived[need] if need else 0.0) + times[action.stage][action.kind]
-            clock[rank] = now
             done[rank] += 1
+            outs = []
             for kind, stage, number in entry:
                 if kind == "F":
-                    key = (True, stage + 1, number) if stage < last else (False, last, number)
-                    arrived[key] = now + (delay[stage] if stage < last else 0.0)
+                    to, key = stage + 1, ((True, stage + 1, number) if stage < last else (False, last, number))
                 elif kind in "IB":
-                    key = (False, stage - 1, number)
-                    arrived[key] = now + (delay[stage - 1] if stage else 0.0)
+                    to, key = stage - 1, (False, stage - 1, number)
                 else:
                     continue
+                wire = min(stage, to) if rank_of.get(to, rank) != rank else -1
+                numbers[key] = len(numbers) + 1
+                outs.append((numbers[key], wire))
                 if key in waiting:
                     awake.append(waiting.pop(key))
+            for at, (action, need) in enumerate(zip(entry, needs, strict=True), start=1):
+                what = 4 * action.stage + KINDS.index(action.kind)
+                leave = tuple(outs) if at == len(entry) else ()
+                actions.append((rank, numbers[need] if need else 0, what, leave))
     if waiting:
         raise ValueError(f"ranks {sorted(waiting.values())} wait for what no rank computes before it waits itself")
-    busy = (sum(times[action.stage][action.kind] for action in flat(order)) for order in orders)
-    return Simulated(max(clock), tuple(busy))
+    counts = [Counter(4 * action.stage + KINDS.index(action.kind) for action in flat(order)) for order in orders]
+    return Played(tuple(actions), len(numbers), tuple(counts))
+
+
+@lru_cache(maxsize=16)  # some ten megabytes each
+def played(schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batches: int) -> Played:
+    """`play` of a schedule's orders, remembered: many layouts share one."""
+    return play(orders(Parallel(pp=pp, schedule=schedule, virtual_stages=virtual_stages), micro_batches))
+
+
+def simulate_played(played: Played, stages: Sequence[StageTimes], transfers: Sequence[float] = ()) -> Simulated:
+    """When everything ends. `transfers`: time between each stage and the next, either way; empty: none."""
+    times = [time for f, i, w in stages for time in (f, i, w, i + w)]
+    delay = [*(transfers or [0.0] * (len(stages) - 1)), 0.0]  # the last: of what stays on its rank
+    arrived, clock = [0.0] * (played.results + 1), [0.0] * len(played.counts)
+    starts: list[float] = [-1.0] * len(clock)
+    for rank, need, what, outs in played.actions:
+        now = clock[rank]
+        if arrived[need] > now:
+            now = arrived[need]
+        if starts[rank] < 0:
+            starts[rank] = now
+        clock[rank] = now = now + times[what]
+        for result, wire in outs:
+            arrived[result] = now + delay[wire]
+    busy = (sum(times[what] * count for what, count in counts.items()) for counts in played.counts)
+    return Simulated(max(clock), tuple(busy), tuple(end - start for end, start in zip(clock, starts, strict=True)))
+
+
+def simulate(
+    orders: Sequence[Sequence[Entry]], stages: Sequence[StageTimes], transfers: Sequence[float] = ()
+) -> Simulated:
+    """One step of these orders: `simulate_played(play(orders), stages, transfers)`."""
+    return simulate_played(play(orders), stages, transfers)
 
 
 def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
@@ -127,6 +173,22 @@ def peaks(order: Iterable[Entry]) -> dict[int, Peak]:
         before = found.get(stage, Peak(0, 0))
         found[stage] = Peak(max(before.in_flight, in_flight[stage]), max(before.deferred, deferred[stage]))
     return found
+
+
+@lru_cache(maxsize=4096)
+def most_in_flight(
+    schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[int, ...]:
+    """Of each of a rank's stages, first to last, the micro batches in flight at its peak.
+
+    They are reached in the first three rounds; GPipe and LoopedBFS keep all.
+    """
+    if pp > 1 and schedule in ("GPipe", "LoopedBFS"):
+        return (micro_batches,) * virtual_stages
+    round = micro_batches // max(1, micro_batches // pp)
+    few = min(micro_batches, 3 * round + micro_batches % round)
+    order = rank_order(Parallel(pp=pp, schedule=schedule, virtual_stages=virtual_stages), few, rank)
+    return tuple(peak.in_flight for _, peak in sorted(peaks(order).items()))
 
 
 def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferred: Mapping[int, float]) -> float:

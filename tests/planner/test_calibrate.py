@@ -1,0 +1,76 @@
+"""Constants are found again from times that they made; a written cluster file holds them."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.test_score import ROW, row
+from torchllm.planner.calibrate import calibrate, calibrate_file
+from torchllm.planner.cluster import read_cluster
+from torchllm.planner.measurements import Row, read_row
+from torchllm.planner.predict import predict
+
+
+def made(**constants: float) -> list[Row]:
+    """A sweep whose times are those of other constants."""
+    rows = []
+    for micro in (1, 2, 4):
+        for tp in (1, 2, 4):
+            for mode in ("none", "full"):
+                cells = {**ROW, "micro_batch": str(micro), "tp": str(tp), "dp": str(8 // tp), "act_ckpt": mode}
+                plain = read_row(cells)
+                assert plain.case
+                software = plain.case.software
+                other = replace(software, constants=replace(software.constants, **constants))
+                step = predict(replace(plain.case, software=other)).step
+                rows.append(read_row({**cells, "step_time_s": repr(step)}))
+    return rows
+
+
+def test_constants_are_found_again() -> None:
+    fitted, before, after = calibrate(made(launch=2.5e-5, wait=3e-4))
+    assert before > 0.05
+    assert after < 0.01
+    assert fitted.launch == pytest.approx(2.5e-5, rel=0.15)
+
+
+def test_what_fits_is_left_alone() -> None:
+    rows = made()
+    fitted, before, after = calibrate(rows)
+    assert before < 1e-9
+    assert after < 1e-9
+    assert rows[0].case is not None
+    assert fitted == rows[0].case.software.constants
+
+
+def test_peaks_move_the_allocator() -> None:
+    plain = row(1.0)
+    assert plain.case
+    memory = predict(plain.case).memory
+    live = memory.total - memory.allocator - memory.reserve
+    peak = (1.3 * live + memory.reserve) / 2**30
+    fitted, _, _ = calibrate([row(1.0, peak_memory_gib=repr(peak))])
+    assert fitted.allocator == pytest.approx(1.3)
+
+
+def test_nothing_timed_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no row has a step time"):
+        calibrate([read_row(ROW)])
+
+
+def test_the_file_is_a_cluster(tmp_path: Path) -> None:
+    rows = made(launch=2.5e-5)
+    with open(tmp_path / "sweep.csv", "w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0].cells))
+        writer.writeheader()
+        writer.writerows(one.cells for one in rows)
+    target = tmp_path / "mine.toml"
+    said = calibrate_file(str(tmp_path / "sweep.csv"), str(target), "dgx_a100")
+    assert "before" in said
+    found: list[str] = []
+    hardware = read_cluster(str(target), found)
+    assert hardware is not None, found
+    assert hardware.constants.launch == pytest.approx(2.5e-5, rel=0.2)
+    assert hardware.gpu == "A100-SXM4-80GB"

@@ -1,0 +1,81 @@
+"""Collectives by formula, and which cards a group has."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from torchllm.planner.cluster import Hardware, read_cluster
+from torchllm.planner.comms import Group, group
+
+
+def dgx_a100() -> Hardware:
+    found: list[str] = []
+    hardware = read_cluster("dgx_a100", found)
+    assert hardware is not None, found
+    return hardware
+
+
+def test_a_ring_sends_what_the_formulas_say() -> None:
+    ring = Group(8, 8, 1e9, 0.0)
+    assert ring.gather(8e9) == pytest.approx(7.0)
+    assert ring.reduce(8e9) == pytest.approx(14.0)
+    assert ring.exchange(8e9) == pytest.approx(7.0)
+    assert ring.send(1e9) == pytest.approx(1.0)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = group((1, 1, 1, 1, 8), [0, 1], dgx_a100())
+    assert [alone.gather(1e9), alone.reduce(1e9), alone.exchange(1e9), alone.send(1e9)] == [0.0] * 4
+
+
+def test_an_all_reduce_is_no_slower_than_a_tree_of_hops() -> None:
+    assert Group(1024, 8, 1e9, 1e-3).reduce(0.0) == pytest.approx(4 * math.log2(1024) * 1e-3)
+    assert Group(4, 4, 1e9, 1e-3).reduce(0.0) == pytest.approx(6e-3)
+
+
+# mesh of pp, dp_replicate, dp_shard, cp, tp; dimensions; members on a node; share of one card's rate
+@pytest.mark.parametrize(
+    ("shape", "dimensions", "on_node", "cards"),
+    [
+        ((1, 1, 8, 1, 8), [2], 1, 1),  # tp fills the node: each data rank has its own card
+        ((1, 1, 16, 1, 2), [2], 4, 4),  # four data ranks of a group on a node, over four cards
+        ((1, 1, 64, 1, 1), [2], 8, 8),
+        ((1, 8, 8, 1, 1), [1], 1, 1),  # HSDP: replicas meet over their own card
+        ((8, 1, 1, 1, 8), [0], 1, 1),
+        ((1, 1, 8, 1, 16), [4], 8, 8),
+    ],
+)
+def test_a_group_has_the_cards_of_its_members(
+    shape: tuple[int, ...], dimensions: list[int], on_node: int, cards: int
+) -> None:
+    hardware = dgx_a100()
+    card = hardware.links[1].bandwidth * hardware.links[1].efficiency
+    inside = hardware.links[0].bandwidth * hardware.links[0].efficiency
+    found = group(shape, dimensions, hardware)
+    assert found.on_node == on_node
+    assert found.bandwidth == pytest.approx(min(cards * card, inside))
+    assert group(shape, dimensions, hardware, one_card=True).bandwidth == pytest.approx(card)
+
+
+def test_a_group_in_a_node_is_on_its_link() -> None:
+    hardware = dgx_a100()
+    found = group((4, 1, 2, 1, 4), [4], hardware)
+    assert (found.size, found.on_node) == (4, 4)
+    assert found.bandwidth == hardware.links[0].bandwidth * hardware.links[0].efficiency
+    assert found.latency == hardware.links[0].latency
+
+
+def test_latency_is_of_the_hops_that_leave_the_node() -> None:
+    hardware = dgx_a100()
+    inner, outer = hardware.links[0].latency, hardware.links[1].latency
+    assert group((1, 1, 16, 1, 1), [2], hardware).latency == pytest.approx((2 * outer + 14 * inner) / 16)
+
+
+def test_a_slower_link_is_never_faster() -> None:
+    hardware = dgx_a100()
+    for factor in (1.0, 0.5, 0.1):
+        links = tuple(replace(link, bandwidth=link.bandwidth * factor) for link in hardware.links)
+        slower = replace(hardware, links=links)
+        for shape, dimensions in (((1, 1, 16, 1, 4), [2]), ((1, 1, 1, 1, 8), [4]), ((4, 1, 4, 1, 8), [0])):
+            assert group(shape, dimensions, slower).reduce(1e8) >= group(shape, dimensions, hardware).reduce(1e8)

@@ -1,0 +1,96 @@
+"""Fit a framework's six constants to a sweep of one's own. No torch.
+
+The least mean of |log(predicted / measured)| plus a pull to where the constants were, so that few measurements move
+them little and one that does not matter stays. Coordinate by coordinate, in ever smaller steps.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from torchllm.planner.cluster import FOLDER
+from torchllm.planner.measurements import Row, read_rows
+from torchllm.planner.predict import Case, predict
+from torchllm.planner.software import Constants
+
+PULL = 0.001
+"""what a constant that is e times what it was adds to the error"""
+TIMES = ("launch", "traffic", "exposed", "wait", "tail")
+"""constants that a step time shows; those of memory are fitted to peaks"""
+
+
+def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
+    """The fitted constants, and the mean error before and after. ValueError where nothing is timed."""
+    timed = [(row.case, row.seconds) for row in rows if row.case is not None and row.seconds]
+    if not timed:
+        raise ValueError("no row has a step time that can be predicted")
+    before = timed[0][0].software.constants
+    now = before
+
+    def error(constants: Constants) -> float:
+        logs = (abs(math.log(_with(case, constants) / seconds)) for case, seconds in timed)
+        return sum(logs) / len(timed)
+
+    def cost(constants: Constants) -> float:
+        old, new = asdict(before), asdict(constants)
+        return error(constants) + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
+
+    least, factor = cost(now), 2.0
+    while factor > 1.01:
+        start = least
+        for key in TIMES:
+            for by in (factor, 1 / factor):
+                while (new := cost(tried := _scaled(now, key, by))) < least - 1e-7:
+                    least, now = new, tried
+        if least > start - 1e-4:
+            factor = math.sqrt(factor)
+    peaks = [
+        (predict(row.case).memory, float(row.cells["peak_memory_gib"]) * 2**30)
+        for row in rows
+        if row.case is not None and row.cells.get("peak_memory_gib")
+    ]
+    if peaks:
+        ratios = sorted(
+            (peak - memory.reserve) / (memory.total - memory.reserve - memory.allocator) for memory, peak in peaks
+        )
+        now = replace(now, allocator=max(1.0, ratios[len(ratios) // 2]))
+    return now, error(before), error(now)
+
+
+_TINY = 1e-7
+
+
+def _scaled(constants: Constants, key: str, by: float) -> Constants:
+    value = getattr(constants, key) * by
+    if key == "exposed":
+        value = min(1.0, value)
+    return replace(constants, **{key: max(value, _TINY)})
+
+
+def _with(case: Case, constants: Constants) -> float:
+    return predict(replace(case, software=replace(case.software, constants=constants))).step
+
+
+def calibrate_file(source: str, target: str, cluster: str) -> str:
+    """Fit to a CSV file, and write a cluster file that is `cluster` with these constants; what was done, as text.
+
+    OSError, ValueError: no such file, nothing timed in it.
+    """
+    base = os.path.relpath(
+        FOLDER / f"{cluster}.toml" if not cluster.endswith(".toml") else cluster, os.path.dirname(target) or "."
+    )
+    constants, before, after = calibrate(read_rows(source))
+    lines = [
+        f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
+    ]
+    lines += [f"# {after:.1%} after.", f'base = "{base}"', "", "[constants]"]
+    units: dict[str, Any] = {"launch": "s", "wait": "s", "tail": "s", "reserve": "bytes"}
+    for key in fields(Constants):
+        lines.append(
+            f"{key.name} = {getattr(constants, key.name):.6g}" + (f"  # {units[key.name]}" if key.name in units else "")
+        )
+    with open(target, "w") as opened:
+        opened.write("\n".join(lines) + "\n")
+    return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"

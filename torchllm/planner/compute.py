@@ -1,0 +1,209 @@
+"""What one micro batch costs a GPU in a block, in the head, in the embedding: seconds, forward and backward. No torch.
+
+A matrix product takes what its operations take at the rate that its shape reaches, or its bytes at the memory's rate if
+that is longer; elementwise work takes its bytes. Nothing here waits for another GPU: that is `comms`, `predict`.
+"""
+
+from typing import NamedTuple
+
+from torchllm.config import Model, Recompute
+from torchllm.planner.cluster import Hardware
+from torchllm.planner.software import Attention, Software
+
+TILE = 128 * 128
+"""elements of a product that one multiprocessor computes at a time (the common tile of cuBLAS and CUTLASS)"""
+WAVE = 0.35
+"""rounds of tiles that are lost at the end of a product, when not all multiprocessors have one"""
+DEPTH = 160.0
+"""inner size at which a tile takes twice as long as its operations: it is filled and written out too"""
+MEMORY_RATE = 0.85
+"""share of the memory's bandwidth that elementwise kernels reach"""
+
+
+class Seconds(NamedTuple):
+    """Time of a GPU by what it does."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    kernels: float = 0.0
+    """number of kernels: no time, but none of them starts sooner than the host can"""
+
+    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
+        """self + times x other."""
+        return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+    def total(self, launch: float) -> float:
+        """Wall time: what the kernels compute, and what each of them takes to start and end."""
+        return self.matmul + self.attention + self.elementwise + self.kernels * launch
+
+
+class Kernels(NamedTuple):
+    """What the run uses, as far as its layout leaves it open."""
+
+    attention: Attention = "flash2"
+    fused_norm: bool = False
+    compiled: bool = False
+    """blocks compiled: elementwise work is fused"""
+    float8: bool = False
+
+
+def matmul(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
+    """Seconds of a product (m, k) x (k, n), 16-bit factors. Roofline, with a rate that falls for few or shallow tiles."""
+    rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * 0.8 if float8 else 1.0)
+    waves = m * n / (TILE * hardware.multiprocessors)
+    operations = 2.0 * m * n * k / rate * (1 + WAVE / waves) * (1 + DEPTH / k)
+    moved = 2.0 * (m * k + k * n + m * n) / (hardware.memory_bandwidth * MEMORY_RATE)
+    return max(operations, moved)
+
+
+def products(model: Model, tp: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a block's matrices on one of `tp` ranks, those of one input put together."""
+    wide, narrow, ffn = model.heads * model.head_width // tp, model.kv * model.head_width // tp, model.ffn // tp
+    gates = 2 if model.family == "llama" else 1
+    return [(wide + 2 * narrow, model.hidden), (model.hidden, wide), (gates * ffn, model.hidden), (model.hidden, ffn)]
+
+
+class Piece(NamedTuple):
+    """One micro batch on one rank."""
+
+    sequences: int
+    tokens: int
+    """of this rank: sequences x length / cp"""
+    keys: int
+    """that a query can see: the whole length"""
+    tp: int
+    spread: int
+    """ranks that share the tokens between the matrices: tp with sequence parallelism, else 1"""
+
+
+def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
+    """One block."""
+    shapes = products(model, piece.tp)
+    time = sum(matmul(piece.tokens, outs, ins, hardware, kernels.float8) for outs, ins in shapes)
+    core = attention(model, piece, kernels, software, hardware, backward=False)
+    return (
+        Seconds(time, 0.0, 0.0, len(shapes))
+        .plus(core)
+        .plus(elementwise(model, piece, kernels, software, hardware, False))
+    )
+
+
+def block_backward(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
+) -> tuple[Seconds, Seconds]:
+    """One block: gradient of its input, gradient of its weights."""
+    shapes = products(model, piece.tp)
+    inputs = sum(matmul(piece.tokens, ins, outs, hardware, kernels.float8) for outs, ins in shapes)
+    weights = sum(matmul(ins, outs, piece.tokens, hardware, kernels.float8) for outs, ins in shapes)
+    core = attention(model, piece, kernels, software, hardware, backward=True)
+    around = elementwise(model, piece, kernels, software, hardware, True)
+    added = (2 + 2 * software.gradients) * sum(outs * ins for outs, ins in shapes)
+    return (
+        Seconds(inputs, 0.0, 0.0, len(shapes)).plus(core).plus(around),
+        Seconds(weights, 0.0, _moving(added, hardware), 2 * len(shapes)),
+    )
+
+
+def _moving(bytes: float, hardware: Hardware) -> float:
+    return bytes / (hardware.memory_bandwidth * MEMORY_RATE)
+
+
+def attention(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
+) -> Seconds:
+    """Scores, softmax and their product with the values, of this rank's heads.
+
+    Flash kernels compute half of a causal mask's pairs, and in the backward 5 products for the forward's 2 (Dao et al.,
+    arXiv 2205.14135 and 2307.08691); the others move every score through memory some times: counts of reads and writes.
+    """
+    pairs = piece.tokens * piece.keys * model.heads / piece.tp
+    operations = 4.0 * pairs * model.head_width
+    if kernels.attention in ("eager", "fused_softmax"):
+        unfused = kernels.attention == "eager"
+        moved = {(True, False): 34.0, (True, True): 42.0, (False, False): 4.0, (False, True): 6.0}[unfused, backward]
+        moved += 5.0 * software.dropout
+        products = operations * (2 if backward else 1) / (hardware.achievable * BATCHED)
+        products = max(products, _moving(pairs * (8.0 if backward else 4.0), hardware))
+        count = (9 if unfused else 3) + 2 * backward
+        return Seconds(0.0, products, _moving(pairs * moved * software.constants.traffic, hardware), count)
+    rate = getattr(hardware.attention, kernels.attention) * piece.keys / (piece.keys + SHORT)
+    rate *= min(1.0, NARROW + (1 - NARROW) * model.head_width / 128)
+    return Seconds(0.0, operations / 2 * (2.5 / BACKWARD_RATE if backward else 1.0) / rate, 0.0, 3 if backward else 1)
+
+
+NARROW = 0.85
+"""rate of a flash kernel on heads of no width over that on heads of 128: linear between"""
+BATCHED = 0.6
+"""rate of attention's batched products over that of large ones"""
+SHORT = 300.0
+"""keys at which a flash kernel has half its rate"""
+BACKWARD_RATE = 0.85
+"""rate of a flash kernel's backward over its forward's (arXiv 2307.08691, figures 4 to 6)"""
+
+
+FUSED_NORM = (4.0, 12.0)
+UNFUSED_NORM = (40.0, 105.0)
+"""bytes of an element that a norm moves, forward and backward: in one kernel, and as float32 operations one by one"""
+
+
+def elementwise(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
+) -> Seconds:
+    """Norms, residuals, rotary positions, activation, of one block: bytes read and written, 2 an element."""
+    llama, fused = model.family == "llama", kernels.compiled or software.fused_elementwise
+    unfused = llama and not (kernels.fused_norm or kernels.compiled)
+    norm = UNFUSED_NORM[backward] if unfused else FUSED_NORM[backward]
+    residual = 6.0 if fused else 6.0 + (0.0 if llama else 4.0) + 5.0 * software.dropout
+    width = (model.heads + model.kv) * model.head_width / piece.tp
+    rotary = (6.0 if fused else 22.0) if llama else 4.0
+    ffn = model.ffn / piece.tp
+    act = (
+        ((10.0 if backward else 6.0) if fused else (18.0 if backward else 10.0))
+        if llama
+        else ((6.0 if fused else 10.0) + 2.0 * backward)
+    )
+    copies = 4.0 * 2 * width
+    moved = piece.tokens * (2 * (norm + residual) * model.hidden / piece.spread + rotary * width + copies + act * ffn)
+    count = (12 if kernels.compiled else (36 if unfused else 22)) * (1.5 if backward else 1.0)
+    return Seconds(0.0, 0.0, _moving(moved * software.constants.traffic, hardware), count)
+
+
+def head_seconds(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Last norm, output projection and loss: forward, gradient of the input, gradient of the weights."""
+    rows = model.vocab / (piece.tp if software.vocab_parallel else 1)
+    loss = (8.0, 8.0) if kernels.compiled else (30.0, 16.0)
+    n = int(rows)
+    logits = piece.tokens * (model.vocab if software.whole_logits else rows) * software.constants.traffic
+    forward = Seconds(matmul(piece.tokens, n, model.hidden, hardware), 0.0, _moving(loss[0] * logits, hardware), 12)
+    inputs = Seconds(matmul(piece.tokens, model.hidden, n, hardware), 0.0, _moving(loss[1] * logits, hardware), 8)
+    added = (2 + 2 * software.gradients) * rows * model.hidden
+    return forward, inputs, Seconds(matmul(model.hidden, n, piece.tokens, hardware), 0.0, _moving(added, hardware), 2)
+
+
+def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> tuple[Seconds, Seconds]:
+    """The look-up, and its gradient: a whole table of zeros, rows added, then added to the step's."""
+    table = model.vocab * model.hidden / (piece.tp if software.vocab_parallel else 1)
+    rows = 6.0 * piece.tokens * model.hidden
+    return Seconds(0.0, 0.0, _moving(rows, hardware), 2), Seconds(
+        0.0, 0.0, _moving(rows + (4 + 2 * software.gradients) * table, hardware), 4
+    )
+
+
+def recomputed(
+    model: Model, recompute: Recompute, forward: Seconds, core: Seconds, around: Seconds, software: Software
+) -> Seconds:
+    """What of a block's forward the backward runs again, on average over the blocks."""
+    none = Seconds()
+    match recompute.mode:
+        case "full" | "segment":
+            return forward
+        case "every_k":
+            return none.plus(forward, 1 / (recompute.k or 2))
+        case "ffn":
+            return none.plus(forward.plus(core, -1.0), 0.6)
+        case "selective":
+            return core if software.recomputes_attention_only else around
+    return none

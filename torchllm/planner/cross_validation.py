@@ -1,0 +1,68 @@
+"""Errors on what the constants were not fitted to: one model or one data set left out at a time. No torch.
+
+A model is predicted with constants fitted to its data set's other models; a data set with one set of constants fitted to
+all the others, whatever their framework. Facts of a framework stay, and what is in the cluster files.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, median
+from typing import NamedTuple
+
+from torchllm.planner.calibrate import calibrate
+from torchllm.planner.measurements import Row
+from torchllm.planner.predict import predict
+from torchllm.planner.software import Constants
+
+
+class LeftOut(NamedTuple):
+    """What was left out, how many of its rows are timed, and their errors."""
+
+    name: str
+    rows: int
+    fitted: float
+    """mean error with the constants as they are"""
+    mean: float
+    """with constants that never saw it"""
+    median: float
+
+
+def leave_out_models(rows: Sequence[Row]) -> list[LeftOut]:
+    """Each model of each data set that has others."""
+    found = []
+    for dataset, of_set in _by(rows, "dataset").items():
+        models = _by(of_set, "model")
+        for model, left in models.items():
+            rest = [row for name, other in models.items() if name != model for row in other]
+            if rest:
+                found.append(_left_out(f"{dataset} {model}", left, calibrate(rest)[0]))
+    return found
+
+
+def leave_out_datasets(rows: Sequence[Row]) -> list[LeftOut]:
+    """Each data set."""
+    sets = _by(rows, "dataset")
+    found = []
+    for dataset, left in sets.items():
+        rest = [row for name, other in sets.items() if name != dataset for row in other]
+        found.append(_left_out(dataset, left, calibrate(rest)[0]))
+    return found
+
+
+def _left_out(name: str, rows: Sequence[Row], constants: Constants) -> LeftOut:
+    before, after = [], []
+    for row in rows:
+        if row.case is None or not row.seconds:
+            continue
+        before.append(abs(predict(row.case).step / row.seconds - 1))
+        other = replace(row.case, software=replace(row.case.software, constants=constants))
+        after.append(abs(predict(other).step / row.seconds - 1))
+    return LeftOut(name, len(after), mean(before), mean(after), median(after))
+
+
+def _by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.case is not None and row.seconds:
+            found.setdefault(row.cells.get(key, "") or "-", []).append(row)
+    return found

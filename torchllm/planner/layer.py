@@ -1,0 +1,9 @@
+"""One block alone on its tensor-parallel ranks, as Korthikanti et al. (arXiv 2205.05198, table 4) timed it. No torch."""
+
+from torchllm.planner.predict import Case, StageSize, stage_cost
+
+
+def layer_seconds(case: Case) -> tuple[float, float]:
+    """Forward, and backward with what is recomputed, of one micro batch; without embedding and head."""
+    times = stage_cost(case, StageSize(1, first=False, last=False)).times
+    return times.forward, times.input_gradient + times.weight_gradient
