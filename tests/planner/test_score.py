@@ -97,7 +97,8 @@ def test_ties_count_at_their_worst() -> None:
 def test_regret_is_of_the_layout_that_would_be_chosen() -> None:
     """Micro batch 2 is predicted faster than 1 with full recomputation; measured, it is slower."""
     chosen, other = row(3.0, micro_batch="2"), row(1.0, act_ckpt="full")
-    assert chosen.case and other.case
+    assert chosen.case
+    assert other.case
     slow, fast = 3 * predict(chosen.case).step, predict(other.case).step
     assert predict(chosen.case).step < fast < slow
     assert regret(score_rows([chosen, other]))["regret_seconds"] == pytest.approx(slow / fast - 1)
@@ -126,7 +127,8 @@ def test_memory_is_compared_with_the_measured_peak(tmp_path: Path) -> None:
 def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     source = table(tmp_path / "in.csv", [row(1.0, mystery="kept")], ({**ROW, "heads": ""},))
     said = predict_file(source, str(tmp_path / "out.csv"))
-    first, second = csv.DictReader(open(tmp_path / "out.csv", newline=""))
+    with open(tmp_path / "out.csv", newline="") as opened:
+        first, second = csv.DictReader(opened)
     assert first["mystery"] == "kept"
     assert float(first["predicted_step_time_s"]) == pytest.approx(float(first["step_time_s"]), rel=1e-5)
     assert 0 < float(first["predicted_mfu_pct"]) < 100

@@ -8,12 +8,11 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any
 
 from torchllm.planner.cluster import FOLDER
 from torchllm.planner.measurements import Row, read_rows
 from torchllm.planner.predict import Case, predict
-from torchllm.planner.software import Constants
+from torchllm.planner.software import UNITS, Constants
 
 PULL = 0.001
 """what a constant that is e times what it was adds to the error"""
@@ -53,7 +52,7 @@ def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
     ]
     if peaks:
         ratios = sorted(
-            (peak - memory.reserve) / (memory.total - memory.reserve - memory.allocator) for memory, peak in peaks
+            1 + (peak - memory.reserve - memory.live) / max(memory.under_way, 1.0) for memory, peak in peaks
         )
         now = replace(now, allocator=max(1.0, ratios[len(ratios) // 2]))
     return now, error(before), error(now)
@@ -86,11 +85,8 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
     ]
     lines += [f"# {after:.1%} after.", f'base = "{base}"', "", "[constants]"]
-    units: dict[str, Any] = {"launch": "s", "wait": "s", "tail": "s", "reserve": "bytes"}
     for key in fields(Constants):
-        lines.append(
-            f"{key.name} = {getattr(constants, key.name):.6g}" + (f"  # {units[key.name]}" if key.name in units else "")
-        )
+        lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
     with open(target, "w") as opened:
         opened.write("\n".join(lines) + "\n")
     return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"

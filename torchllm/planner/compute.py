@@ -12,9 +12,9 @@ from torchllm.planner.software import Attention, Software
 
 TILE = 128 * 128
 """elements of a product that one multiprocessor computes at a time (the common tile of cuBLAS and CUTLASS)"""
-WAVE = 0.35
+WAVE = 0.68
 """rounds of tiles that are lost at the end of a product, when not all multiprocessors have one"""
-DEPTH = 160.0
+DEPTH = 230.0
 """inner size at which a tile takes twice as long as its operations: it is filled and written out too"""
 MEMORY_RATE = 0.85
 """share of the memory's bandwidth that elementwise kernels reach"""
@@ -49,7 +49,7 @@ class Kernels(NamedTuple):
 
 
 def matmul(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
-    """Seconds of a product (m, k) x (k, n), 16-bit factors. Roofline, with a rate that falls for few or shallow tiles."""
+    """Seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline whose rate falls for few or shallow tiles."""
     rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * 0.8 if float8 else 1.0)
     waves = m * n / (TILE * hardware.multiprocessors)
     operations = 2.0 * m * n * k / rate * (1 + WAVE / waves) * (1 + DEPTH / k)
@@ -132,18 +132,18 @@ def attention(
     return Seconds(0.0, operations / 2 * (2.5 / BACKWARD_RATE if backward else 1.0) / rate, 0.0, 3 if backward else 1)
 
 
-NARROW = 0.85
+NARROW = 0.98
 """rate of a flash kernel on heads of no width over that on heads of 128: linear between"""
-BATCHED = 0.6
+BATCHED = 0.45
 """rate of attention's batched products over that of large ones"""
-SHORT = 300.0
+SHORT = 1100.0
 """keys at which a flash kernel has half its rate"""
-BACKWARD_RATE = 0.85
+BACKWARD_RATE = 0.81
 """rate of a flash kernel's backward over its forward's (arXiv 2307.08691, figures 4 to 6)"""
 
 
 FUSED_NORM = (4.0, 12.0)
-UNFUSED_NORM = (40.0, 105.0)
+UNFUSED_NORM = (80.0, 60.0)
 """bytes of an element that a norm moves, forward and backward: in one kernel, and as float32 operations one by one"""
 
 

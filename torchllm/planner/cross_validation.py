@@ -1,7 +1,7 @@
 """Errors on what the constants were not fitted to: one model or one data set left out at a time. No torch.
 
-A model is predicted with constants fitted to its data set's other models; a data set with one set of constants fitted to
-all the others, whatever their framework. Facts of a framework stay, and what is in the cluster files.
+A model is predicted with constants fitted to its data set's other models; a data set with one set of constants fitted
+to all the others, whatever their framework. Facts of a framework stay, and what is in the cluster files.
 """
 
 from collections.abc import Sequence

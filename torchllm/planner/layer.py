@@ -1,6 +1,10 @@
-"""One block alone on its tensor-parallel ranks, as Korthikanti et al. (arXiv 2205.05198, table 4) timed it. No torch."""
+"""One block alone on its tensor-parallel ranks, as Korthikanti et al. timed it (arXiv 2205.05198, table 4).
 
-from torchllm.planner.predict import Case, StageSize, stage_cost
+No torch.
+"""
+
+from torchllm.planner.memory import StageSize
+from torchllm.planner.predict import Case, stage_cost
 
 
 def layer_seconds(case: Case) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import csv
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
 from torchllm.metrics.flops import parameter_count
@@ -144,7 +144,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
         dp_shard=shard,
         cp=cp,
         tp=tp,
-        sequence_parallel=cells.get("seq_parallel", "") == "1" and tp > 1,
+        sequence_parallel=(cells.get("seq_parallel") or str(int(software.default_sequence_parallel))) == "1" and tp > 1,
         zero_stage=zero,
         schedule=name,  # type: ignore[arg-type]
         virtual_stages=virtual if name == "Interleaved1F1B" and virtual > 1 else 0,
@@ -168,7 +168,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
         raise ValueError(f"attn_impl {word!r} is not known ({', '.join([*get_args(Attention), *ATTENTION])})")
     norm = cells.get("rmsnorm_kernel", "")
     kernels = Kernels(
-        attention=kind,
+        attention=kind,  # type: ignore[arg-type]
         fused_norm=software.fused_norm if norm == "" else norm == "1",
         compiled=cells.get("compile", "") == "1",
         float8="8" in cells.get("precision", ""),
@@ -224,9 +224,9 @@ def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Mod
     candidates: list[Model] = []
     for family in ("llama", "gpt"):
         width = ffn or (4 * hidden if family == "gpt" else -(-8 * hidden // 768) * 256)
-        shape: dict[str, Any] = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv, ffn=width, vocab=vocab)
+        shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": width, "vocab": vocab}
         is_tied = tied == "1" if tied else family == "gpt"
-        candidates.append(Model(family=family, tied_embeddings=is_tied, max_sequence_length=length, **shape))  # type: ignore[arg-type]
+        candidates.append(Model(family, tied_embeddings=is_tied, max_sequence_length=length, **shape))  # type: ignore[arg-type]
     llama, gpt = candidates
     if not ffn:
         assumed.append("ffn 4 x hidden")

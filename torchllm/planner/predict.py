@@ -4,19 +4,17 @@ stage times (compute, tensor- and context-parallel traffic, FSDP's exposed gathe
   -> the schedule's order, simulated -> the tail of a step (reduction, optimizer, gathers) -> Prediction
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchllm.config import Config, Model, Parallel, Recompute, Training, data_ranks
-from torchllm.metrics.flops import flops_per_token, forward_flops_per_token, matrices, recompute_interval
+from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.metrics.flops import flops_per_token, matrices, recompute_interval
 from torchllm.planner import comms
 from torchllm.planner.cluster import Hardware
 from torchllm.planner.compute import (
     Kernels,
     Piece,
-    Seconds,
     attention,
     block_backward,
     block_forward,
@@ -26,8 +24,9 @@ from torchllm.planner.compute import (
     recomputed,
 )
 from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parameters
+from torchllm.planner.moments import of_rank
 from torchllm.planner.schedule import PUBLISHED
-from torchllm.planner.simulate import StageTimes, most_in_flight, played, simulate_played
+from torchllm.planner.simulate import StageTimes, played, simulate_played
 from torchllm.planner.software import Software
 from torchllm.planner.split import balanced_split, stage_of_rank
 
@@ -146,7 +145,8 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
         terms[name] = terms.get(name, 0.0) + seconds
     total = sum(terms.values())
     memory = max(
-        (memory_of(case, sizes, rank) for rank in sorted({0, parallel.pp - 1, busiest})), key=lambda of: of.total
+        (memory_of(case, sizes, rank) for rank in sorted({0, min(1, parallel.pp - 1), parallel.pp - 1, busiest})),
+        key=lambda of: of.total,
     )
     tokens = case.training.global_batch_size * case.training.sequence_length
     peak = case.ranks * case.hardware.peak.bfloat16
@@ -204,6 +204,7 @@ def stage_cost(case: Case, size: StageSize) -> StageCost:
         of_tp = 2 * over_tp.reduce(hidden)
     if parallel.tp > 1:
         of_tp += 2 * constants.wait
+    tp_backward = exposed(of_tp, w, constants.exposed) if software.overlaps_tensor_parallel else of_tp
     tp_again = of_tp * {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}.get(
         case.recompute.mode, 0.0
     )
@@ -230,16 +231,16 @@ def stage_cost(case: Case, size: StageSize) -> StageCost:
         scatter = over_shards.gather(software.gradients * block)
         if parallel.zero_stage == 3:
             fsdp_f = exposed(gather, f + of_tp, constants.exposed)
-            fsdp_b = exposed(gather + scatter, i + w + r + of_tp, constants.exposed)
+            fsdp_b = exposed(gather + scatter, i + w + r + tp_backward, constants.exposed)
         else:
-            fsdp_b = exposed(scatter, i + w + r + of_tp, constants.exposed)
+            fsdp_b = exposed(scatter, i + w + r + tp_backward, constants.exposed)
     n = size.blocks
     terms = {
         "matmul": n * (forward.matmul + inputs.matmul + weights.matmul),
         "attention": n * (forward.attention + inputs.attention),
         "elementwise": n * (forward.elementwise + inputs.elementwise + weights.elementwise),
         "recompute": n * r,
-        "tensor parallel": n * (2 * of_tp + tp_again),
+        "tensor parallel": n * (of_tp + tp_backward + tp_again),
         "context parallel": n * (cp_forward + cp_backward),
         "fsdp": n * (fsdp_f + fsdp_b),
     }
@@ -263,7 +264,7 @@ def stage_cost(case: Case, size: StageSize) -> StageCost:
     terms["ends"] = ends_f + ends_i + ends_w - (of_tp / 2 * (size.first + (size.last and software.vocab_parallel)))
     times = StageTimes(
         n * (f + of_tp + cp_forward + fsdp_f) + ends_f,
-        n * (i + r + of_tp + tp_again + cp_backward + fsdp_b) + ends_i,
+        n * (i + r + tp_backward + tp_again + cp_backward + fsdp_b) + ends_i,
         n * w + ends_w,
     )
     return StageCost(times, terms)
@@ -292,7 +293,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     model, parallel, software, hardware = case.model, case.parallel, case.software, case.hardware
     constants = software.constants
     parameters = sum(stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes)
-    shards, replicas = parallel.dp_shard * parallel.cp, parallel.dp_replicate
+    shards = parallel.dp_shard * parallel.cp
     over_shards, over_replicas = (
         comms.group(case.mesh, dims, hardware, software.one_card) for dims in ([SHARD, CP], [REPLICATE])
     )
@@ -332,7 +333,7 @@ def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
     spread = parallel.tp if parallel.sequence_parallel else 1
     tokens = training.micro_batch_size * training.sequence_length // parallel.cp
     piece = Piece(training.micro_batch_size, tokens, training.sequence_length, parallel.tp, spread)
-    flying = most_in_flight(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
+    flying = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
     return rank_memory(
         case.model,
         training,

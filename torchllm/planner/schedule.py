@@ -132,7 +132,7 @@ def _zero_bubble_h1(me: _Rank) -> Iterator[Entry]:
 
 
 def _zero_bubble_h2(me: _Rank) -> Iterator[Entry]:
-    """Twice as many in flight fill the start; the weights' gradients of the last 2 `rank` micro batches fill the end."""
+    """Twice as many in flight fill the start; weights' gradients of the last 2 `rank` micro batches fill the end."""
     inputs = me.breadth_first("I")
     late = inputs[max(0, len(inputs) - 2 * me.rank) :]
     backwards = [[action] if action in late else [action, action._replace(kind="W")] for action in inputs]

@@ -9,12 +9,14 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 from torchllm.planner.layer import layer_seconds
 from torchllm.planner.measurements import Row, read_rows
 from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.software import UNITS, Constants
 from torchllm.planner.validity import Verdict, judge
 
 
@@ -43,7 +45,7 @@ def score_rows(rows: Iterable[Row]) -> list[Scored]:
 
 
 def predict_file(source: str, target: str) -> str:
-    """Write a table of layouts again with what is predicted of each; what was assumed, as lines. OSError, ValueError."""
+    """Write a table of layouts with what is predicted of each; what was assumed, as text. OSError, ValueError."""
     scored = score_rows(read_rows(source))
     added = ["predicted_step_time_s", "predicted_mfu_pct", "predicted_memory_gib", "predicted_fits", "predicted_note"]
     names = list(dict.fromkeys(name for one in scored for name in one.row.cells)) + added
@@ -76,7 +78,17 @@ def score_files(files: Sequence[str], as_json: bool) -> str:
     for name, summary in sets.items():
         lines.append(_line(name, summary))
         lines += [_line("  " + group, inner) for group, inner in summary["groups"].items()]
-    return "\n".join(lines + _said(scored))
+    return "\n".join([*lines, "", *_constants(scored), "", *_said(scored)])
+
+
+def _constants(scored: Sequence[Scored]) -> list[str]:
+    """The fitted constants of every framework in these rows, side by side."""
+    software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
+    names = [key.name for key in fields(Constants)]
+    lines = [f"{'constants':34s}" + "".join(f"{f'{name}, {UNITS[name]}':>15s}" for name in names)]
+    for stack, of in software.items():
+        lines.append(f"{stack:34s}" + "".join(f"{getattr(of.constants, name):15.3g}" for name in names))
+    return lines
 
 
 def _said(scored: Sequence[Scored]) -> list[str]:
@@ -201,22 +213,24 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     return found
 
 
-_HEADER = (
-    f"{'':54s} {'rows':>5s} {'timed':>5s} {'median':>7s} {'mean':>6s} {'p90':>6s} {'bias':>6s} {'scaled':>6s} {'rho':>6s}"
-    f" {'memory':>6s} {'oom':>6s} {'regret':>7s}"
-)
+_COLUMNS = ("rows", "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
+_HEADER = " " * 54 + "".join(f"{name:>8s}" for name in _COLUMNS)
 
 
 def _line(name: str, of: dict[str, Any]) -> str:
+    """One line: errors, shares and regret in percent."""
+
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}"
 
     errors = of if "mean" in of else of.get("layers", {})
-    lost = "OOM" if of.get("chosen_ran_out_of_memory") else percent(of.get("regret_seconds"))
     rho = of.get("spearman")
-    return (
-        f"{name:54s} {of['rows']:5d} {of['timed']:5d} {percent(errors.get('median')):>7s} {percent(errors.get('mean')):>6s} "
-        f"{percent(errors.get('p90')):>6s} {percent(errors.get('bias')):>6s} {percent(of.get('scaled', {}).get('mean')):>6s} "
-        f"{'-' if rho is None else f'{rho:.3f}':>6s} {percent(of.get('memory', {}).get('mean')):>6s} "
-        f"{percent(of.get('out_of_memory', {}).get('right')):>6s} {lost:>7s}"
-    )
+    cells = [
+        str(of["rows"]),
+        str(of["timed"]),
+        *(percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")),
+    ]
+    cells += [percent(of.get("scaled", {}).get("mean")), "-" if rho is None else f"{rho:.3f}"]
+    cells += [percent(of.get("memory", {}).get("mean")), percent(of.get("out_of_memory", {}).get("right"))]
+    cells.append("OOM" if of.get("chosen_ran_out_of_memory") else percent(of.get("regret_seconds")))
+    return f"{name:54s}" + "".join(f"{cell:>8s}" for cell in cells)

@@ -1,7 +1,7 @@
 """What a training framework does that its layout does not say, and the six constants it is fitted by. No torch.
 
-Facts are read from its source or paper. Constants are the same for every model, sequence length and number of GPUs; what
-belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks that run on it.
+Facts are read from its source or paper. Constants are the same for every model, sequence length and number of GPUs;
+what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks that run on it.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,24 @@ Attention = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
 class Constants:
     """What is fitted, at most six, each with its unit."""
 
-    launch: float = 4e-6
+    launch: float = 5e-6
     """seconds between two kernels, and of their start and end, in which a GPU computes next to nothing"""
-    traffic: float = 1.0
+    traffic: float = 1.2
     """bytes that elementwise kernels move over those that the formulas count"""
-    exposed: float = 0.2
+    exposed: float = 0.5
     """share of what could be hidden behind compute that is not: gathers, reductions (1: nothing overlaps)"""
     wait: float = 2e-5
     """seconds that every tensor-parallel collective waits for its slowest rank"""
     tail: float = 2e-3
     """seconds of a step that nothing explains: norms, logging, synchronisation"""
     allocator: float = 1.06
-    """memory reserved over memory in use"""
+    """memory reserved over memory in use, of what comes and goes within a step"""
     reserve: float = 2.0e9
     """bytes of a device that are neither: CUDA context, NCCL buffers, libraries"""
+
+
+UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "tail": "s", "allocator": "x", "reserve": "bytes"}
+"""of the constants"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Software:
     """and of its backward"""
     keeps_gathered: bool = True
     """with sequence parallelism, what a product reads is kept as it was gathered; False: it is gathered again"""
+    fused_scores: float = 2.0
+    """bytes of a score that a fused softmax keeps: its result"""
     eager_scores: float = 6.0
     """bytes of a score that a plain softmax keeps: float32, and 16 bits for the product with the values"""
     vocab_parallel: bool = True
@@ -67,6 +73,8 @@ class Software:
     """the logits of all tp ranks are gathered, and each computes the loss of all of them"""
     recomputes_attention_only: bool = False
     """recompute.mode selective is attention's core (Korthikanti et al.), not all but products and attention"""
+    keeps_every_other: bool = False
+    """recompute.mode selective keeps every other product, not all"""
     recomputes_whole_blocks: bool = True
     """the last product of a recomputed block is computed again too"""
     dropout: bool = False
@@ -75,12 +83,16 @@ class Software:
     """bias, activation, dropout and residual in one kernel each"""
     one_card: bool = False
     """gathers of sharded weights go over one network card of a node, not over all"""
+    overlaps_tensor_parallel: bool = False
+    """tensor parallelism's collectives of the backward run beside the gradients of the weights"""
     overlaps_reduction: bool = False
     """gradients are reduced while the last backward computes"""
     attention: Attention = "flash2"
     """where a measurement does not say"""
     fused_norm: bool = False
     """RMSNorm in one kernel, where a measurement does not say"""
+    default_sequence_parallel: bool = False
+    """where a measurement does not say"""
     default_zero_stage: int = 3
     """where a measurement does not say"""
     default_vocab: int = 51200

@@ -1,6 +1,5 @@
 """The frameworks whose measurements are published: facts of each, and the constants fitted to them. No torch."""
 
-import difflib
 from dataclasses import replace
 
 from torchllm.planner.software import Constants, Software
@@ -9,6 +8,10 @@ MEGATRON = Software(
     "megatron",
     gradients=4.0,
     states=12.0,
+    fsdp=False,
+    temporary_gradients=0.0,  # products add to the gradient in place
+    logits_backward=8.0,  # the softmax becomes its gradient in place
+    keeps_gathered=False,
     recomputes_attention_only=True,
     fused_elementwise=True,
     dropout=True,
@@ -17,23 +20,53 @@ MEGATRON = Software(
     default_zero_stage=0,
 )
 STACKS = {
-    "megatron-2021": replace(MEGATRON, gradients=2.0),
-    "megatron-2022": MEGATRON,
-    "megatron-zero-bubble-2023": replace(MEGATRON, default_vocab=32000),  # sentencepiece, as its sample data set
-    "megatron-deepspeed-2023": MEGATRON,
+    "megatron-2021": replace(MEGATRON, gradients=2.0, constants=Constants(launch=2.3e-5, traffic=1.3, wait=3e-6)),
+    "megatron-2022": replace(
+        MEGATRON, overlaps_tensor_parallel=True, constants=Constants(launch=1e-6, traffic=0.4, exposed=0.0, wait=2e-5)
+    ),
+    "megatron-zero-bubble-2023": replace(
+        MEGATRON,
+        default_vocab=32000,  # sentencepiece, as its sample data set
+        constants=Constants(launch=5.7e-6, traffic=1.3),  # its peaks are of what is allocated
+    ),
+    "megatron-deepspeed-2023": replace(MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6)),
     "aleph-alpha-megatron-2023": replace(
         MEGATRON,
         dropout=False,
         fused_elementwise=False,
         whole_logits=True,
+        logits_forward=12.0,  # torch's own loss, of logits that the pipeline's last stage keeps as its result
+        logits_backward=14.0,
+        fused_scores=5.0,  # as with dropout, though Llama has none: the boundary of what ran out of memory says so
         gradients=2.0,
         default_zero_stage=1,
         attention="flash2",
+        constants=Constants(launch=8.4e-6, traffic=1.3, wait=1.7e-4),
     ),
-    "nanotron-2025": replace(MEGATRON, dropout=False, fused_elementwise=False, attention="flash2"),
-    "llm-foundry-2023": Software("llm-foundry", attention="flash1", fused_norm=True),
-    "torchtitan": Software("torchtitan", attention="flash2"),
-    "deepspeed-zero3-2021": replace(MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3),
+    "nanotron-2025": replace(
+        MEGATRON,
+        dropout=False,
+        fused_elementwise=False,
+        attention="flash2",
+        default_sequence_parallel=True,  # its benchmark's tp_mode is REDUCE_SCATTER, and gathered inputs are kept
+        keeps_gathered=True,
+        temporary_gradients=2.0,
+        gradient_copies=2.0,  # buckets of DistributedDataParallel, or what ZeRO-1's reduce_scatter is flattened in
+        logits_forward=8.0,  # optim/gradient_accumulator.py, parallel/tensor_parallel/functional.py
+        constants=Constants(launch=1.6e-5, traffic=0.3, wait=4e-4, tail=0.1),
+    ),
+    "llm-foundry-2023": Software(
+        "llm-foundry",
+        attention="flash1",
+        fused_norm=True,
+        constants=Constants(launch=1e-6, traffic=0.55, exposed=0.8),
+    ),
+    "torchtitan": Software(
+        "torchtitan", attention="flash2", keeps_every_other=True, constants=Constants(allocator=1.17)
+    ),
+    "deepspeed-zero3-2021": replace(
+        MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
+    ),
     "torchllm": Software(),
 }
 
