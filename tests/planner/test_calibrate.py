@@ -49,8 +49,7 @@ def test_peaks_move_the_allocator() -> None:
     plain = row(1.0)
     assert plain.case
     memory = predict(plain.case).memory
-    live = memory.total - memory.allocator - memory.reserve
-    peak = (1.3 * live + memory.reserve) / 2**30
+    peak = (memory.live + 0.3 * memory.under_way) / 2**30
     fitted, _, _ = calibrate([row(1.0, peak_memory_gib=repr(peak))])
     assert fitted.allocator == pytest.approx(1.3)
 

@@ -9,9 +9,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
+from torchllm.planner.case import Case
 from torchllm.planner.cluster import FOLDER
 from torchllm.planner.measurements import Row, read_rows
-from torchllm.planner.predict import Case, predict
+from torchllm.planner.predict import predict
 from torchllm.planner.software import UNITS, Constants
 
 PULL = 0.001
@@ -48,12 +49,10 @@ def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
     peaks = [
         (predict(row.case).memory, float(row.cells["peak_memory_gib"]) * 2**30)
         for row in rows
-        if row.case is not None and row.cells.get("peak_memory_gib")
+        if row.case is not None and row.cells.get("peak_memory_gib") and not row.case.software.peaks_allocated
     ]
     if peaks:
-        ratios = sorted(
-            1 + (peak - memory.reserve - memory.live) / max(memory.under_way, 1.0) for memory, peak in peaks
-        )
+        ratios = sorted(1 + (peak - memory.live) / max(memory.under_way, 1.0) for memory, peak in peaks)
         now = replace(now, allocator=max(1.0, ratios[len(ratios) // 2]))
     return now, error(before), error(now)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torchllm.planner.layer import layer_seconds
 from torchllm.planner.measurements import Row, read_rows
+from torchllm.planner.memory import counted
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.software import UNITS, Constants
 from torchllm.planner.validity import Verdict, judge
@@ -55,13 +56,13 @@ def predict_file(source: str, target: str) -> str:
         for one in scored:
             note = [one.row.problem] if one.row.problem else list(one.row.assumed)
             more: dict[str, object] = {}
-            if one.prediction is not None and one.verdict is not None:
+            if one.prediction is not None and one.verdict is not None and one.row.case is not None:
                 low, high = one.verdict.seconds
                 note += [f"{low:.4g} to {high:.4g} s", one.verdict.range]
                 more = {
                     "predicted_step_time_s": f"{one.prediction.step:.6g}",
                     "predicted_mfu_pct": f"{100 * one.prediction.mfu:.2f}",
-                    "predicted_memory_gib": f"{one.prediction.memory.total / 2**30:.1f}",
+                    "predicted_memory_gib": f"{counted(one.prediction.memory, one.row.case.software) / 2**30:.1f}",
                     "predicted_fits": one.verdict.fits,
                 }
             writer.writerow({**one.row.cells, **more, "predicted_note": "; ".join(note)})
@@ -129,9 +130,9 @@ def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
     if of_memory:
         out["memory"] = _errors(
             [
-                o.prediction.memory.total / 2**30 / float(o.row.cells["peak_memory_gib"]) - 1
+                counted(o.prediction.memory, o.row.case.software) / 2**30 / float(o.row.cells["peak_memory_gib"]) - 1
                 for o in of_memory
-                if o.prediction
+                if o.prediction and o.row.case
             ]
         )
     known = [one for one in scored if one.prediction and one.row.out_of_memory is not None]

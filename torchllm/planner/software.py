@@ -26,13 +26,11 @@ class Constants:
     """seconds that every tensor-parallel collective waits for its slowest rank"""
     tail: float = 2e-3
     """seconds of a step that nothing explains: norms, logging, synchronisation"""
-    allocator: float = 1.06
+    allocator: float = 1.17
     """memory reserved over memory in use, of what comes and goes within a step"""
-    reserve: float = 2.0e9
-    """bytes of a device that are neither: CUDA context, NCCL buffers, libraries"""
 
 
-UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "tail": "s", "allocator": "x", "reserve": "bytes"}
+UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "tail": "s", "allocator": "x"}
 """of the constants"""
 
 
@@ -49,6 +47,10 @@ class Software:
     """a weight as it is sent to be gathered"""
     states: float = 12.0
     """master weight and moments"""
+    reserve: float = 2.0e9
+    """bytes of a device that no tensor and no allocator has: CUDA context, NCCL's buffers, libraries"""
+    peaks_allocated: bool = False
+    """its measured peaks are of what tensors hold; False: of what the allocator has reserved"""
     fsdp: bool = True
     """weights are float32 shards, gathered in 16 bits; False: a 16-bit copy beside the states"""
     temporary_gradients: float = 2.0

@@ -27,7 +27,8 @@ STACKS = {
     "megatron-zero-bubble-2023": replace(
         MEGATRON,
         default_vocab=32000,  # sentencepiece, as its sample data set
-        constants=Constants(launch=5.7e-6, traffic=1.3),  # its peaks are of what is allocated
+        peaks_allocated=True,
+        constants=Constants(launch=5.7e-6, traffic=1.3),
     ),
     "megatron-deepspeed-2023": replace(MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6)),
     "aleph-alpha-megatron-2023": replace(
@@ -53,7 +54,7 @@ STACKS = {
         temporary_gradients=2.0,
         gradient_copies=2.0,  # buckets of DistributedDataParallel, or what ZeRO-1's reduce_scatter is flattened in
         logits_forward=8.0,  # optim/gradient_accumulator.py, parallel/tensor_parallel/functional.py
-        constants=Constants(launch=1.6e-5, traffic=0.3, wait=4e-4, tail=0.1),
+        constants=Constants(launch=1.6e-5, traffic=0.3, wait=4e-4, tail=0.1, allocator=1.06),
     ),
     "llm-foundry-2023": Software(
         "llm-foundry",
@@ -61,13 +62,11 @@ STACKS = {
         fused_norm=True,
         constants=Constants(launch=1e-6, traffic=0.55, exposed=0.8),
     ),
-    "torchtitan": Software(
-        "torchtitan", attention="flash2", keeps_every_other=True, constants=Constants(allocator=1.17)
-    ),
+    "torchtitan": Software("torchtitan", attention="flash2", keeps_every_other=True),
     "deepspeed-zero3-2021": replace(
         MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
     ),
-    "torchllm": Software(),
+    "torchllm": Software(overlaps_reduction=True),
 }
 
 

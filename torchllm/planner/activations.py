@@ -1,0 +1,147 @@
+"""What blocks keep of a micro batch for their backward pass, and what a backward needs beside it: bytes. No torch.
+
+16-bit computation. What is kept of a token in a block with dropout and a fused softmax is Korthikanti et al. 2022
+(arXiv 2205.05198, table 2), general in heads, key-value heads, feed-forward, family and fusion; without either it is
+what autograd keeps, which `tests/planner/test_memory.py` compares with the dry run.
+
+Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
+"""
+
+from typing import NamedTuple
+
+from torchllm.config import Model, Parallel, Recompute
+from torchllm.metrics.flops import matrices, recompute_interval
+from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.software import Software
+
+
+class Phase(NamedTuple):
+    """When a block's backward may hold most."""
+
+    more: float
+    """bytes of gradients of activations, less what is kept no longer"""
+    gradients: float
+    """parameters whose gradient is there"""
+    last: bool
+    """all of the block's gradients are there, and are reduced"""
+
+
+class Block(NamedTuple):
+    """One micro batch in one block on one rank."""
+
+    norm: float
+    """what one norm keeps"""
+    entry: float
+    """its input, all that is kept of a block that is recomputed"""
+    attention: float
+    """norm, projections and core"""
+    core: float
+    """of that: matrices of scores, or a flash kernel's sums"""
+    ffn: float
+    """between the two products of the feed-forward layer"""
+    residual: float
+    """the second norm, and what feeds the feed-forward layer"""
+    products: float
+    """results of matrix products and of attention, the input: what selective recomputation keeps"""
+    shared: float
+    """of those, what is there without recomputation too"""
+    deferred: float
+    """inputs and output gradients of the matrices, where their gradients are put off"""
+    phases: tuple["Phase", ...]
+    """of its backward"""
+
+    @property
+    def whole(self) -> float:
+        """All that is kept if nothing is recomputed."""
+        return self.attention + self.residual + self.ffn
+
+
+def block(model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software) -> Block:
+    """What one block keeps. Sizes of a token first, then times the tokens."""
+    llama, hidden = model.family == "llama", float(model.hidden)
+    wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
+    ffn, here = model.ffn / piece.tp, hidden / piece.spread
+    fused_norm = not llama or kernels.fused_norm or kernels.compiled
+    norm = (2.0 if fused_norm else 8.0) * here  # the input; or it and its normalised self in float32
+    feeds = 2.0 * (hidden if software.keeps_gathered else here)  # what the products read
+    exchanged = 2.0 * wide * (parallel.cp > 1 and parallel.cp_method == "ulysses")  # the result in both arrangements
+    dropped = here * software.dropout  # a mask of a byte
+    of_core = core(model, piece, kernels, software)
+    attention = norm + feeds + dropped + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
+    inner = (6.0 if kernels.compiled else 8.0) * ffn if llama else 4.0 * ffn
+    gates = 4.0 * ffn if llama else 2.0 * ffn
+    shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
+    results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
+    if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
+        results = 2 * (wide + narrow) + 2 * hidden + gates / 2
+    read, given = 4 * hidden + 2 * wide + 2 * ffn, 2 * (wide + 2 * narrow) + 4 * hidden + gates
+    whole = attention + norm + feeds + dropped + inner
+    of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
+    sizes, count = matrices(model), piece.tokens
+    phases = [
+        Phase(count * (2 * hidden + gates), sizes.down / piece.tp, False),  # through the gates
+        Phase(count * (of_norm - inner - feeds), sizes.ffn / piece.tp, False),  # the second norm
+        Phase(count * (of_norm - whole), (sizes.attention + sizes.ffn) / piece.tp, True),
+    ]
+    if of_core > 4.0 * model.heads / piece.tp:  # matrices of scores have gradients as large
+        of_scores = SCORES * model.heads / piece.tp * piece.keys
+        phases.append(Phase(count * (of_scores - inner - norm - feeds), sizes.ffn / piece.tp, False))
+    return Block(
+        count * norm,
+        count * 2 * here,
+        count * attention,
+        count * of_core,
+        count * inner,
+        count * (norm + feeds + dropped),
+        count * (2 * here + results + 2 * wide + 4 * model.heads / piece.tp),
+        count * shared,
+        count * (read + given),
+        tuple(phases),
+    )
+
+
+SCORES = 10.0
+"""bytes of a score while its gradient is computed: that of the weights in 16 bits and float32, its own in float32"""
+
+
+def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> float:
+    """Of a token, what attention's core keeps beside q, k, v and its result.
+
+    Matrices of scores: a fused softmax keeps its result in 16 bits, and with dropout a mask of a byte and the dropped
+    result (Korthikanti et al., 5 a s / h); a plain one keeps it in float32 and in 16 bits. A flash kernel keeps a
+    float32 a head and token.
+    """
+    if kernels.attention in ("eager", "fused_softmax"):
+        each = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
+        each += 3.0 * software.dropout
+        return each * model.heads / piece.tp * piece.keys
+    return 4.0 * model.heads / piece.tp
+
+
+class Kept(NamedTuple):
+    """What the blocks of a stage keep of one micro batch."""
+
+    held: float
+    """till their backward"""
+    again: float
+    """made again by the backward, a block (or segment) at a time"""
+
+
+def kept(model: Model, blocks: int, recompute: Recompute, one: Block, software: Software) -> Kept:
+    """Of `blocks` blocks."""
+    match recompute.mode:
+        case "full":
+            return Kept(blocks * one.entry, one.whole)
+        case "segment":
+            size = min(blocks, recompute_interval(recompute, model.layers))
+            return Kept(-(-blocks // size) * one.entry, size * one.whole)
+        case "every_k":
+            again = -(-blocks // recompute_interval(recompute, model.layers))
+            return Kept(again * one.entry + (blocks - again) * one.whole, one.whole)
+        case "ffn":
+            return Kept(blocks * (one.whole - one.ffn), one.ffn)
+        case "selective" if software.recomputes_attention_only:
+            return Kept(blocks * (one.whole - one.core), one.core)
+        case "selective":
+            return Kept(blocks * min(one.products, one.whole), max(0.0, one.whole - one.shared))
+    return Kept(blocks * one.whole, 0.0)

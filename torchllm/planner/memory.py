@@ -1,0 +1,304 @@
+"""What a pipeline rank holds at its peak, by purpose: bytes. No torch.
+
+A rank's memory is what stands all step long (weights, optimizer, gradients that are summed) and what is under way. Of
+the latter there are a few named moments, and the peak is at the worst of them:
+
+  look-up       the embedding's weights are gathered, of every other micro batch the activations are there
+  loss          logits in 16 bits and in float32, their softmax; then its gradient
+  head          the head's gradient, whole, and what it is reduced from
+  block         a block's backward: what it makes again, gradients of activations and weights, weights gathered ahead
+  embedding     the same as head, for the embedding
+
+How many micro batches are in flight then is the schedule's doing (`moments.py`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.metrics.flops import matrices
+from torchllm.planner.activations import Block, Kept, block, kept
+from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.moments import Moment
+from torchllm.planner.schedule import Kind
+from torchllm.planner.software import Software
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank at its peak."""
+
+    weights: float = 0.0
+    """float32 shards, or the 16-bit copy of a framework that keeps one"""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    """moments, and the float32 weights of a framework that has 16-bit ones beside them"""
+    gathered: float = 0.0
+    """weights that are whole for a while, in 16 bits"""
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    """what pipeline stages receive in"""
+    temporary: float = 0.0
+    allocator: float = 0.0
+    """cached by the allocator and not in use"""
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of all purposes."""
+        return sum(self)
+
+    @property
+    def under_way(self) -> float:
+        """Of what comes and goes within a step."""
+        return self.gathered + self.activations + self.logits + self.buffers + self.temporary
+
+    @property
+    def live(self) -> float:
+        """Of all that tensors hold: without the allocator's and what is not torch's."""
+        return sum(self[:-2])
+
+
+def counted(memory: Memory, software: Software) -> float:
+    """Of that what a framework's measured peaks count: torch's counters know neither the context nor NCCL."""
+    return memory.live if software.peaks_allocated else memory.live + memory.allocator
+
+
+class StageSize(NamedTuple):
+    """What one pipeline stage has."""
+
+    blocks: int
+    first: bool
+    last: bool
+
+
+def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
+    """Parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
+    sizes = matrices(model)
+    llama = model.family == "llama"
+    norm = model.hidden * (1 if llama else 2)
+    found = stage.blocks * ((sizes.attention + sizes.ffn) / tp + 2 * norm)
+    if not llama:  # biases: those after a sum are whole on every rank
+        found += stage.blocks * (((model.heads + 2 * model.kv) * model.head_width + model.ffn) / tp + 2 * model.hidden)
+    table = sizes.head / (tp if vocab_parallel else 1)
+    found += table * (stage.first + (stage.last and not (model.tied_embeddings and stage.first))) + stage.last * norm
+    return found + (stage.first and not llama) * model.max_sequence_length * model.hidden
+
+
+class Rank(NamedTuple):
+    """All that the moments of a rank are made from."""
+
+    model: Model
+    training: Training
+    parallel: Parallel
+    recompute: Recompute
+    software: Software
+    piece: Piece
+    one: Block
+    zero: int
+    """stage in effect"""
+    micro_batches: int
+
+    block: float
+    """parameters of a block on a tp rank"""
+    table: float
+    """elements of the embedding, or of the head, on a tp rank"""
+
+    @property
+    def root(self) -> float:
+        """What is gathered beside blocks and, where it is not tied, the embedding: of GPT the positions too."""
+        positions = self.model.max_sequence_length * self.model.hidden * (self.model.family == "gpt")
+        return positions + self.table * self.model.tied_embeddings
+
+    @property
+    def per_use(self) -> bool:
+        """Weights are gathered each time they are used."""
+        return self.zero == 3
+
+    @property
+    def reduces_at_once(self) -> bool:
+        """Gradients are reduced after every micro batch."""
+        return self.zero >= 2 and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of the hidden states that are sent to the next stage."""
+        cut = self.piece.tp if self.parallel.sequence_parallel or self.parallel.scatter_gather else 1
+        return 2.0 * self.piece.tokens * self.model.hidden / cut
+
+
+def rank_memory(
+    model: Model,
+    training: Training,
+    parallel: Parallel,
+    recompute: Recompute,
+    kernels: Kernels,
+    software: Software,
+    piece: Piece,
+    stages: Sequence[StageSize],
+    moments: Sequence[Moment],
+) -> Memory:
+    """The peak of a rank that holds these stages. moments: `moments.of_rank`, its stages in the same order."""
+    shards = parallel.dp_shard * parallel.cp
+    zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
+    count = training.global_batch_size // (training.micro_batch_size * parallel.dp_replicate * parallel.dp_shard)
+    one = block(model, piece, parallel, kernels, software)
+    table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
+    size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
+    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, size, table)
+    parameters = [stage_parameters(model, stage, parallel.tp, software.vocab_parallel) for stage in stages]
+    standing = stands(rank, sum(parameters), shards)
+    kinds = {moment.kind for moment in moments}
+    alike = {stage: stage_memory(rank, stage, kinds) for stage in set(stages)}
+    of_stages = [alike[stage] for stage in stages]
+    worst, most = Memory(), -1.0
+    for moment in moments:
+        of = of_stages[moment.stage]
+        extra = of.extra[moment.kind]
+        activations = logits = gradients = 0.0
+        for here, flying, late, graded, elements in zip(
+            of_stages, moment.flying, moment.deferred, moment.graded, parameters, strict=True
+        ):
+            activations += flying * here.held + late * here.deferred
+            logits += flying * here.logits
+            gradients += graded * elements
+        if not software.fsdp or parallel.pp == 1:
+            gradients = 0.0
+        total = activations + logits + software.gradients * gradients + extra.total
+        if total > most:
+            most = total
+            worst = Memory(
+                gradients=extra.gradients + software.gradients * gradients,
+                gathered=extra.gathered,
+                activations=activations + extra.activations,
+                logits=logits + extra.logits,
+                temporary=extra.temporary,
+            )
+    buffers = count * rank.boundary * sum((not s.first) + (not s.last) for s in stages) if software.fsdp else 0.0
+    peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))._replace(buffers=buffers)
+    return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
+
+
+def stands(rank: Rank, parameters: float, shards: int) -> Memory:
+    """What is there all step long."""
+    software, zero, parallel = rank.software, rank.zero, rank.parallel
+    sharded = parameters / (shards if zero >= 1 else 1)
+    if software.fsdp:
+        gradients = 0.0  # of pipelines: whole once a stage has some, by moment
+        if parallel.pp == 1 and rank.micro_batches > 1:
+            gradients = software.gradients * (parameters / shards if zero >= 2 else parameters)
+        whole = 0.0 if rank.per_use else software.gathered * parameters
+        return Memory(4.0 * parameters / shards, gradients, (software.states - 4.0) * parameters / shards, whole)
+    weights = software.weights * parameters / (shards if zero >= 3 else 1)
+    gradients = software.gradients * parameters / (shards if zero >= 2 else 1)
+    copies = software.gradient_copies * parameters * (parallel.dp_replicate * shards > 1)
+    return Memory(weights, gradients, software.states * sharded, temporary=copies)
+
+
+class Stage(NamedTuple):
+    """What a stage adds: each micro batch in flight, each whose weight gradients are put off, its worst moments."""
+
+    held: float
+    ends: float
+    """of that what the last norm and the head keep"""
+    logits: float
+    deferred: float
+    extra: dict[Kind, Memory]
+    """by what it computes"""
+
+
+def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
+    """Of one stage, whose actions are of `kinds`."""
+    model, piece, software = rank.model, rank.piece, rank.software
+    blocks = kept(model, stage.blocks, rank.recompute, rank.one, software)
+    held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
+    if model.family == "llama":
+        held += piece.tokens * 4.0 * model.head_width  # the angles
+    if stage.last:
+        ends = rank.one.norm + piece.tokens * 2.0 * model.hidden
+        rows = model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
+        whole = rank.training.loss_chunk == 0
+        logits = software.kept_logits * piece.tokens * rows * whole
+        deferred += piece.tokens * (2.0 * model.hidden + 2.0 * rows)
+    else:
+        held += rank.boundary
+    held += ends
+    of = Stage(held, ends, logits, deferred, {})
+    for kind in kinds:
+        moments = _forward(rank, stage, held) if kind == "F" else _backward(rank, stage, of, blocks, kind)
+        of.extra[kind] = max(moments, key=lambda of: of.total)
+    return of
+
+
+def _previous(rank: Rank) -> float:
+    """FSDP keeps what the last reduction of a micro batch was made from, until the next one's first."""
+    return rank.software.gradients * rank.table * (rank.reduces_at_once and rank.micro_batches > 1)
+
+
+def _loss(rank: Rank, each: float) -> float:
+    """Logits of a micro batch, or of a chunk of it; each: bytes of a token and row."""
+    software, piece = rank.software, rank.piece
+    rows = rank.model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
+    tokens = min(piece.tokens, rank.training.loss_chunk or piece.tokens)
+    return (each - (0 if rank.training.loss_chunk else software.kept_logits)) * tokens * rows
+
+
+def _ends_gathered(rank: Rank, copies: int) -> float:
+    """Weights of the head, or of the embedding, and of the block beside it, where they are gathered per use.
+
+    copies: 2 while what they are gathered in is there too.
+    """
+    return rank.software.gathered * (copies * rank.table + rank.block) * rank.per_use
+
+
+def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
+    """Moments of a forward pass, in which a micro batch comes to keep `held`."""
+    software, tied = rank.software, rank.model.tied_embeddings
+    previous = _previous(rank)
+    if stage.last:
+        gathered = _ends_gathered(rank, 1 if tied else 2)
+        yield Memory(gathered=gathered, temporary=previous, logits=_loss(rank, software.logits_forward))
+    if stage.first:
+        yield Memory(gathered=_ends_gathered(rank, 2), temporary=previous, activations=-held)
+    gathered = (2 + rank.parallel.prefetch) * software.gathered * rank.block * rank.per_use
+    yield Memory(gathered=gathered, temporary=previous)
+
+
+def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: Kept, kind: Kind) -> Iterator[Memory]:
+    """Moments of a backward pass, of both gradients (B), of those of inputs (I) or of weights (W).
+
+    What a micro batch has kept goes as its backward goes on, its logits first.
+    """
+    software, block, tied = rank.software, rank.block, rank.model.tied_embeddings
+    root = rank.root * (stage.first or (tied and stage.last))
+    waiting = rank.table * (tied and stage.last)  # a tied embedding's gradient is that of both its uses
+    if kind == "W":
+        yield Memory(
+            gathered=2 * software.gathered * block * rank.per_use, temporary=software.temporary_gradients * block
+        )
+        return
+    gradient = software.temporary_gradients * (kind == "B")
+    reduced = software.gradients * (software.fsdp and rank.parallel.pp == 1)
+    at_once = reduced * (rank.zero >= 2)
+    previous = at_once * block
+    if stage.last:
+        gathered = _ends_gathered(rank, 1)
+        before = _previous(rank)
+        yield Memory(gathered=gathered, temporary=before, logits=_loss(rank, software.logits_backward))
+        later = 0.0 if tied else reduced
+        yield Memory(gathered=gathered, temporary=before + (gradient + later) * rank.table, logits=-of.logits)
+        previous = at_once * (0 if tied else rank.table)
+    gathered = software.gathered * ((1 + rank.parallel.prefetch) * block + root) * rank.per_use
+    for more, parameters, last in rank.one.phases:
+        more += blocks.again
+        temporary = max(0.0, more) + gradient * (parameters + waiting) + at_once * block * last
+        seen = min(0.0, more) - of.ends
+        yield Memory(gathered=gathered, temporary=temporary + previous, logits=-of.logits, activations=seen)
+        if stage.blocks > 1:
+            seen -= blocks.held / stage.blocks
+            yield Memory(gathered=gathered, temporary=temporary + at_once * block, logits=-of.logits, activations=seen)
+    if stage.first:
+        gathered = software.gathered * (block + root) * rank.per_use
+        of_input = 2.0 * rank.piece.tokens * rank.model.hidden
+        temporary = (gradient + reduced) * rank.table + at_once * block + of_input
+        yield Memory(gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.held)
