@@ -3,8 +3,9 @@
 No torch.
 """
 
+from torchllm.planner.case import Case
 from torchllm.planner.memory import StageSize
-from torchllm.planner.predict import Case, stage_cost
+from torchllm.planner.stage import stage_cost
 
 
 def layer_seconds(case: Case) -> tuple[float, float]:

@@ -12,9 +12,9 @@ from typing import NamedTuple, get_args
 
 from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
 from torchllm.metrics.flops import parameter_count
+from torchllm.planner.case import Case
 from torchllm.planner.cluster import FOLDER, Hardware, read_cluster
 from torchllm.planner.compute import Kernels
-from torchllm.planner.predict import Case
 from torchllm.planner.schedule import PUBLISHED
 from torchllm.planner.software import Attention
 from torchllm.planner.stacks import STACKS, stack_of

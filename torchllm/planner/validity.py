@@ -7,7 +7,8 @@ planner against measurements"); the widths are the 90th percentile of their erro
 from typing import NamedTuple
 
 from torchllm.metrics.flops import parameter_count
-from torchllm.planner.predict import Case, Prediction
+from torchllm.planner.case import Case
+from torchllm.planner.predict import Prediction
 
 
 class Range(NamedTuple):

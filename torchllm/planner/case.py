@@ -1,0 +1,53 @@
+"""One layout of one model on one cluster, under one framework: what everything is predicted from. No torch."""
+
+from dataclasses import dataclass
+
+from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.planner.cluster import Hardware
+from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.software import Software
+
+PP, REPLICATE, SHARD, CP, TP = range(5)
+"""dimensions of `Case.mesh`"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model on one cluster, degrees resolved."""
+
+    model: Model
+    training: Training
+    parallel: Parallel
+    recompute: Recompute
+    kernels: Kernels
+    hardware: Hardware
+    software: Software
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.parallel.dp_replicate * self.parallel.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        """All GPUs."""
+        return self.data_ranks * self.parallel.pp * self.parallel.cp * self.parallel.tp
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on one data-parallel rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_ranks)
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Sizes of pp, dp_replicate, dp_shard, cp, tp: the order in which ranks are numbered."""
+        parallel = self.parallel
+        return (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
+
+    @property
+    def piece(self) -> Piece:
+        """One micro batch on one rank."""
+        parallel, training = self.parallel, self.training
+        tokens = training.micro_batch_size * training.sequence_length // parallel.cp
+        spread = parallel.tp if parallel.sequence_parallel else 1
+        return Piece(training.micro_batch_size, tokens, training.sequence_length, parallel.tp, spread)

@@ -1,0 +1,164 @@
+"""What one micro batch costs a pipeline stage: seconds forward and of both gradients, and what they go to. No torch."""
+
+from typing import NamedTuple
+
+from torchllm.planner import comms
+from torchllm.planner.case import CP, PP, SHARD, TP, Case
+from torchllm.planner.compute import (
+    attention,
+    block_backward,
+    block_forward,
+    elementwise,
+    embedding_seconds,
+    head_seconds,
+    recomputed,
+)
+from torchllm.planner.memory import StageSize, stage_parameters
+from torchllm.planner.simulate import StageTimes
+
+
+class StageCost(NamedTuple):
+    """One micro batch through one stage."""
+
+    times: StageTimes
+    terms: dict[str, float]
+    """seconds by what they go to; they sum to the times"""
+
+
+def stage_cost(case: Case, size: StageSize) -> StageCost:
+    """Its blocks, each with what it sends, and the ends."""
+    model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
+    launch = software.constants.launch
+    forward = block_forward(model, piece, kernels, software, hardware)
+    inputs, weights = block_backward(model, piece, kernels, software, hardware)
+    core = attention(model, piece, kernels, software, hardware, False)
+    around = elementwise(model, piece, kernels, software, hardware, False)
+    again = recomputed(model, case.recompute, forward, core, around, software).total(launch)
+    f, i, w = (part.total(launch) for part in (forward, inputs, weights))
+    tp, tp_backward, tp_again = tensor_parallel(case, w)
+    cp, cp_backward = context_parallel(case, core.attention)
+    fsdp, fsdp_backward = sharded_weights(case, f + tp, i + w + again + tp_backward)
+    n = size.blocks
+    device = [sum(parts) for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
+    ends, ends_tp = end_times(case, size, tp / 2)
+    terms = {
+        "matmul": n * device[0],
+        "attention": n * device[1],
+        "elementwise": n * device[2],
+        "launch": n * (f + i + w - sum(device)),
+        "recompute": n * again,
+        "tensor parallel": n * (tp + tp_backward + tp_again) + ends_tp,
+        "context parallel": n * (cp + cp_backward),
+        "fsdp": n * (fsdp + fsdp_backward),
+        "ends": sum(ends) - ends_tp,
+    }
+    times = StageTimes(
+        n * (f + tp + cp + fsdp) + ends.forward,
+        n * (i + again + tp_backward + tp_again + cp_backward + fsdp_backward) + ends.input_gradient,
+        n * w + ends.weight_gradient,
+    )
+    return StageCost(times, terms)
+
+
+def exposed(sent: float, behind: float, share: float) -> float:
+    """What is seen of a transfer that could hide behind a computation: the rest, and a share of what does hide."""
+    return max(0.0, sent - behind) + share * min(sent, behind)
+
+
+def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, float]:
+    """Seconds of a block's collectives over tp: forward, backward, recomputed.
+
+    Two all-reduces a pass of the hidden states (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
+    parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
+    hides them, but the backward's where a framework computes the weights' gradients meanwhile.
+    """
+    if case.parallel.tp == 1:
+        return 0.0, 0.0, 0.0
+    constants, over_tp = case.software.constants, comms.group(case.mesh, [TP], case.hardware)
+    hidden = 2.0 * case.piece.tokens * case.model.hidden
+    one = 2 * over_tp.gather(hidden) if case.parallel.sequence_parallel else over_tp.reduce(hidden)
+    each = 2 * (one + constants.wait)
+    overlaps = case.software.overlaps_tensor_parallel
+    again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
+    backward = exposed(each, weight_gradients, constants.exposed) if overlaps else each
+    return each, backward, each * again.get(case.recompute.mode, 0.0)
+
+
+def context_parallel(case: Case, core: float) -> tuple[float, float]:
+    """Seconds of a block's exchanges over cp, forward and backward; `core`: those of its attention.
+
+    Ring: keys and values go round while attention computes on those before; their gradients with them in the backward.
+    Ulysses: all-to-alls of queries, keys, values and results, which wait.
+    """
+    model, parallel = case.model, case.parallel
+    if parallel.cp == 1:
+        return 0.0, 0.0
+    over_cp, tokens, share = (
+        comms.group(case.mesh, [CP], case.hardware),
+        case.piece.tokens,
+        case.software.constants.exposed,
+    )
+    if parallel.cp_method == "ulysses":
+        sent = 2.0 * tokens * 2 * (model.heads + model.kv) * model.head_width / parallel.tp
+        each = over_cp.exchange(sent) + 3 * over_cp.latency
+        return each, each
+    keys = 2.0 * tokens * 2 * model.kv * model.head_width / parallel.tp
+    turns, behind = parallel.cp - 1, core / parallel.cp
+    return (
+        turns * exposed(over_cp.send(keys), behind, share),
+        turns * exposed(over_cp.send(2 * keys), 2.5 * behind, share),
+    )
+
+
+def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that FSDP's gathers and scatters of one block are seen, forward and backward, beside such compute."""
+    parallel, software = case.parallel, case.software
+    if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
+        return 0.0, 0.0
+    over_shards = comms.group(case.mesh, [SHARD, CP], case.hardware, software.one_card)
+    block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
+    gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.gradients * block)
+    share = software.constants.exposed
+    if parallel.zero_stage == 2:
+        return 0.0, exposed(scatter, backward, share)
+    return exposed(gather, forward, share), exposed(gather + scatter, backward, share)
+
+
+def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, float]:
+    """Seconds of the embedding and of the head and loss, and how many of them are tensor parallelism's.
+
+    over_tp: seconds of one all-reduce of the hidden states: of the embedding's rows that other ranks have, and of the
+    head's input gradient.
+    """
+    model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
+    launch = software.constants.launch
+    forward = inputs = weights = sent = 0.0
+    if size.first:
+        looked_up, scattered = embedding_seconds(model, piece, software, hardware)
+        forward += looked_up.total(launch) + over_tp
+        weights += scattered.total(launch)
+        sent += over_tp
+    if size.last:
+        of_head = head_seconds(model, piece, kernels, software, hardware)
+        forward += of_head[0].total(launch)
+        inputs += of_head[1].total(launch)
+        weights += of_head[2].total(launch)
+        if software.vocab_parallel:
+            inputs += over_tp
+            sent += over_tp
+        if software.whole_logits:
+            forward += comms.group(case.mesh, [TP], hardware).gather(2.0 * piece.tokens * model.vocab)
+    return StageTimes(forward, inputs, weights), sent
+
+
+def boundary(case: Case) -> float:
+    """Seconds of one micro batch's hidden states from a stage to the next."""
+    parallel = case.parallel
+    if parallel.pp == 1:
+        return 0.0
+    hidden = 2.0 * case.piece.tokens * case.model.hidden
+    shared = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
+    sent = comms.group(case.mesh, [PP], case.hardware).send(hidden / shared)
+    if shared > 1 and not parallel.sequence_parallel:
+        sent += comms.group(case.mesh, [TP], case.hardware).gather(hidden)
+    return sent
