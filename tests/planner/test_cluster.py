@@ -28,7 +28,7 @@ def read(name: str) -> Hardware:
 
 
 def test_the_files_are_there() -> None:
-    assert {"dgx_a100", "dgx_h100", "hgx_h200", "llama3_24k"} <= set(NAMES)
+    assert {"dgx_a100", "dgx_h100", "hgx_h200", "hgx_b200", "llama3_24k", "this_cpu"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,13 +38,15 @@ def test_file_reads_and_every_number_has_a_source(name: str) -> None:
     assert spans == sorted(spans)
     bandwidths = [link.bandwidth for link in hardware.links]
     assert bandwidths == sorted(bandwidths, reverse=True)
-    assert 80e9 < hardware.memory < 150e9
+    assert 20e9 < hardware.memory < 200e9
+    assert hardware.achievable <= hardware.peak.bfloat16
+    assert all(0 < link.efficiency <= 1 for link in hardware.links)
     sourced, whole_table = set(), False
     for line in (cluster.FOLDER / f"{name}.toml").read_text().splitlines():
         setting, has_source = line.partition("#")[0].strip(), "#" in line
         if line.startswith("["):
             whole_table = has_source
-        elif setting and not setting.startswith(("gpu =", "name =")):
+        elif setting and not setting.startswith(("gpu =", "name =", "base =")):
             assert has_source or whole_table or setting in sourced, line  # or said of the link before
             sourced.add(setting)
 
@@ -67,19 +69,27 @@ GOOD = """gpu = "X"
 gpus_per_node = 4
 nics_per_node = 1
 memory = 1e9
+multiprocessors = 1
 memory_bandwidth = 1e9
+achievable = 1e12
 [peak]
 bfloat16 = 1e12
 tf32 = 1e12
+[attention]
+flash1 = 1e12
+flash2 = 1e12
+flash3 = 1e12
 [[links]]
 name = "in"
 gpus = 4
 bandwidth = 1e9
+efficiency = 0.8
 latency = 1e-6
 [[links]]
 name = "out"
 gpus = 8
 bandwidth = 1e8
+efficiency = 0.8
 latency = 1e-6
 """
 
@@ -91,7 +101,7 @@ latency = 1e-6
         (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
         (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
         (("tf32 = 1e12\n", ""), "peak.tf32: is left out"),
-        (("gpus = 8\n", "gpus = 6\n"), ":16: links.1.gpus: 6 must be a multiple of the 4 of in"),
+        (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
         (("latency = 1e-6\n[[", "[["), "links.0.latency: is left out"),
         (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, those of a node"),
     ],
