@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchllm.planner.measurements import Row, read_row
+from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 from torchllm.planner.score import predict_file, regret, score_files, score_rows, spearman
 
@@ -119,7 +120,7 @@ def test_out_of_memory_is_counted_both_ways(tmp_path: Path) -> None:
 def test_memory_is_compared_with_the_measured_peak(tmp_path: Path) -> None:
     plain = row(1.0)
     assert plain.case
-    peak = predict(plain.case).memory.total / 2**30 / 1.1
+    peak = counted(predict(plain.case).memory, plain.case.software) / 2**30 / 1.1
     found = scored(tmp_path, [row(1.0, peak_memory_gib=repr(peak))])
     assert found["made up"]["memory"]["mean"] == pytest.approx(0.1)
 

@@ -1,7 +1,7 @@
 """Fit a framework's six constants to a sweep of one's own. No torch.
 
-The least mean of |log(predicted / measured)| plus a pull to where the constants were, so that few measurements move
-them little and one that does not matter stays. Coordinate by coordinate, in ever smaller steps.
+The least mean of |log(predicted / measured)|, rounded near zero, plus a pull to where the constants were, so that few
+measurements move them little and one that does not matter stays. Coordinate by coordinate, in ever smaller steps.
 """
 
 import math
@@ -17,6 +17,8 @@ from torchllm.planner.software import UNITS, Constants
 
 PULL = 0.001
 """what a constant that is e times what it was adds to the error"""
+KINK = 0.03
+"""log of a ratio under which errors count by their square: one coordinate at a time gets stuck in kinks"""
 TIMES = ("launch", "traffic", "exposed", "wait", "tail")
 """constants that a step time shows; those of memory are fitted to peaks"""
 
@@ -29,13 +31,16 @@ def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
     before = timed[0][0].software.constants
     now = before
 
+    def logs(constants: Constants) -> list[float]:
+        return [math.log(_with(case, constants) / seconds) for case, seconds in timed]
+
     def error(constants: Constants) -> float:
-        logs = (abs(math.log(_with(case, constants) / seconds)) for case, seconds in timed)
-        return sum(logs) / len(timed)
+        return sum(map(abs, logs(constants))) / len(timed)
 
     def cost(constants: Constants) -> float:
         old, new = asdict(before), asdict(constants)
-        return error(constants) + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
+        rounded = sum(math.hypot(log, KINK) for log in logs(constants)) / len(timed)
+        return rounded + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
 
     least, factor = cost(now), 2.0
     while factor > 1.01:
