@@ -23,7 +23,7 @@ class Constants:
     exposed: float = 0.5
     """share of what could be hidden behind compute that is not: gathers, reductions (1: nothing overlaps)"""
     wait: float = 2e-5
-    """seconds that every tensor-parallel collective waits for its slowest rank"""
+    """seconds that every collective of tensor parallelism waits for its slowest rank, and every pipeline stage for the next"""
     tail: float = 2e-3
     """seconds of a step that nothing explains: norms, logging, synchronisation"""
     allocator: float = 1.17

@@ -28,7 +28,7 @@ STACKS = {
         MEGATRON,
         default_vocab=32000,  # sentencepiece, as its sample data set
         peaks_allocated=True,
-        constants=Constants(launch=5.7e-6, traffic=1.3),
+        constants=Constants(launch=6e-6, traffic=1.2, wait=5e-4),
     ),
     "megatron-deepspeed-2023": replace(MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6)),
     "aleph-alpha-megatron-2023": replace(

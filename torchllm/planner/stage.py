@@ -38,6 +38,7 @@ def stage_cost(case: Case, size: StageSize) -> StageCost:
     tp, tp_backward, tp_again = tensor_parallel(case, w)
     cp, cp_backward = context_parallel(case, core.attention)
     fsdp, fsdp_backward = sharded_weights(case, f + tp, i + w + again + tp_backward)
+    meets = software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
     n = size.blocks
     device = [sum(parts) for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
     ends, ends_tp = end_times(case, size, tp / 2)
@@ -50,11 +51,12 @@ def stage_cost(case: Case, size: StageSize) -> StageCost:
         "tensor parallel": n * (tp + tp_backward + tp_again) + ends_tp,
         "context parallel": n * (cp + cp_backward),
         "fsdp": n * (fsdp + fsdp_backward),
+        "pipeline parallel": 2 * meets,
         "ends": sum(ends) - ends_tp,
     }
     times = StageTimes(
-        n * (f + tp + cp + fsdp) + ends.forward,
-        n * (i + again + tp_backward + tp_again + cp_backward + fsdp_backward) + ends.input_gradient,
+        n * (f + tp + cp + fsdp) + ends.forward + meets,
+        n * (i + again + tp_backward + tp_again + cp_backward + fsdp_backward) + ends.input_gradient + meets,
         n * w + ends.weight_gradient,
     )
     return StageCost(times, terms)
