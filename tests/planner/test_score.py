@@ -134,7 +134,9 @@ def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     assert float(first["predicted_step_time_s"]) == pytest.approx(float(first["step_time_s"]), rel=1e-5)
     assert 0 < float(first["predicted_mfu_pct"]) < 100
     assert float(first["predicted_memory_gib"]) > 0
-    assert first["predicted_fits"] == "fits"
+    assert (first["predicted_fits"], first["predicted_verdict"]) == ("1", "fits")
+    assert float(first["predicted_low_s"]) < float(first["predicted_step_time_s"]) < float(first["predicted_high_s"])
+    assert first["predicted_note"] == "inside the validated range"
     assert second["predicted_step_time_s"] == ""
     assert second["predicted_note"] == "heads is left out"
     assert "refused: heads is left out (1 rows)" in said

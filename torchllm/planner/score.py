@@ -48,25 +48,36 @@ def score_rows(rows: Iterable[Row]) -> list[Scored]:
 def predict_file(source: str, target: str) -> str:
     """Write a table of layouts with what is predicted of each; what was assumed, as text. OSError, ValueError."""
     scored = score_rows(read_rows(source))
-    added = ["predicted_step_time_s", "predicted_mfu_pct", "predicted_memory_gib", "predicted_fits", "predicted_note"]
-    names = list(dict.fromkeys(name for one in scored for name in one.row.cells)) + added
+    names = list(dict.fromkeys([*(name for one in scored for name in one.row.cells), *PREDICTED]))
     with open(target, "w", newline="") as opened:
         writer = csv.DictWriter(opened, names, restval="", lineterminator="\n")
         writer.writeheader()
-        for one in scored:
-            note = [one.row.problem] if one.row.problem else list(one.row.assumed)
-            more: dict[str, object] = {}
-            if one.prediction is not None and one.verdict is not None and one.row.case is not None:
-                low, high = one.verdict.seconds
-                note += [f"{low:.4g} to {high:.4g} s", one.verdict.range]
-                more = {
-                    "predicted_step_time_s": f"{one.prediction.step:.6g}",
-                    "predicted_mfu_pct": f"{100 * one.prediction.mfu:.2f}",
-                    "predicted_memory_gib": f"{counted(one.prediction.memory, one.row.case.software) / 2**30:.1f}",
-                    "predicted_fits": one.verdict.fits,
-                }
-            writer.writerow({**one.row.cells, **more, "predicted_note": "; ".join(note)})
+        writer.writerows({**one.row.cells, **_predicted(one)} for one in scored)
     return "\n".join(_said(scored))
+
+
+PREDICTED = tuple(
+    f"predicted_{name}"
+    for name in ("step_time_s", "low_s", "high_s", "mfu_pct", "hfu_pct", "memory_gib", "fits", "verdict", "note")
+)
+"""columns that `predict_file` adds: the step and its interval, utilisation, memory, 1 if it fits, how surely, and what
+was assumed or why there is no prediction"""
+
+
+def _predicted(one: Scored) -> dict[str, str]:
+    row, prediction, verdict = one.row, one.prediction, one.verdict
+    if row.case is None or prediction is None or verdict is None:
+        return {"predicted_note": row.problem}
+    low, high = verdict.seconds
+    values = (
+        *(f"{seconds:.6g}" for seconds in (prediction.step, low, high)),
+        *(f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)),
+        f"{counted(prediction.memory, row.case.software) / 2**30:.1f}",
+        str(int(prediction.fits)),
+        verdict.fits,
+        "; ".join([verdict.range, *row.assumed]),
+    )
+    return dict(zip(PREDICTED, values, strict=True))
 
 
 def score_files(files: Sequence[str], as_json: bool) -> str:
