@@ -60,6 +60,9 @@ STACKS = {
         "llm-foundry",
         attention="flash1",
         fused_norm=True,
+        kept_logits=2.0,  # its fused_crossentropy, of 16-bit logits, whose gradient takes their place
+        logits_forward=2.0,
+        logits_backward=4.0,
         constants=Constants(launch=1e-6, traffic=0.55, exposed=0.8),
     ),
     "torchtitan": Software("torchtitan", attention="flash2", keeps_every_other=True),
