@@ -1,0 +1,182 @@
+"""What layouts of a job cost at least, while not all of them is decided: what `search` leaves groups of them out by.
+
+Seconds: all ranks' work divided evenly, and the wait for a first micro batch. Bytes: what stands on the first rank all
+step long, and the activations of the micro batches that its schedule keeps. Each is no more than what `predict` says of
+any layout of the group, and is put together from few things that many layouts share. No torch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchllm.config import SCHEDULES, PipelineSchedule
+from torchllm.metrics.flops import recompute_interval
+from torchllm.planner.case import Case
+from torchllm.planner.layouts import Job, Layout, Mesh
+from torchllm.planner.memory import StageSize
+from torchllm.planner.predict import memory_of, tail
+from torchllm.planner.simulate import StageTimes, most_in_flight
+from torchllm.planner.split import V_SHAPED, balanced_split, stage_of_rank
+from torchllm.planner.stage import StageCost, stage_cost
+
+SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
+"""schedules that may fill the way back with gradients of weights"""
+
+
+def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
+    """A bound of `predict.pipeline_seconds`: a rank computes all its work after a first micro batch has come through
+    the ranks before it, and before the last one's gradients have gone back through them. Where the backward is split
+    the way back may be filled."""
+    parallel, m = case.parallel, case.micro_batches
+    busy = [m * sum(sum(stages[at]) for at in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+    step = waits = 0.0
+    for rank in range(parallel.pp):
+        step = max(step, waits + busy[rank])
+        forward, inputs, weights = stages[rank]
+        waits += forward + transfer + (0.0 if parallel.schedule in SPLIT else inputs + weights + transfer)
+    return step, busy
+
+
+class Order(NamedTuple):
+    """A schedule, and what the first rank holds at least."""
+
+    schedule: PipelineSchedule
+    virtual_stages: int
+    flying: int
+    """its blocks times the micro batches that they keep, at once"""
+    blocks: int
+    """of its largest stage"""
+    ends: int
+    """of its stages, that receive from others"""
+
+
+class Sharding(NamedTuple):
+    """A way to share weights, gradients and optimizer on a mesh."""
+
+    degrees: tuple[int, int, int]
+    """dp_replicate, dp_shard, zero_stage"""
+    standing: float
+    """bytes that are there all step long, at least"""
+    reserve: float
+    """bytes that are not torch's"""
+    gradients: float
+    """bytes that are there after a micro batch's, at least"""
+    tail: float
+    """seconds at a step's end, at least"""
+
+
+class Bounds:
+    """Of one job; what is found once is remembered."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._costs: dict[tuple[object, ...], tuple[StageTimes, StageTimes]] = {}
+        self._sharded: dict[Mesh, list[Sharding]] = {}
+        self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._orders: dict[tuple[int, int], list[Order]] = {}
+        self._received: dict[tuple[object, ...], float] = {}
+        self._stages: dict[tuple[object, ...], list[StageSize]] = {}
+        self._kept: dict[tuple[object, ...], float] = {}
+
+    def costs(self, layout: Layout) -> tuple[StageTimes, StageTimes]:
+        """Seconds of one micro batch through a block, and through all blocks and both ends."""
+        gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
+        sharding = (layout.pp, *layout[1:3], layout.zero_stage) if gathers else ()
+        key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
+        known = self._costs.get(key)
+        if known is None:
+            case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
+            sizes = StageSize(1, False, False), StageSize(self.job.model.layers, True, True)
+            block, whole = (stage_cost(case, size).times for size in sizes)
+            known = self._costs[key] = block, whole
+        return known
+
+    def work(self, layout: Layout, decided: bool = True) -> float:
+        """A bound of the schedule's time: the ranks' average work, and their average wait for a first micro batch and,
+        unless it can be filled, after the last. Where there is no schedule yet each rank before has a block."""
+        block, whole = self.costs(layout)
+        m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
+        work = m * sum(whole) / layout.pp
+        if layout.pp == 1:
+            return work
+        if not decided:
+            return work + (layout.pp - 1) / 2 * block.forward
+        blocks = [size.blocks for size in self.stages(layout)]
+        before = sum(blocks[rank] * (layout.pp - 1 - rank) for rank in range(layout.pp)) / layout.pp
+        back = 0.0 if layout.schedule in SPLIT else block.input_gradient + block.weight_gradient
+        return work + before * (block.forward + back)
+
+    def stages(self, layout: Layout) -> list[StageSize]:
+        """What each stage has."""
+        key = layout.pp, layout.schedule, layout.virtual_stages
+        if key not in self._stages:
+            split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
+            self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
+        return self._stages[key]
+
+    def shardings(self, mesh: Mesh) -> list[Sharding]:
+        """What each keeps of a rank's share of the blocks, and what it costs at a step's end, at least."""
+        if mesh not in self._sharded:
+            sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
+            cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})  # a backward that hides what can be hidden
+            found = []
+            for replicate, shard, zero in self.job.shardings(mesh):
+                case = self.job.case(Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, zero_stage=zero))
+                key = mesh.pp, mesh.tp, shard * mesh.cp, zero
+                if key not in self._standing:
+                    of = memory_of(case, sizes, 0)
+                    standing = of.weights + of.optimizer + (of.gathered if zero < 3 else 0.0)
+                    self._standing[key] = standing, of.reserve, of.gradients
+                seconds = sum(tail(case, sizes[:1], [cost]).values())
+                found.append(Sharding((replicate, shard, zero), *self._standing[key], seconds))
+            self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
+        return self._sharded[mesh]
+
+    def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
+        """A bound of the first rank's memory: what stands, and the activations of all micro batches in flight, or of
+        one less and the gradients of those before; and what a pipeline receives in."""
+        kept, received = self.kept(layout), 0.0
+        if layout.pp > 1:
+            key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
+            if key not in self._received:
+                case = self.job.case(layout._replace(schedule="1F1B", virtual_stages=1))
+                self._received[key] = memory_of(case, [StageSize(1, True, False)] * layout.pp, 0).buffers
+            received = self._received[key] * order.ends
+        flying = max(kept * order.flying, kept * (order.flying - order.blocks) + sharding.gradients)
+        return sharding.standing + sharding.reserve + received + flying * self.job.software.constants.allocator
+
+    def kept(self, layout: Layout) -> float:
+        """Bytes that a block keeps of a micro batch."""
+        key = (layout.cp, layout.tp, *layout[9:], self.job.compile_of(layout).block)
+        if key not in self._kept:
+            mode = "full" if layout.recompute == "every_k" else layout.recompute  # of one block a stage it is the same
+            case = self.job.case(layout._replace(pp=1, dp_replicate=1, dp_shard=1, micro_batch_size=1, recompute=mode))
+            many = self.job.model.layers * recompute_interval(case.recompute, self.job.model.layers)
+            one, two = (memory_of(case, [StageSize(times * many, True, True)], 0).activations for times in (1, 2))
+            self._kept[key] = (two - one) / many
+        return self._kept[key] * layout.micro_batch_size
+
+    def orders(self, layout: Layout, mesh: Mesh) -> list[Order]:
+        """The schedules of so many micro batches."""
+        m = self.job.training.global_batch_size // (layout.micro_batch_size * mesh.data)
+        if (mesh.pp, m) not in self._orders:
+            schedules = self.job.schedules(mesh, layout.micro_batch_size)
+            self._orders[mesh.pp, m] = [self.order(mesh.pp, m, name, stages) for name, stages in schedules]
+        return self._orders[mesh.pp, m]
+
+    def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> Order:
+        """What is known of a schedule of `m` micro batches without going through it."""
+        layers = self.job.model.layers
+        if pp == 1:
+            return Order(name, v, layers, layers, 0)
+        blocks = [size.blocks for size in self.stages(Layout(pp, 1, 1, 1, 1, name, v))]
+        round = m // max(1, m // pp)
+        if name in V_SHAPED:
+            both = most_in_flight(name, pp, 2, min(m, 3 * round + m % round), 0)
+            return Order(name, v, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2)
+        mine = blocks[::pp]
+        flying = m * sum(mine)  # GPipe and LoopedBFS keep all
+        if name not in ("GPipe", "LoopedBFS"):
+            ahead = (v - 1) * round + (2 if name == "Interleaved1F1B" else 1) * (pp - 1)
+            flying = min(m * v, ahead + 1) * min(mine)
+        return Order(name, v, flying, max(mine), 2 * len(mine) - 1)
