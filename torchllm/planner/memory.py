@@ -8,6 +8,7 @@ the latter there are a few named moments, and the peak is at the worst of them:
   head          the head's gradient, whole, and what it is reduced from
   block         a block's backward: what it makes again, gradients of activations and weights, weights gathered ahead
   embedding     the same as head, for the embedding
+  reduction     of a pipeline, when the gradients of all its micro batches are reduced
 
 How many micro batches are in flight then is the schedule's doing (`moments.py`).
 """
@@ -98,7 +99,8 @@ class Rank(NamedTuple):
     zero: int
     """stage in effect"""
     micro_batches: int
-
+    sharded: float
+    """parameters of the rank's stages, over the ranks that share them"""
     block: float
     """parameters of a block on a tp rank"""
     table: float
@@ -145,8 +147,9 @@ def rank_memory(
     one = block(model, piece, parallel, kernels, software)
     table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
     size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
-    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, size, table)
     parameters = [stage_parameters(model, stage, parallel.tp, software.vocab_parallel) for stage in stages]
+    sharded = sum(parameters) / shards
+    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, sharded, size, table)
     standing = stands(rank, sum(parameters), shards)
     kinds = {moment.kind for moment in moments}
     alike = {stage: stage_memory(rank, stage, kinds) for stage in set(stages)}
@@ -161,7 +164,7 @@ def rank_memory(
         ):
             activations += flying * here.held + late * here.deferred
             logits += flying * here.logits
-            gradients += graded * elements
+            gradients += elements * (0.0, 1.0, 1 / shards)[graded]
         if not software.fsdp or parallel.pp == 1:
             gradients = 0.0
         total = activations + logits + software.gradients * gradients + extra.total
@@ -174,9 +177,23 @@ def rank_memory(
                 logits=logits + extra.logits,
                 temporary=extra.temporary,
             )
+    if software.fsdp and parallel.pp > 1:
+        reduction = reduces(rank, parameters, stages[0], shards)
+        if reduction.total > most:
+            worst = reduction
     buffers = count * rank.boundary * sum((not s.first) + (not s.last) for s in stages) if software.fsdp else 0.0
     peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))._replace(buffers=buffers)
     return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
+
+
+def reduces(rank: Rank, parameters: Sequence[float], stage: StageSize, shards: int) -> Memory:
+    """When the gradients of a rank's first stage, the last to end, are reduced: the largest unit's first, by a copy."""
+    unit = max(rank.block, rank.table * (stage.first or stage.last))
+    of = rank.software.gradients
+    gradients = of * (parameters[0] + (sum(parameters[1:]) + unit) / shards)
+    return Memory(
+        gradients=gradients, gathered=-rank.software.gathered * unit * (not rank.per_use), temporary=of * unit
+    )
 
 
 def stands(rank: Rank, parameters: float, shards: int) -> Memory:
@@ -299,6 +316,8 @@ def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: Kept, kind: Kind)
             yield Memory(gathered=gathered, temporary=temporary + at_once * block, logits=-of.logits, activations=seen)
     if stage.first:
         gathered = software.gathered * (block + root) * rank.per_use
+        shards = rank.parallel.dp_shard * rank.parallel.cp
         of_input = 2.0 * rank.piece.tokens * rank.model.hidden
         temporary = (gradient + reduced) * rank.table + at_once * block + of_input
-        yield Memory(gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.held)
+        new = reduced * (rank.sharded - rank.table / shards) * (rank.micro_batches == 1)
+        yield Memory(0.0, new, gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.held)
