@@ -113,13 +113,18 @@ def context_parallel(case: Case, core: float) -> tuple[float, float]:
 
 
 def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds that FSDP's gathers and scatters of one block are seen, forward and backward, beside such compute."""
+    """Seconds that FSDP's gathers and scatters of one block are seen, forward and backward, beside such compute.
+
+    Under pp gradients are reduced once a step (`predict.tail`).
+    """
     parallel, software = case.parallel, case.software
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
         return 0.0, 0.0
     over_shards = comms.group(case.mesh, [SHARD, CP], case.hardware, software.one_card)
     block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
     gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.gradients * block)
+    if parallel.pp > 1:
+        scatter = 0.0
     share = software.constants.exposed
     if parallel.zero_stage == 2:
         return 0.0, exposed(scatter, backward, share)
