@@ -13,7 +13,11 @@ from torchllm.dry_run.run import examine
 from torchllm.metrics.flops import parameter_count
 
 FOLDER = Path(__file__).parent.parent / "train_configs"
-FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")})  # those are tests/planner/test_cluster.py's
+OTHERS = {
+    *FOLDER.glob("clusters/*"),
+    *FOLDER.glob("sweeps/*"),
+}  # tests/planner/test_cluster.py, tests/recipes/test_sweep.py
+FILES = sorted({*FOLDER.rglob("*.toml")} - OTHERS)
 RUNS = [file for file in FILES if file.parent == FOLDER]
 CLUSTER_RUNS = [file for file in RUNS if "[cluster]" in file.read_text()]
 """too large to be anything but looked at here"""

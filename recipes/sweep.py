@@ -1,0 +1,145 @@
+"""Measures layouts, each as a job of its own: the study of Hagemann et al. (arXiv 2311.05610) as one command.
+
+    python recipes/sweep.py SWEEP.toml [--output=FOLDER] [--dry-run]
+
+SWEEP.toml names a run and, for some of its keys, the values that are all combined (train_configs/sweeps). Degrees that
+are -1 there, and gradient accumulation, follow. Every layout is started by run_train.sh for `sweep.steps` steps; the
+first is dropped. What cannot be, runs out of memory or time, or crashes is written down as such and stops nothing.
+
+FOLDER/results.csv has a row a layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md is a
+table, *.png are figures. The same command goes on where it was ended. --dry-run lists the layouts.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sweep_job import COLUMNS, Layout, examine, measure
+
+from torchllm.config import Count, Positive
+from torchllm.config_toml import dotted, read_files
+from torchllm.config_types import Fault, read_table
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key of the run's config, and what it is set to."""
+
+    key: str = ""
+    """dotted, as on the command line: parallel.tp"""
+    values: tuple[str, ...] = ()
+    """as on the command line"""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured, and how long."""
+
+    config: str = ""
+    """the run's TOML, relative to this file"""
+    processes: Count = 1
+    """ranks of every layout, all on this node"""
+    steps: Count = 10
+    """of each layout; the first is not counted"""
+    timeout: Positive = 600.0
+    """seconds after which a layout is given up"""
+    axes: tuple[Axis, ...] = ()
+    """one [[sweep.axes]] table each"""
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """The whole file."""
+
+    sweep: Sweep = field(default_factory=Sweep)
+
+
+def read_sweep(file: str) -> Sweep:
+    """A sweep's TOML. SystemExit(2) after one line for everything that is wrong."""
+    found: list[str] = []
+    layer = read_files(file, found)
+    faults: list[Fault] = []
+    sweep: Sweep = read_table(SweepFile, layer.table, faults).sweep
+    found += [f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}" for fault in faults]
+    if not found and not sweep.config:
+        found.append(f"{file}: sweep.config: which run? the path of its TOML, relative to this file")
+    if not found and not (Path(file).parent / sweep.config).is_file():
+        found.append(f"{file}: sweep.config: {sweep.config}: there is no such file beside it")
+    found += [f"{file}: sweep.axes: {axis.key or 'one'} has no values" for axis in sweep.axes if not axis.values]
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        raise SystemExit(2)
+    return sweep
+
+
+def layouts(sweep: Sweep) -> list[Layout]:
+    """Every combination of the axes' values, as overrides of the command line."""
+    return [
+        tuple(f"--{axis.key}={value}" for axis, value in zip(sweep.axes, values, strict=True))
+        for values in itertools.product(*(axis.values for axis in sweep.axes))
+    ]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what is not yet in results.csv, then write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep")
+    parser.add_argument("--output", default="", help="folder of the results; default: runs/sweep-NAME")
+    parser.add_argument("--dry-run", action="store_true", help="list the layouts, and why some cannot be")
+    given = parser.parse_args(arguments)
+    sweep = read_sweep(given.sweep)
+    config = os.path.normpath(Path(given.sweep).parent / sweep.config)
+    folder = Path(given.output or f"runs/sweep-{Path(given.sweep).stem}")
+    results = folder / "results.csv"
+    done = {row["layout"] for row in read_results(results)}
+    todo = [layout for layout in layouts(sweep) if " ".join(layout) not in done]
+    if given.dry_run:
+        for layout in todo:
+            _, problem = examine(config, layout, sweep.processes)
+            print(" ".join(layout), f"({problem})" if problem else "")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{len(todo)} layouts to measure, {len(done)} in {results}", flush=True)
+    started, jobs = time.monotonic(), 0
+    for number, layout in enumerate(todo):
+        row = measure(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
+        append(results, row)
+        jobs += row["status"] != "invalid"
+        left = (time.monotonic() - started) / max(1, jobs) * (len(todo) - number - 1)
+        seconds = f"{float(row['step_time_s']):.3f} s" if row["step_time_s"] else row["note"]
+        print(
+            f"{number + 1}/{len(todo)}  {row['status']:8s} {' '.join(layout)}  {seconds}  left {left / 60:.0f} min",
+            flush=True,
+        )
+    from sweep_figures import summarize
+
+    for file in summarize(read_results(results), folder):
+        print(file)
+
+
+def read_results(file: Path) -> list[dict[str, str]]:
+    """The rows of a sweep; none if there is no file. A last line that was cut off by a kill is left out."""
+    if not file.is_file():
+        return []
+    with open(file, newline="") as opened:
+        return [row for row in csv.DictReader(opened) if row.get("layout") is not None and row.get("status")]
+
+
+def append(file: Path, row: dict[str, str]) -> None:
+    """Add a row, in one write; what a kill left of a row before it is dropped."""
+    before = read_results(file)
+    temporary = file.with_suffix(".tmp")
+    with open(temporary, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*before, row])
+    temporary.replace(file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,179 @@
+"""One layout of a sweep: whether it can be, its job, and what came out, as a row of measurements."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchllm.config import Config, gradient_accumulation
+from torchllm.config_file import load_config
+from torchllm.metrics.flops import parameter_count
+
+Layout = tuple[str, ...]
+"""overrides of the command line"""
+
+COLUMNS = tuple(
+    word
+    for words in (
+        "dataset stack group model n_params layers hidden heads kv_heads ffn vocab tied_emb seq_len cluster gpu gpus",
+        "dp dp_replicate dp_shard tp pp cp cp_method schedule interleave_v micro_batch grad_accum global_batch_seqs",
+        "zero_stage seq_parallel act_ckpt attn_impl rmsnorm_kernel compile precision status step_time_s",
+        "tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct note source spread_pct layout",
+    )
+    for word in words.split()
+)
+"""of a measurement (DESIGN, section 6), then two of the sweep's own: the spread of the steps, and the overrides"""
+
+ROOT = Path(__file__).parents[1]
+MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory|MemoryError", re.IGNORECASE
+)
+KILLED = re.compile(r"exitcode\s*:\s*-9|Signal 9|SIGKILL")
+
+
+def examine(config: str, layout: Layout, processes: int) -> tuple[Config | None, str]:
+    """The resolved config of a layout on so many ranks, or None and why it cannot be."""
+    said = io.StringIO()
+    before = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(processes)
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            # As a dry run, which speaks of ranks without being one.
+            resolved = load_config([config, *layout, "--run.dry_run=true", "--run.folder=unused"])
+    except SystemExit:
+        return None, "; ".join(said.getvalue().strip().splitlines())
+    finally:
+        os.environ.pop("NPROC") if before is None else os.environ.update(NPROC=before)
+    parallel = resolved.parallel
+    world = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+    if world != processes:
+        return None, f"needs {world} ranks, not {processes}"
+    return resolved, ""
+
+
+def measure(config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path) -> dict[str, str]:
+    """Run a layout's job in `folder`, which is deleted before and after, and say what came out."""
+    row = dict.fromkeys(COLUMNS, "") | {"layout": " ".join(layout), "source": "recipes/sweep.py"}
+    resolved, problem = examine(config, layout, processes)
+    if resolved is None:
+        return row | {"status": "invalid", "note": problem}
+    row |= cells(resolved, processes)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fixed = [f"--training.steps={steps}", "--metrics.log_interval=1", "--metrics.tensorboard=false"]
+    fixed += ["--evaluate.interval=0", "--checkpoint.interval=0", "--generate.after_training=false"]
+    fixed += ["--schedule.warmup_steps=0", "--schedule.decay_steps=0", f"--run.folder={folder / 'run'}"]
+    command = [str(ROOT / "run_train.sh"), config, *layout, *fixed]
+    environment = {**os.environ, "NPROC": str(processes), "PYTHON": sys.executable}
+    with open(folder / "log", "w") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            code = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if job.poll() is None:  # or interrupted
+                _end(job)
+    outcome = read_outcome(
+        code, (folder / "log").read_text(errors="replace"), folder / "run" / "metrics.jsonl", timeout
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    return row | outcome
+
+
+def _end(job: "subprocess.Popen[bytes]") -> None:
+    """A job and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGTERM)
+        try:
+            job.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def read_outcome(code: int | None, log: str, metrics: Path, timeout: float) -> dict[str, str]:
+    """Status, times and peak of a job that ended with `code` (None: it did not), as cells of its row."""
+    if code is None:
+        return {"status": "timeout", "note": f"not done after {timeout:g} s"}
+    if code != 0:
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+        last = (errors or lines or ["it said nothing"])[-1][:200]
+        if found := MEMORY.search(log):
+            return {"status": "oom", "note": next(line for line in lines if found[0] in line)[:200]}
+        if KILLED.search(log) or code in (-9, 137):
+            return {"status": "oom", "note": "killed by signal 9: the kernel, for want of memory, unless somebody else"}
+        return {"status": "crash", "note": f"exit {code}: {last}"}
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    counted = [record for record in records if "step_seconds" in record][1:]
+    if not counted:
+        return {"status": "crash", "note": "no step but the first"}
+    seconds = [record["step_seconds"] for record in counted]
+    middle = statistics.mean(seconds)
+    peak = max(record["memory_gib"] for record in counted)
+
+    def mean(key: str) -> str:
+        values = [record[key] for record in counted if record.get(key) is not None]
+        return f"{100 * statistics.mean(values):.2f}" if values else ""
+
+    return {
+        "status": "ok",
+        "step_time_s": f"{middle:.6g}",
+        "spread_pct": f"{100 * statistics.pstdev(seconds) / middle:.1f}",
+        "peak_memory_gib": f"{peak:.3f}",
+        "mfu_pct": mean("mfu"),
+        "hfu_pct": mean("hfu"),
+    }
+
+
+def cells(config: Config, gpus: int) -> dict[str, str]:
+    """What a resolved config says of its layout, in the words of the measurements."""
+    model, training, parallel = config.model, config.training, config.parallel
+    dp = parallel.dp_replicate * parallel.dp_shard
+    attention = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}[model.attention]
+    found: dict[str, Any] = {
+        "dataset": "sweep",
+        "stack": "torchllm",
+        "group": f"sweep/s{training.sequence_length}/{gpus}",
+        "model": model.family,
+        "n_params": parameter_count(model),
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv,
+        "ffn": model.ffn,
+        "vocab": model.vocab,
+        "tied_emb": int(model.tied_embeddings),
+        "seq_len": training.sequence_length,
+        "cluster": config.cluster.name,
+        "gpus": gpus,
+        "dp": dp,
+        "dp_replicate": parallel.dp_replicate,
+        "dp_shard": parallel.dp_shard,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "cp": parallel.cp,
+        "cp_method": parallel.cp_method if parallel.cp > 1 else "",
+        "schedule": parallel.schedule if parallel.pp > 1 else "",
+        "interleave_v": parallel.stages_per_rank if parallel.pp > 1 else "",
+        "micro_batch": training.micro_batch_size,
+        "grad_accum": gradient_accumulation(training, dp),
+        "global_batch_seqs": training.global_batch_size,
+        "zero_stage": parallel.zero_stage,
+        "seq_parallel": int(parallel.sequence_parallel),
+        "act_ckpt": config.recompute.mode,
+        "attn_impl": attention,
+        "rmsnorm_kernel": int(config.compile.norm or config.compile.block),
+        "compile": int(config.compile.block),
+        "precision": config.training.dtype,
+    }
+    return {key: str(value) for key, value in found.items()}

@@ -1,0 +1,163 @@
+"""Sweeps: which layouts, what every way to end becomes, that nothing is measured twice, and a real one on two ranks."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import ROOT, SMALL
+
+sys.path.insert(0, str(ROOT / "recipes"))
+from sweep import Axis, Sweep, append, layouts, read_results, read_sweep
+from sweep_figures import best_of_the_rest, markdown
+from sweep_job import COLUMNS, examine, measure, read_outcome
+
+from torchllm.planner.measurements import read_row
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def written(tmp_path: Path, text: str) -> str:
+    (tmp_path / "run.toml").write_text(f'base = "{DEBUG}"\n')
+    (tmp_path / "sweep.toml").write_text(text)
+    return str(tmp_path / "sweep.toml")
+
+
+def test_a_sweep_is_read(tmp_path: Path) -> None:
+    axis = '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2"]\n'
+    sweep = read_sweep(written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 4\n{axis}'))
+    assert (sweep.processes, sweep.steps, sweep.axes) == (4, 10, (Axis("parallel.tp", ("1", "2")),))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[sweep]\n", "sweep.config: which run?"),
+        ('[sweep]\nconfig = "other.toml"\n', "sweep.config: other.toml: there is no such file beside it"),
+        ('[sweep]\nconfig = "run.toml"\nstep = 3\n', "sweep.toml:3: sweep.step: unknown"),
+        ('[sweep]\nconfig = "run.toml"\n[[sweep.axes]]\nkey = "parallel.tp"\n', "parallel.tp has no values"),
+    ],
+)
+def test_what_is_wrong_with_a_sweep_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read_sweep(written(tmp_path, text))
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_all_values_are_combined() -> None:
+    axes = (Axis("parallel.tp", ("1", "2")), Axis("recompute.mode", ("none", "full")))
+    assert layouts(Sweep(axes=axes)) == [
+        ("--parallel.tp=1", "--recompute.mode=none"),
+        ("--parallel.tp=1", "--recompute.mode=full"),
+        ("--parallel.tp=2", "--recompute.mode=none"),
+        ("--parallel.tp=2", "--recompute.mode=full"),
+    ]
+
+
+def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
+    sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
+    can_be = [layout for layout in layouts(sweep) if not examine(DEBUG, layout, sweep.processes)[1]]
+    assert len(can_be) >= 40
+
+
+def test_degrees_follow_from_the_number_of_processes() -> None:
+    config, problem = examine(DEBUG, ("--parallel.tp=2",), 8)
+    assert problem == ""
+    assert config is not None
+    assert (config.parallel.dp_shard, config.parallel.tp) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (("--parallel.tp=3",), "3 does not divide model.heads = 8"),
+        (("--parallel.dp_shard=2",), "2"),
+        (("--parallel.pt=2",), "parallel.pt: unknown"),
+    ],
+)
+def test_what_cannot_be_is_not_started(layout: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    row = measure(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
+    assert row["status"] == "invalid"
+    assert said in row["note"]
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "status", "note"),
+    [
+        (None, "", "timeout", "not done after 9 s"),
+        (1, "x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\ny", "oom", "torch.OutOfMemoryError: CUDA out of"),
+        (1, "  exitcode  : -9 (pid: 7)\nSignal 9 (SIGKILL)", "oom", "killed by signal 9"),
+        (-9, "", "oom", "killed by signal 9"),
+        (1, "step 1\nValueError: bad thing\nsome more", "crash", "exit 1: ValueError: bad thing"),
+        (3, "", "crash", "exit 3: it said nothing"),
+    ],
+)  # fmt: skip
+def test_how_a_job_can_end(code: int | None, log: str, status: str, note: str, tmp_path: Path) -> None:
+    outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
+    assert outcome["status"] == status
+    assert outcome["note"].startswith(note)
+
+
+def test_the_first_step_is_dropped(tmp_path: Path) -> None:
+    seconds = [9.0, 1.0, 2.0, 3.0]
+    records = [{"step_seconds": s, "memory_gib": s, "mfu": 0.5, "hfu": None} for s in seconds]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    outcome = read_outcome(0, "", tmp_path / "metrics.jsonl", 9.0)
+    assert (outcome["status"], outcome["step_time_s"], outcome["peak_memory_gib"]) == ("ok", "2", "3.000")
+    assert (outcome["spread_pct"], outcome["mfu_pct"], outcome["hfu_pct"]) == ("40.8", "50.00", "")
+
+
+def row(layout: str, seconds: str = "", status: str = "ok", **cells: str) -> dict[str, str]:
+    return {**dict.fromkeys(COLUMNS, ""), "layout": layout, "status": status, "step_time_s": seconds, **cells}
+
+
+def test_a_row_that_a_kill_cut_off_is_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "results.csv"
+    append(file, row("one", "1.0"))
+    append(file, row("two", "2.0"))
+    file.write_text(file.read_text() + "sweep,torchllm,half a l")
+    assert [found["layout"] for found in read_results(file)] == ["one", "two"]
+    append(file, row("three", "3.0"))
+    assert [found["layout"] for found in read_results(file)] == ["one", "two", "three"]
+
+
+def test_the_best_of_the_rest() -> None:
+    rows = [
+        row("a", "4.0", tp="1", pp="1", global_batch_seqs="2"),
+        row("b", "3.0", tp="1", pp="2", global_batch_seqs="2"),
+        row("c", "8.0", tp="2", pp="1", global_batch_seqs="4"),
+        row("d", "", "oom", tp="4", pp="1", note="too large"),
+    ]
+    assert best_of_the_rest(rows, ["tp"]) == {"tp 1": 1.5, "tp 2": 2.0}
+    table = markdown(rows)
+    assert table.index("`b`") < table.index("`a`") < table.index("`c`")
+    assert "| oom | 1 | `d`: too large |" in table
+
+
+def test_a_real_sweep(tmp_path: Path) -> None:
+    """Two layouts that run and one that cannot; then the same command has nothing to do."""
+    settings = [word.removeprefix("--").split("=") for word in SMALL[1:3]]
+    small = "\n".join(f'[[sweep.axes]]\nkey = "{key}"\nvalues = ["{value}"]' for key, value in settings)
+    text = f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{small}\n'
+    file = written(tmp_path, text + '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2", "3"]\n')
+    command = [sys.executable, "recipes/sweep.py", file, f"--output={tmp_path / 'out'}"]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 0, first.stderr
+    with open(tmp_path / "out" / "results.csv", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [found["status"] for found in rows] == ["ok", "ok", "invalid"], first.stdout
+    assert all(float(found["step_time_s"]) > 0 for found in rows[:2])
+    case = read_row({**rows[1], "cluster": "this_cpu"}).case  # the planner reads it
+    assert case is not None
+    assert (case.parallel.tp, case.parallel.dp_shard, case.model.hidden) == (2, 1, 32)
+    assert (tmp_path / "out" / "results.md").is_file()
+    assert not (tmp_path / "out" / "job").exists()
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert again.stdout.startswith("0 layouts to measure, 3 in ")
