@@ -19,7 +19,7 @@ PULL = 0.001
 """what a constant that is e times what it was adds to the error"""
 KINK = 0.03
 """log of a ratio under which errors count by their square: one coordinate at a time gets stuck in kinks"""
-TIMES = ("launch", "traffic", "exposed", "wait", "tail")
+TIMES = ("launch", "traffic", "exposed", "wait", "flush")
 """constants that a step time shows; those of memory are fitted to peaks"""
 
 

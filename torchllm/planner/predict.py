@@ -82,10 +82,11 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
         for name, seconds in cost.terms.items():
             terms[name] = terms.get(name, 0.0) + m * seconds
     terms["bubble"] = step - busy[busiest]
-    for name, seconds in max(
-        (tail(case, [sizes[s] for s in stage_of_rank(parallel, r)], ranks[r]) for r in range(parallel.pp)),
-        key=lambda t: sum(t.values()),
-    ).items():
+    if parallel.pp > 1:
+        terms["flush"] = case.software.constants.flush * busy[busiest] / m
+    alike = {tuple(sizes[stage] for stage in stage_of_rank(parallel, rank)): rank for rank in range(parallel.pp)}
+    tails = (tail(case, list(of), ranks[rank]) for of, rank in alike.items())
+    for name, seconds in max(tails, key=lambda of: sum(of.values())).items():
         terms[name] = terms.get(name, 0.0) + seconds
     total = sum(terms.values())
     memory = max(
@@ -136,7 +137,9 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
         reduced = over_replicas.reduce(gradients / shards)
         gathered = over_shards.gather(weights) if zero == 2 else 0.0
         table = model.vocab * model.hidden / parallel.tp
-        if zero == 3:  # the first gather and the last reduction have nothing to hide behind
+        if parallel.pp > 1:
+            reduced += over_shards.gather(gradients)
+        elif zero == 3:  # the first gather and the last reduction have nothing to hide behind
             reduced += over_shards.gather(software.gradients * table)
             gathered += over_shards.gather(software.gathered * table)
     if software.overlaps_reduction:
@@ -148,7 +151,6 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
         "gradient reduction": reduced,
         "weight gather": gathered,
         "optimizer": moved / (hardware.memory_bandwidth * MEMORY_RATE),
-        "tail": constants.tail,
     }
 
 

@@ -24,13 +24,13 @@ class Constants:
     """share of what could be hidden behind compute that is not: gathers, reductions (1: nothing overlaps)"""
     wait: float = 2e-5
     """seconds that every collective of tensor parallelism waits for its slowest rank, and every pipeline stage for the next"""
-    tail: float = 2e-3
-    """seconds of a step that nothing explains: norms, logging, synchronisation"""
+    flush: float = 0.5
+    """micro batches whose time a pipeline loses in a step beyond its bubble"""
     allocator: float = 1.17
     """memory reserved over memory in use, of what comes and goes within a step"""
 
 
-UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "tail": "s", "allocator": "x"}
+UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "flush": "micro batches", "allocator": "x"}
 """of the constants"""
 
 

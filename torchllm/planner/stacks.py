@@ -20,17 +20,23 @@ MEGATRON = Software(
     default_zero_stage=0,
 )
 STACKS = {
-    "megatron-2021": replace(MEGATRON, gradients=2.0, constants=Constants(launch=2.3e-5, traffic=1.3, wait=3e-6)),
+    "megatron-2021": replace(
+        MEGATRON, gradients=2.0, constants=Constants(launch=2.3e-5, traffic=1.3, wait=3e-6, flush=0.0)
+    ),
     "megatron-2022": replace(
-        MEGATRON, overlaps_tensor_parallel=True, constants=Constants(launch=1e-6, traffic=0.4, exposed=0.0, wait=2e-5)
+        MEGATRON,
+        overlaps_tensor_parallel=True,
+        constants=Constants(launch=1e-6, traffic=0.4, exposed=0.0, wait=2e-5, flush=0.0),
     ),
     "megatron-zero-bubble-2023": replace(
         MEGATRON,
         default_vocab=32000,  # sentencepiece, as its sample data set
         peaks_allocated=True,
-        constants=Constants(launch=6e-6, traffic=1.2, wait=5e-4),
+        constants=Constants(launch=6e-6, traffic=1.2, wait=5e-4, flush=0.0),
     ),
-    "megatron-deepspeed-2023": replace(MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6)),
+    "megatron-deepspeed-2023": replace(
+        MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6, flush=0.0)
+    ),
     "aleph-alpha-megatron-2023": replace(
         MEGATRON,
         dropout=False,
@@ -42,7 +48,7 @@ STACKS = {
         gradients=2.0,
         default_zero_stage=1,
         attention="flash2",
-        constants=Constants(launch=8.4e-6, traffic=1.3, wait=1.7e-4),
+        constants=Constants(launch=3.6e-6, traffic=1.2, wait=3.4e-4, flush=1.5),
     ),
     "nanotron-2025": replace(
         MEGATRON,
@@ -54,7 +60,7 @@ STACKS = {
         temporary_gradients=2.0,
         gradient_copies=2.0,  # buckets of DistributedDataParallel, or what ZeRO-1's reduce_scatter is flattened in
         logits_forward=8.0,  # optim/gradient_accumulator.py, parallel/tensor_parallel/functional.py
-        constants=Constants(launch=1.6e-5, traffic=0.3, wait=4e-4, tail=0.1, allocator=1.06),
+        constants=Constants(launch=1.6e-5, traffic=0.8, wait=4e-4, allocator=1.06),
     ),
     "llm-foundry-2023": Software(
         "llm-foundry",
