@@ -110,10 +110,10 @@ TRACED = {
 
 @pytest.mark.parametrize("name", TRACED)
 def test_memory_agrees_with_the_dry_run(name: str) -> None:
-    """Every kind of rank: weights and optimizer to a millionth, the peak to 5 %.
+    """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with one.
 
-    The sums of gradients are exact too, but for put-off ones, which the trace does not tell from temporary results, and
-    a single micro batch, of which there is no sum.
+    Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones, which
+    the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
     one = TRACED[name]
     report = examine(c.Config(model=one.model, parallel=one.parallel, training=one.training, recompute=one.recompute))
@@ -122,26 +122,30 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
         found, traced = memory(one, kind.shown), kind.memory
         assert found.weights == pytest.approx(traced["parameters"], rel=1e-6)
         assert found.optimizer == pytest.approx(traced["optimizer"], rel=1e-5)  # AdamW's step counters are in the trace
-        assert found.live == pytest.approx(sum(traced.values()), rel=0.05)
+        assert found.live == pytest.approx(sum(traced.values()), rel=0.01 if one.parallel.pp == 1 else 0.05)
+        if one.parallel.pp == 1:
+            assert found.activations == pytest.approx(traced["activations"], rel=0.003)
+            if not one.training.loss_chunk:
+                assert found.logits == pytest.approx(traced["logits"], rel=0.003)
         if not c.SCHEDULES[one.parallel.schedule].splits_backward and report.micro_batches > 1:
             assert found.gradients == pytest.approx(traced["gradients"], rel=1e-3)
 
 
 PEAKS = {
-    ("1F1B", 1): (30, 39),
-    ("Interleaved1F1B", 0): (40, 48),
-    ("ZB-H1", 1): (32, 42),
-    ("ZB-H2", 1): (59, 70),
+    "1F1B": (30, 39),
+    "Interleaved1F1B": (40, 48),
+    "ZB-H1": (32, 42),
+    "ZB-H2": (59, 70),
 }
 """GiB of the 1.5B and the 6.2B model on 8 ranks without data parallelism, arXiv 2401.10241, tables 3 to 5, by schedule
-(ZB-1p and ZB-2p as the schedules behind them); virtual stages 1, interleaved 3 and 4"""
+(ZB-1p and ZB-2p by the schedules behind them); interleaved with 3 and 4 stages a rank"""
 
 
-@pytest.mark.parametrize(("schedule", "_"), PEAKS)
-def test_published_peaks_of_pipeline_schedules(schedule: str, _: int) -> None:
+@pytest.mark.parametrize("schedule", PEAKS)
+def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
     """To 6 %, in whole GiB. First and last stage have a block less than the others."""
     for (hidden, heads, layers, micro, virtual), peak in zip(
-        ((2304, 24, 22, 6, 3), (4096, 32, 30, 3, 4)), PEAKS[schedule, _], strict=True
+        ((2304, 24, 22, 6, 3), (4096, 32, 30, 3, 4)), PEAKS[schedule], strict=True
     ):
         stages = 8 * (virtual if schedule == "Interleaved1F1B" else 1)
         each = (layers + 2) // stages
