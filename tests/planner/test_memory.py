@@ -112,8 +112,8 @@ TRACED = {
 def test_memory_agrees_with_the_dry_run(name: str) -> None:
     """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with one.
 
-    Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones, which
-    the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
+    Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones,
+    which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
     one = TRACED[name]
     report = examine(c.Config(model=one.model, parallel=one.parallel, training=one.training, recompute=one.recompute))
