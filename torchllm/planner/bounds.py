@@ -13,7 +13,7 @@ from torchllm.config import SCHEDULES, PipelineSchedule
 from torchllm.metrics.flops import recompute_interval
 from torchllm.planner.case import Case
 from torchllm.planner.layouts import Job, Layout, Mesh
-from torchllm.planner.memory import StageSize
+from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.predict import memory_of, tail
 from torchllm.planner.simulate import StageTimes, most_in_flight
 from torchllm.planner.split import V_SHAPED, balanced_split, stage_of_rank
@@ -42,10 +42,12 @@ class Order(NamedTuple):
 
     schedule: PipelineSchedule
     virtual_stages: int
+    graded: bool
+    """at a time with one micro batch less in flight all its stages have gradients"""
     flying: int
     """its blocks times the micro batches that they keep, at once"""
     blocks: int
-    """of its largest stage"""
+    """that a micro batch keeps in its largest stage; 0: there is always one in flight"""
     ends: int
     """of its stages, that receive from others"""
 
@@ -60,7 +62,7 @@ class Sharding(NamedTuple):
     reserve: float
     """bytes that are not torch's"""
     gradients: float
-    """bytes that are there after a micro batch's, at least"""
+    """bytes, when all stages have some"""
     tail: float
     """seconds at a step's end, at least"""
 
@@ -76,6 +78,7 @@ class Bounds:
         self._orders: dict[tuple[int, int], list[Order]] = {}
         self._received: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], list[StageSize]] = {}
+        self._whole: dict[Mesh, tuple[list[Sharding], list[Sharding]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
     def costs(self, layout: Layout) -> tuple[StageTimes, StageTimes]:
@@ -126,15 +129,41 @@ class Bounds:
                 if key not in self._standing:
                     of = memory_of(case, sizes, 0)
                     standing = of.weights + of.optimizer + (of.gathered if zero < 3 else 0.0)
-                    self._standing[key] = standing, of.reserve, of.gradients
+                    whole = stage_parameters(case.model, sizes[0], mesh.tp, case.software.vocab_parallel)
+                    scattered = shard * mesh.cp if zero >= 2 and mesh.pp == 1 else 1
+                    self._standing[key] = standing, of.reserve, case.software.gradients * whole / scattered
                 seconds = sum(tail(case, sizes[:1], [cost]).values())
                 found.append(Sharding((replicate, shard, zero), *self._standing[key], seconds))
             self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
         return self._sharded[mesh]
 
+    def cheapest(self, layout: Layout, mesh: Mesh, order: Order) -> tuple[Layout, float]:
+        """The layout with the sharding that costs a micro batch least of those that may fit, and the bytes missing.
+
+        Nothing is gathered for a micro batch but with zero_stage 3, and the less, the fewer share.
+        """
+        shardings, capacity = self.shardings(mesh), self.job.hardware.memory
+        if mesh not in self._whole:
+            whole = [one for one in shardings if one.degrees[2] < 3]
+            apart = sorted((one for one in shardings if one.degrees[2] == 3), key=lambda one: one.degrees[1])
+            self._whole[mesh] = whole[:1], apart
+        whole, apart = self._whole[mesh]
+        over = math.inf
+        for sharding in whole:
+            over = self.holds(layout, sharding, order) - capacity
+            if over <= 0:
+                return layout, over
+        for sharding in apart:
+            missing = self.holds(layout, sharding, order) - capacity
+            if missing <= 0:
+                replicate, shard, zero = sharding.degrees
+                return layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero), missing
+            over = min(over, missing)
+        return layout, over
+
     def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
-        """A bound of the first rank's memory: what stands, and the activations of all micro batches in flight, or of
-        one less and the gradients of those before; and what a pipeline receives in."""
+        """A bound of the first rank's memory: what stands, what a pipeline receives in, and the activations of all
+        micro batches in flight, or, in the middle of a step, of one less and the gradients of those before."""
         kept, received = self.kept(layout), 0.0
         if layout.pp > 1:
             key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
@@ -142,8 +171,18 @@ class Bounds:
                 case = self.job.case(layout._replace(schedule="1F1B", virtual_stages=1))
                 self._received[key] = memory_of(case, [StageSize(1, True, False)] * layout.pp, 0).buffers
             received = self._received[key] * order.ends
-        flying = max(kept * order.flying, kept * (order.flying - order.blocks) + sharding.gradients)
-        return sharding.standing + sharding.reserve + received + flying * self.job.software.constants.allocator
+        kept, gradients = kept * self.job.software.constants.allocator, sharding.gradients
+        held = kept * order.flying
+        if order.graded:
+            held = max(held, kept * (order.flying - order.blocks) + gradients)
+        return sharding.standing + sharding.reserve + received + held
+
+    def memory(self, layout: Layout, mesh: Mesh) -> float:
+        """A bound of what the first and the last rank hold beside `Sharding.standing`, whatever the sharding."""
+        case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=3))
+        of_ranks = [memory_of(case, self.stages(layout), rank) for rank in {0, layout.pp - 1}]
+        allocator = case.software.constants.allocator
+        return max(of.total - of.gathered * allocator - of.weights - of.optimizer for of in of_ranks)
 
     def kept(self, layout: Layout) -> float:
         """Bytes that a block keeps of a micro batch."""
@@ -168,15 +207,18 @@ class Bounds:
         """What is known of a schedule of `m` micro batches without going through it."""
         layers = self.job.model.layers
         if pp == 1:
-            return Order(name, v, layers, layers, 0)
+            return Order(name, v, m > 1, layers, 0, 0)
         blocks = [size.blocks for size in self.stages(Layout(pp, 1, 1, 1, 1, name, v))]
         round = m // max(1, m // pp)
         if name in V_SHAPED:
             both = most_in_flight(name, pp, 2, min(m, 3 * round + m % round), 0)
-            return Order(name, v, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2)
+            return Order(
+                name, v, m >= 3 * pp, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2
+            )
         mine = blocks[::pp]
-        flying = m * sum(mine)  # GPipe and LoopedBFS keep all
+        flying, graded = m * sum(mine), v == 1 and m > 1  # GPipe and LoopedBFS keep all
         if name not in ("GPipe", "LoopedBFS"):
             ahead = (v - 1) * round + (2 if name == "Interleaved1F1B" else 1) * (pp - 1)
             flying = min(m * v, ahead + 1) * min(mine)
-        return Order(name, v, flying, max(mine), 2 * len(mine) - 1)
+            graded = graded or m * v > ahead + v * round  # after a round of backwards
+        return Order(name, v, graded, flying, max(mine), 2 * len(mine) - 1)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torchllm.planner.bounds import Bounds, at_least
 from torchllm.planner.layouts import Job, Layout, Mesh
-from torchllm.planner.predict import Prediction, memory_of, predict
+from torchllm.planner.predict import Prediction, predict
 
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 """memory: the least among the layouts that are at most `SLOWER` slower than the fastest"""
@@ -68,7 +68,9 @@ class Open(NamedTuple):
     layout: Layout
     mesh: Mesh
     decided: int
-    """steps of `Search.parts`; 5: all"""
+    """steps of `Search.run`"""
+    tail: float = 0.0
+    """bound of what its sharding costs at a step's end"""
     prediction: Prediction | None = None
 
 
@@ -86,6 +88,7 @@ class Search:
     def run(self) -> Found:
         """The best layouts, and what became of the others."""
         found, enough = self.found, 0.0
+        steps = self.recomputations, self.schedules, self.shardings, self.gathers, self.bounded, self.predicted
         for mesh in self.job.meshes:
             if reason := self.job.refusal(mesh):
                 found.refused[reason] += 1
@@ -96,7 +99,7 @@ class Search:
         while self._queue and not (len(found.best) >= self.count and self._queue[0][0] > enough):
             _, _, node = heapq.heappop(self._queue)
             if node.prediction is None:
-                self.parts(node)
+                steps[node.decided](node)
                 continue
             found.best.append(Ranked(node.layout, node.prediction))
             enough = self.slower * found.best[0].prediction.step
@@ -120,52 +123,61 @@ class Search:
                         pp, data, 1, cp, tp, micro_batch_size=size, zero_stage=0, sequence_parallel=sp, cp_method=method
                     )
 
-    def parts(self, node: Open) -> None:
-        """Decide one thing more; what may be goes into the queue."""
-        job, layout, mesh = self.job, node.layout, node.mesh
-        if node.decided == 0:
-            orders = self.bounds.orders(layout, mesh)
-            smallest, least = min(orders, key=lambda one: one.flying), self.bounds.shardings(mesh)[0]
-            for mode in job.modes(mesh):
-                part = layout._replace(recompute=mode)
-                if (over := self.bounds.holds(part, least, smallest) - job.hardware.memory) <= 0:
-                    self.push(self.bounds.work(part, False), Open(part, mesh, 1))
-                else:
-                    part = part._replace(schedule=smallest.schedule, virtual_stages=smallest.virtual_stages)
-                    self.reject(part, mesh, over, len(orders) * len(self.bounds.shardings(mesh)))
-        elif node.decided == 1:
-            least, capacity = self.bounds.shardings(mesh)[0], job.hardware.memory
-            for order in self.bounds.orders(layout, mesh):
-                part = layout._replace(schedule=order.schedule, virtual_stages=order.virtual_stages)
-                if (over := self.bounds.holds(part, least, order) - capacity) <= 0:
-                    self.push(self.bounds.work(part), Open(part, mesh, 2))
-                else:
-                    self.reject(part, mesh, over, len(self.bounds.shardings(mesh)))
-        elif node.decided == 2:
-            order = next(one for one in self.bounds.orders(layout, mesh) if one[:2] == layout[5:7])
-            for sharding in self.bounds.shardings(mesh):
-                replicate, shard, zero = sharding.degrees
-                part = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
-                if (over := self.bounds.holds(layout, sharding, order) - job.hardware.memory) <= 0:
-                    self.push(self.bounds.work(part) + sharding.tail, Open(part, mesh, 3))
-                else:
-                    self.reject(part, mesh, over, 1)
-        elif node.decided == 3:
-            case, sizes = job.case(layout), self.bounds.stages(layout)
-            held = max(memory_of(case, sizes, rank).total for rank in {0, layout.pp - 1})
-            if held > job.hardware.memory:
-                self.reject(layout, mesh, held - job.hardware.memory, 1)
-                return
-            prediction = predict(case, at_least)
-            if len(self.found.cloud) < CLOUD:
-                self.found.cloud.append((prediction.memory.total, prediction.mfu, prediction.fits))
-            if prediction.fits:
-                self.push(prediction.step, Open(layout, mesh, 4))
+    def recomputations(self, node: Open) -> None:
+        """Decide what is recomputed."""
+        layout, mesh, bounds = node.layout, node.mesh, self.bounds
+        orders = bounds.orders(layout, mesh)
+        smallest = min(orders, key=lambda one: one.flying)
+        for mode in self.job.modes(mesh):
+            part = layout._replace(recompute=mode)
+            fitting, over = bounds.cheapest(part, mesh, smallest)
+            if over <= 0:
+                self.push(bounds.work(fitting, False), Open(part, mesh, 1))
             else:
-                self.reject(layout, mesh, prediction.memory.total - job.hardware.memory, 1)
+                part = part._replace(schedule=smallest.schedule, virtual_stages=smallest.virtual_stages)
+                self.reject(part, mesh, over, len(orders) * len(bounds.shardings(mesh)))
+
+    def schedules(self, node: Open) -> None:
+        """Decide the order of the pipeline."""
+        layout, mesh, bounds = node.layout, node.mesh, self.bounds
+        for order in bounds.orders(layout, mesh):
+            part = layout._replace(schedule=order.schedule, virtual_stages=order.virtual_stages)
+            fitting, over = bounds.cheapest(part, mesh, order)
+            if over <= 0:
+                self.push(bounds.work(fitting), Open(part, mesh, 2))
+            else:
+                self.reject(part, mesh, over, len(bounds.shardings(mesh)))
+
+    def shardings(self, node: Open) -> None:
+        """Decide what is shared among how many."""
+        layout, mesh, bounds = node.layout, node.mesh, self.bounds
+        work, beside = bounds.work(layout), bounds.memory(layout, mesh)
+        for sharding in bounds.shardings(mesh):
+            replicate, shard, zero = sharding.degrees
+            part = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
+            if (over := beside + sharding.standing - self.job.hardware.memory) <= 0:
+                self.push(work + sharding.tail, Open(part, mesh, 3, sharding.tail))
+            else:
+                self.reject(part, mesh, over, 1)
+
+    def gathers(self, node: Open) -> None:
+        """Nothing is left to decide: add what waits for weights and gradients."""
+        self.push(self.bounds.work(node.layout) + node.tail, node._replace(decided=4))
+
+    def bounded(self, node: Open) -> None:
+        """Predict all but the order of the pipeline."""
+        prediction = predict(self.job.case(node.layout), at_least)
+        if len(self.found.cloud) < CLOUD:
+            self.found.cloud.append((prediction.memory.total, prediction.mfu, prediction.fits))
+        if prediction.fits:
+            self.push(prediction.step, node._replace(decided=5))
         else:
-            prediction = predict(job.case(layout))
-            self.push(prediction.step, Open(layout, mesh, 5, prediction))
+            self.reject(node.layout, node.mesh, prediction.memory.total - self.job.hardware.memory, 1)
+
+    def predicted(self, node: Open) -> None:
+        """Predict."""
+        prediction = predict(self.job.case(node.layout))
+        self.push(prediction.step, node._replace(decided=6, prediction=prediction))
 
     def reject(self, layout: Layout, mesh: Mesh, over: float, count: int) -> None:
         """So many layouts do not fit: of those remember the smallest, for it may miss by little."""
