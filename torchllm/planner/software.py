@@ -23,7 +23,7 @@ class Constants:
     exposed: float = 0.5
     """share of what could be hidden behind compute that is not: gathers, reductions (1: nothing overlaps)"""
     wait: float = 2e-5
-    """seconds that every collective of tensor parallelism waits for its slowest rank, and every pipeline stage for the next"""
+    """seconds that a collective of tensor parallelism waits for its slowest rank, and a pipeline stage for the next"""
     flush: float = 0.5
     """micro batches whose time a pipeline loses in a step beyond its bubble"""
     allocator: float = 1.17
