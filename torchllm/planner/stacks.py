@@ -42,6 +42,7 @@ STACKS = {
         dropout=False,
         fused_elementwise=False,
         whole_logits=True,
+        keeps_gathered=True,  # its norms gather, its products keep what they read (Aleph-Alpha/scaling, core/nn)
         logits_forward=12.0,  # torch's own loss, of logits that the pipeline's last stage keeps as its result
         logits_backward=14.0,
         fused_scores=5.0,  # as with dropout, though Llama has none: the boundary of what ran out of memory says so
@@ -58,8 +59,10 @@ STACKS = {
         default_sequence_parallel=True,  # its benchmark's tp_mode is REDUCE_SCATTER, and gathered inputs are kept
         keeps_gathered=True,
         temporary_gradients=2.0,
-        gradient_copies=2.0,  # buckets of DistributedDataParallel, or what ZeRO-1's reduce_scatter is flattened in
-        logits_forward=8.0,  # optim/gradient_accumulator.py, parallel/tensor_parallel/functional.py
+        # optim/gradient_accumulator.py, distributed.py: buckets of DistributedDataParallel, or what ZeRO-1's
+        # reduce_scatter is flattened in; parallel/tensor_parallel/functional.py: float32 logits, their softmax in place
+        gradient_copies=2.0,
+        logits_forward=8.0,
         constants=Constants(launch=1.6e-5, traffic=0.8, wait=4e-4, allocator=1.06),
     ),
     "llm-foundry-2023": Software(
