@@ -10,11 +10,11 @@ from pathlib import Path
 Rows = Sequence[dict[str, str]]
 
 FIGURES = {
-    "kernel": ("attn_impl", "rmsnorm_kernel", "compile"),
-    "recompute": ("act_ckpt",),
-    "micro_batch": ("micro_batch",),
-    "tp_pp": ("tp", "pp"),
-    "sequence_parallel": ("seq_parallel",),
+    "kernel": "attn_impl rmsnorm_kernel compile",
+    "recompute": "act_ckpt",
+    "micro_batch": "micro_batch",
+    "tensor_pipeline": "tp pp",
+    "sequence_parallel": "seq_parallel",
 }
 """file -> columns whose values are compared"""
 
@@ -64,7 +64,7 @@ def figures(rows: Rows, folder: Path) -> list[Path]:
         return []
     written = []
     for name, columns in FIGURES.items():
-        best = best_of_the_rest(rows, columns)
+        best = best_of_the_rest(rows, columns.split())
         if len(best) < 2:
             continue
         figure = Figure(figsize=(6, 1 + 0.4 * len(best)), layout="constrained")
