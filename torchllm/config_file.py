@@ -14,7 +14,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, overload
@@ -24,6 +24,7 @@ from torchllm.config_arguments import override, split
 from torchllm.config_problems import Problem, problems, resolve_degrees
 from torchllm.config_toml import KeyPath, Layer, dotted, read_files, shown, toml_value
 from torchllm.config_types import Fault, field_types, plain_type, read_table
+from torchllm.errors import UserError
 from torchllm.planner.cluster import read_cluster, unknown_cluster
 
 C = TypeVar("C", bound=Config)
@@ -74,6 +75,8 @@ def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_
     worlds = (None, 1) if len(found) > sane else ()  # nonsense in the environment: what depends on it is not known
     if one_device:
         config = replace(config, parallel=type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1))
+    elif config.parallel.layout == "auto" and not found:
+        config = _planned(config, ranks, layer, report)
     elif (words.check or dry) and config.run.lower_ranks:
         started = _lowered(config, ranks)
     if all_read:
@@ -197,6 +200,24 @@ def _ranks(found: list[str], dry: bool) -> _Ranks:
     if "WORLD_SIZE" in number:
         return _Ranks(number["WORLD_SIZE"], nodes, None, True)
     return _Ranks(nodes * per_node if per_node else None, nodes, per_node, False)
+
+
+def _planned(config: C, ranks: _Ranks, layer: Layer, report: Callable[[KeyPath, str], None]) -> C:
+    """With the planner's layout for so many ranks, said; as it was where something is wrong, which is reported."""
+    from torchllm.planner.auto import choose  # of no use to other runs
+
+    key = ("parallel", "layout")
+    if ranks.world is None:
+        report(key, "is auto, but the number of ranks is not known: set NPROC (and NNODES)")
+        return config
+    written = {f"{section}.{name}" for section, table in layer.table.items() for name in table}
+    try:
+        config, line = choose(config, ranks.world, written)
+    except UserError as error:
+        report(key, str(error))
+    else:
+        _say(f"layout: {line}")
+    return config
 
 
 def _lowered(config: Config, ranks: _Ranks) -> _Ranks:

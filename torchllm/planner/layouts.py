@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from torchllm.config import (
     SCHEDULES,
@@ -31,6 +31,7 @@ from torchllm.planner.software import Software
 from torchllm.planner.stacks import STACKS
 
 Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective"]
+C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 UNEVEN_STAGES = 4
@@ -130,14 +131,14 @@ class Job:
             self.software,
         )
 
-    def parallel(self, layout: Layout) -> Parallel:
-        """[parallel] of a layout."""
+    def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
+        """[parallel] of a layout; what else there is is as in `base`."""
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
         cut = self.training.sequence_length // layout.cp
-        return Parallel(**values, scatter_gather=cut % layout.tp == 0)
+        return replace(base or Parallel(), **values, scatter_gather=cut % layout.tp == 0)
 
-    def config(self, base: Config, layout: Layout) -> Config:
+    def config(self, base: C, layout: Layout) -> C:
         """A run's config with this layout in it; the rest is as in `base`."""
         training = replace(
             base.training,
@@ -149,7 +150,7 @@ class Job:
             base,
             model=self.model,
             training=training,
-            parallel=self.parallel(layout),
+            parallel=self.parallel(layout, base.parallel),
             recompute=Recompute(mode=layout.recompute),
             compile=self.compile_of(layout),
         )
