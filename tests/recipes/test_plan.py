@@ -1,0 +1,135 @@
+"""recipes/plan.py from its command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.plan import main, read_hardware
+from torchllm.config_file import load_config
+from torchllm.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32"]
+RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
+
+
+def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*RANK, "--tokens", "1e12"])
+    said = capsys.readouterr().out
+    assert said.startswith("32 x A100-SXM4-80GB: the best of ")
+    assert "10. " in said
+    assert "of a step, " in said
+    assert "GPU-hours" in said
+    assert "Rejected:" in said
+
+
+def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*RANK, "--json"])
+    [one] = json.loads(capsys.readouterr().out)
+    assert len(one["best"]) == 10
+    assert [of["step_seconds"] for of in one["best"]] == sorted(of["step_seconds"] for of in one["best"])
+    assert one["verdict"]["fits"] in ("fits", "may fit")
+    assert sum(one["rejected"].values()) + 10 == one["layouts"]
+    assert {"terms", "memory_gib", "mfu", "hfu", "petaflops"} <= one["best"][0].keys()
+
+
+def test_the_written_run_is_one_that_the_config_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "NNODES", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "mine.toml"
+    main([*RANK, "--json", "--write", str(file), "--tokens", "1e11"])
+    [one] = json.loads(capsys.readouterr().out)
+    config = load_config([str(file), "--run.dry_run=true"])
+    best = one["best"][0]["layout"]
+    assert (config.parallel.pp, config.parallel.tp) == (best["pp"], best["tp"])
+    assert config.training.micro_batch_size == best["micro_batch_size"]
+    assert config.training.steps == round(1e11 / 512 / 2048)
+    assert config.cluster.name == "dgx_a100"
+    assert config.model.hidden == 5120
+    header = file.read_text()
+    assert f"srun --nodes=4 ./run_train.sh {file}" in header
+    assert f"{one['best'][0]['step_seconds']:.4g} s a step" in header
+
+
+def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word if word != "32" else "16,64" for word in RANK]
+    main(words)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["GPUs", "16", "64"]
+    main([*words, "--objective", "gpu_hours", "--json"])
+    first, second = json.loads(capsys.readouterr().out)
+    hours = [of["best"][0]["step_seconds"] * of["gpus"] for of in (first, second)]
+    assert hours == sorted(hours)
+
+
+def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
+    text = (ROOT / "train_configs" / "clusters" / "dgx_a100.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("memory = 85.0e9", "memory = 40.0e9"))
+    assert read_hardware(str(tmp_path / "mine.toml")).memory == 40e9
+    (tmp_path / "bad.toml").write_text(text.replace("memory = 85.0e9", ""))
+    with pytest.raises(UserError, match="memory: is left out"):
+        read_hardware(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("--gpus", "43", "43 GPUs: no layout divides the model and the batch"),
+        ("--gpus", "90000", "the cluster has 4480"),
+        ("--model", "llama_13", "not in train_configs/models"),
+        ("--cluster", "dgx_a10", 'did you mean "dgx_a100"?'),
+        ("--gpus", "1", "no layout fits into the 79.2 GiB"),
+    ],
+)
+def test_what_is_wrong_is_said(key: str, value: str, said: str) -> None:
+    words = list(RANK)
+    words[words.index(key) + 1] = value
+    with pytest.raises(UserError, match=said):
+        main(words)
+
+
+def test_matplotlib_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="--plot needs matplotlib"):
+        main([*RANK, "--plot", str(tmp_path / "plan.png")])
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    main([*RANK, "--plot", str(tmp_path / "plan.png")])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_starts_without_torch_and_at_once() -> None:
+    """Processor time, of which `import torch` alone takes ten times as much."""
+    program = "import resource, runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+    program += "sys.argv = ['plan.py', '--help']\ntry: runpy.run_path('recipes/plan.py', run_name='__main__')\n"
+    program += "except SystemExit as end: assert not end.code\n"
+    program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "predict layouts.csv" in done.stdout
+    assert float(done.stdout.split()[-1]) < 0.3
+
+
+def test_predict_and_score_and_calibrate_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "layouts.csv"
+    table.write_text(
+        "dataset,stack,group,model,layers,hidden,heads,ffn,vocab,seq_len,cluster,gpu,gpus,dp,tp,pp,micro_batch,"
+        "global_batch_seqs,zero_stage,status,step_time_s\n"
+        + "".join(
+            f"mine,torchllm,a,13B,40,5120,40,13824,32000,2048,dgx_a100,A100,32,{dp},{tp},1,1,512,3,ok,{seconds}\n"
+            for dp, tp, seconds in ((32, 1, 9.0), (16, 2, 11.0), (8, 4, 14.0))
+        )
+    )
+    main(["predict", str(table), "-o", str(tmp_path / "predicted.csv")])
+    assert "predicted_step_time_s" in (tmp_path / "predicted.csv").read_text().splitlines()[0]
+    capsys.readouterr()
+    main(["score", str(table), "--json"])
+    assert json.loads(capsys.readouterr().out)
+    main(["calibrate", str(table), "--cluster", "dgx_a100", "-o", str(tmp_path / "mine.toml")])
+    assert read_hardware(str(tmp_path / "mine.toml")).gpu == "A100-SXM4-80GB"
