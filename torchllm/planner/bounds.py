@@ -72,7 +72,8 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._costs: dict[tuple[object, ...], tuple[StageTimes, StageTimes]] = {}
+        self._costs: dict[tuple[object, ...], tuple[StageTimes, StageTimes, StageTimes]] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._sharded: dict[Mesh, list[Sharding]] = {}
         self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._orders: dict[tuple[int, int], list[Order]] = {}
@@ -81,39 +82,47 @@ class Bounds:
         self._whole: dict[Mesh, tuple[list[Sharding], list[Sharding]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
-    def costs(self, layout: Layout) -> tuple[StageTimes, StageTimes]:
-        """Seconds of one micro batch through a block, and through all blocks and both ends."""
+    def costs(self, layout: Layout) -> tuple[StageTimes, StageTimes, StageTimes]:
+        """Seconds of one micro batch through a block; what the embedding adds; what the head does."""
         gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
         sharding = (layout.pp, *layout[1:3], layout.zero_stage) if gathers else ()
         key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
         known = self._costs.get(key)
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            sizes = StageSize(1, False, False), StageSize(self.job.model.layers, True, True)
-            block, whole = (stage_cost(case, size).times for size in sizes)
-            known = self._costs[key] = block, whole
+            sizes = StageSize(1, False, False), StageSize(1, True, False), StageSize(1, False, True)
+            block, *ends = (stage_cost(case, size).times for size in sizes)
+            first, last = (StageTimes(*(more - one for more, one in zip(end, block, strict=True))) for end in ends)
+            known = self._costs[key] = block, first, last
         return known
 
     def work(self, layout: Layout, decided: bool = True) -> float:
-        """A bound of the schedule's time: the ranks' average work, and their average wait for a first micro batch and,
-        unless it can be filled, after the last. Where there is no schedule yet each rank before has a block."""
-        block, whole = self.costs(layout)
+        """A bound of the schedule's time, as `at_least`, transfers aside. Where there is no schedule yet: the ranks'
+        average work, and the average wait for a first micro batch, with one block on each rank before."""
+        block, first, last = self.costs(layout)
         m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
-        work = m * sum(whole) / layout.pp
-        if layout.pp == 1:
-            return work
-        if not decided:
+        each, ends = sum(block), (sum(first), sum(last))
+        if layout.pp == 1 or not decided:
+            work = m * (self.job.model.layers * each + sum(ends)) / layout.pp
             return work + (layout.pp - 1) / 2 * block.forward
-        blocks = [size.blocks for size in self.stages(layout)]
-        before = sum(blocks[rank] * (layout.pp - 1 - rank) for rank in range(layout.pp)) / layout.pp
-        back = 0.0 if layout.schedule in SPLIT else block.input_gradient + block.weight_gradient
-        return work + before * (block.forward + back)
+        stages, ranks = self.stages(layout), self._ranks[layout.pp, layout.schedule, layout.virtual_stages]
+        busy = [stage.blocks * each for stage in stages]
+        busy[0] += ends[0]
+        busy[-1] += ends[1]
+        way = block.forward if layout.schedule in SPLIT else each
+        step = waits = 0.0
+        for rank, mine in enumerate(ranks):
+            step = max(step, waits + m * sum(busy[stage] for stage in mine))
+            waits += stages[rank].blocks * way
+        return step
 
     def stages(self, layout: Layout) -> list[StageSize]:
         """What each stage has."""
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._stages:
             split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
+            parallel = self.job.parallel(layout)
+            self._ranks[key] = [stage_of_rank(parallel, rank) for rank in range(layout.pp)]
             self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
         return self._stages[key]
 
@@ -179,10 +188,13 @@ class Bounds:
 
     def memory(self, layout: Layout, mesh: Mesh) -> float:
         """A bound of what the first and the last rank hold beside `Sharding.standing`, whatever the sharding."""
-        case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=3))
-        of_ranks = [memory_of(case, self.stages(layout), rank) for rank in {0, layout.pp - 1}]
-        allocator = case.software.constants.allocator
-        return max(of.total - of.gathered * allocator - of.weights - of.optimizer for of in of_ranks)
+        least = math.inf
+        for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
+            case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=zero))
+            of_ranks = [memory_of(case, self.stages(layout), rank) for rank in {0, layout.pp - 1}]
+            gathered = case.software.constants.allocator
+            least = min(least, max(of.total - of.gathered * gathered - of.weights - of.optimizer for of in of_ranks))
+        return least
 
     def kept(self, layout: Layout) -> float:
         """Bytes that a block keeps of a micro batch."""

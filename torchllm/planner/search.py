@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torchllm.planner.bounds import Bounds, at_least
 from torchllm.planner.layouts import Job, Layout, Mesh
-from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.predict import Prediction, memory_of, predict
 
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 """memory: the least among the layouts that are at most `SLOWER` slower than the fastest"""
@@ -166,7 +166,12 @@ class Search:
 
     def bounded(self, node: Open) -> None:
         """Predict all but the order of the pipeline."""
-        prediction = predict(self.job.case(node.layout), at_least)
+        case, sizes = self.job.case(node.layout), self.bounds.stages(node.layout)
+        held = max(memory_of(case, sizes, rank).total for rank in {0, node.layout.pp - 1})
+        if held > self.job.hardware.memory:
+            self.reject(node.layout, node.mesh, held - self.job.hardware.memory, 1)
+            return
+        prediction = predict(case, at_least)
         if len(self.found.cloud) < CLOUD:
             self.found.cloud.append((prediction.memory.total, prediction.mfu, prediction.fits))
         if prediction.fits:
