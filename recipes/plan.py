@@ -6,7 +6,8 @@
     python recipes/plan.py rank ... --write my_run.toml      the run that ./run_train.sh my_run.toml starts
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score measured.csv ...
-    python recipes/plan.py calibrate measured.csv --cluster dgx_a100 -o my_cluster.toml
+    python recipes/plan.py score measured.csv ... --leave-out model    the same of models that were not fitted to
+    python recipes/plan.py calibrate measured.csv -o my_cluster.toml
 
 No torch and no GPU. A model is a name of train_configs/models or a TOML file, a cluster a name of
 train_configs/clusters or a TOML file.
@@ -72,10 +73,11 @@ def parser() -> argparse.ArgumentParser:
     scores = commands.add_parser("score", help="predicted against measured")
     scores.add_argument("sources", metavar="CSV", nargs="+")
     scores.add_argument("--json", action="store_true")
+    scores.add_argument("--leave-out", choices=("model", "dataset"), help="instead: errors on what was not fitted to")
     scores.set_defaults(run=score)
     calibrates = commands.add_parser("calibrate", help="fit the constants of software to measurements")
     calibrates.add_argument("source", metavar="CSV")
-    calibrates.add_argument("--cluster", required=True, help="that they were made on")
+    calibrates.add_argument("--cluster", default="", help="that they were made on; left out: what the rows say")
     calibrates.add_argument("-o", "--output", required=True, metavar="TOML")
     calibrates.set_defaults(run=calibrate)
     return own
@@ -244,6 +246,11 @@ def predict(given: argparse.Namespace) -> None:
 
 def score(given: argparse.Namespace) -> None:
     """Errors of whole files."""
+    if given.leave_out:
+        from torchllm.planner.cross_validation import cross_validate
+
+        print(cross_validate(given.sources, given.leave_out, given.json))
+        return
     from torchllm.planner.score import score_files
 
     print(score_files(given.sources, given.json))

@@ -66,10 +66,21 @@ def test_the_file_is_a_cluster(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(one.cells for one in rows)
     target = tmp_path / "mine.toml"
-    said = calibrate_file(str(tmp_path / "sweep.csv"), str(target), "dgx_a100")
-    assert "before" in said
+    for cluster in ("dgx_a100", ""):  # the rows say so
+        said = calibrate_file(str(tmp_path / "sweep.csv"), str(target), cluster)
+        assert "before" in said
     found: list[str] = []
     hardware = read_cluster(str(target), found)
     assert hardware is not None, found
     assert hardware.constants.launch == pytest.approx(2.5e-5, rel=0.2)
     assert hardware.gpu == "A100-SXM4-80GB"
+
+
+def test_a_cluster_that_there_is_not_is_an_error(tmp_path: Path) -> None:
+    (only,) = [row(1.0)]
+    with open(tmp_path / "sweep.csv", "w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(only.cells))
+        writer.writeheader()
+        writer.writerow(only.cells)
+    with pytest.raises(ValueError, match=r'did you mean "dgx_a100"\?'):
+        calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "mine.toml"), "dgx_a10")

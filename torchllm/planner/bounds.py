@@ -72,7 +72,8 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._costs: dict[tuple[object, ...], tuple[StageTimes, StageTimes, StageTimes]] = {}
+        self._block: dict[tuple[object, ...], StageTimes] = {}
+        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._sharded: dict[Mesh, list[Sharding]] = {}
         self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
@@ -82,26 +83,35 @@ class Bounds:
         self._whole: dict[Mesh, tuple[list[Sharding], list[Sharding]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
-    def costs(self, layout: Layout) -> tuple[StageTimes, StageTimes, StageTimes]:
-        """Seconds of one micro batch through a block; what the embedding adds; what the head does."""
+    def block(self, layout: Layout) -> StageTimes:
+        """Seconds of one micro batch through a block."""
         gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
         sharding = (layout.pp, *layout[1:3], layout.zero_stage) if gathers else ()
         key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
-        known = self._costs.get(key)
+        known = self._block.get(key)
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
+            known = self._block[key] = stage_cost(case, StageSize(1, False, False)).times
+        return known
+
+    def ends(self, layout: Layout) -> tuple[float, float]:
+        """Seconds that one micro batch takes in the embedding, and in the head."""
+        compiled = self.job.compile_of(layout).block
+        key = layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel, compiled
+        known = self._ends.get(key)
+        if known is None:
+            case = self.job.case(layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
             sizes = StageSize(1, False, False), StageSize(1, True, False), StageSize(1, False, True)
-            block, *ends = (stage_cost(case, size).times for size in sizes)
-            first, last = (StageTimes(*(more - one for more, one in zip(end, block, strict=True))) for end in ends)
-            known = self._costs[key] = block, first, last
+            block, first, last = (sum(stage_cost(case, size).times) for size in sizes)
+            known = self._ends[key] = first - block, last - block
         return known
 
     def work(self, layout: Layout, decided: bool = True) -> float:
         """A bound of the schedule's time, as `at_least`, transfers aside. Where there is no schedule yet: the ranks'
         average work, and the average wait for a first micro batch, with one block on each rank before."""
-        block, first, last = self.costs(layout)
+        block, ends = self.block(layout), self.ends(layout)
         m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
-        each, ends = sum(block), (sum(first), sum(last))
+        each = sum(block)
         if layout.pp == 1 or not decided:
             work = m * (self.job.model.layers * each + sum(ends)) / layout.pp
             return work + (layout.pp - 1) / 2 * block.forward
@@ -187,13 +197,13 @@ class Bounds:
         return sharding.standing + sharding.reserve + received + held
 
     def memory(self, layout: Layout, mesh: Mesh) -> float:
-        """A bound of what the first and the last rank hold beside `Sharding.standing`, whatever the sharding."""
+        """A bound of what the first rank holds beside `Sharding.standing`, whatever the sharding."""
         least = math.inf
         for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
             case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=zero))
-            of_ranks = [memory_of(case, self.stages(layout), rank) for rank in {0, layout.pp - 1}]
-            gathered = case.software.constants.allocator
-            least = min(least, max(of.total - of.gathered * gathered - of.weights - of.optimizer for of in of_ranks))
+            of = memory_of(case, self.stages(layout), 0)
+            gathered = of.gathered * case.software.constants.allocator
+            least = min(least, of.total - gathered - of.weights - of.optimizer)
         return least
 
     def kept(self, layout: Layout) -> float:

@@ -6,12 +6,14 @@ measurements move them little and one that does not matter stays. Coordinate by 
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 from torchllm.planner.case import Case
-from torchllm.planner.cluster import FOLDER
-from torchllm.planner.measurements import Row, read_rows
+from torchllm.planner.cluster import FOLDER, unknown_cluster
+from torchllm.planner.measurements import Row, cluster_of, read_rows
 from torchllm.planner.predict import predict
 from torchllm.planner.software import UNITS, Constants
 
@@ -79,18 +81,20 @@ def _with(case: Case, constants: Constants) -> float:
 def calibrate_file(source: str, target: str, cluster: str) -> str:
     """Fit to a CSV file, and write a cluster file that is `cluster` with these constants; what was done, as text.
 
-    OSError, ValueError: no such file, nothing timed in it.
+    cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such file,
+    nothing timed in it, no such cluster.
     """
-    base = os.path.relpath(
-        FOLDER / f"{cluster}.toml" if not cluster.endswith(".toml") else cluster, os.path.dirname(target) or "."
-    )
-    constants, before, after = calibrate(read_rows(source))
+    rows = read_rows(source)
+    constants, before, after = calibrate(rows)
+    cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
+    base = Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
+    if not base.is_file():
+        raise ValueError(unknown_cluster(cluster))
     lines = [
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
     ]
-    lines += [f"# {after:.1%} after.", f'base = "{base}"', "", "[constants]"]
+    lines += [f"# {after:.1%} after.", f'base = "{os.path.relpath(base, Path(target).parent)}"', "", "[constants]"]
     for key in fields(Constants):
         lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
-    with open(target, "w") as opened:
-        opened.write("\n".join(lines) + "\n")
+    Path(target).write_text("\n".join(lines) + "\n")
     return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"

@@ -187,24 +187,28 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     return ()
 
 
-def _hardware(cells: dict[str, str], assumed: list[str]) -> Hardware:
+def cluster_of(cells: dict[str, str]) -> str:
+    """The cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
-    if not (FOLDER / f"{name}.toml").is_file():
-        known = next(
-            (cluster for pattern, cluster in CLUSTER_OF_GPU if re.search(pattern, gpu or name, re.IGNORECASE)), ""
-        )
-        if not known:
-            raise ValueError(f"cluster {name!r} has no file in train_configs/clusters, and GPU {gpu!r} is not known")
-        assumed.append(f"cluster {name!r} is not known: {known}, for its GPU")
-        name = known
-    hardware = _CLUSTERS.get(name)
-    if hardware is None:
+    if (FOLDER / f"{name}.toml").is_file():
+        return name
+    for pattern, cluster in CLUSTER_OF_GPU:
+        if re.search(pattern, gpu or name, re.IGNORECASE):
+            return cluster
+    raise ValueError(f"cluster {name!r} has no file in train_configs/clusters, and GPU {gpu!r} is not known")
+
+
+def _hardware(cells: dict[str, str], assumed: list[str]) -> Hardware:
+    name = cluster_of(cells)
+    if name != cells.get("cluster", ""):
+        assumed.append(f"cluster {cells.get('cluster', '')!r} is not known: {name}, for its GPU")
+    if name not in _CLUSTERS:
         found: list[str] = []
         hardware = read_cluster(name, found)
         if hardware is None:
             raise ValueError("; ".join(found))
         _CLUSTERS[name] = hardware
-    return hardware
+    return _CLUSTERS[name]
 
 
 _CLUSTERS: dict[str, Hardware] = {}

@@ -66,7 +66,9 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
 
 
 @lru_cache(maxsize=1024)
-def _balanced(block: int, costs: tuple[int, ...], of_ranks: tuple[tuple[int, ...], ...], layers: int) -> tuple[int, ...]:
+def _balanced(
+    block: int, costs: tuple[int, ...], of_ranks: tuple[tuple[int, ...], ...], layers: int
+) -> tuple[int, ...]:
     """`costs`: of each stage with one block; `of_ranks`: each rank's stages."""
     rank_of = {stage: rank for rank, mine in enumerate(of_ranks) for stage in mine}
     stages, split = list(costs), [1] * len(costs)
