@@ -81,8 +81,8 @@ def _with(case: Case, constants: Constants) -> float:
 def calibrate_file(source: str, target: str, cluster: str) -> str:
     """Fit to a CSV file, and write a cluster file that is `cluster` with these constants; what was done, as text.
 
-    cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such file,
-    nothing timed in it, no such cluster.
+    cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such
+    file, nothing timed in it, no such cluster.
     """
     rows = read_rows(source)
     constants, before, after = calibrate(rows)
