@@ -74,7 +74,7 @@ class Bounds:
         self.job = job
         self._block: dict[tuple[object, ...], StageTimes] = {}
         self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._ranks: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
         self._sharded: dict[Mesh, list[Sharding]] = {}
         self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._orders: dict[tuple[int, int], list[Order]] = {}
@@ -115,24 +115,32 @@ class Bounds:
         if layout.pp == 1 or not decided:
             work = m * (self.job.model.layers * each + sum(ends)) / layout.pp
             return work + (layout.pp - 1) / 2 * block.forward
-        stages, ranks = self.stages(layout), self._ranks[layout.pp, layout.schedule, layout.virtual_stages]
-        busy = [stage.blocks * each for stage in stages]
-        busy[0] += ends[0]
-        busy[-1] += ends[1]
         way = block.forward if layout.schedule in SPLIT else each
-        step = waits = 0.0
-        for rank, mine in enumerate(ranks):
-            step = max(step, waits + m * sum(busy[stage] for stage in mine))
-            waits += stages[rank].blocks * way
+        step = 0.0
+        for before, blocks, first, last in self.ranks(layout):
+            step = max(step, before * way + m * (blocks * each + first * ends[0] + last * ends[1]))
         return step
+
+    def ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
+        """Blocks that are before a rank's first one, its own blocks, whether it has the ends: of ranks that are alike
+        the last, which waits longest."""
+        key = layout.pp, layout.schedule, layout.virtual_stages
+        if key not in self._ranks:
+            parallel, stages, before = self.job.parallel(layout), self.stages(layout), 0
+            alike: dict[tuple[int, bool, bool], int] = {}
+            for rank in range(layout.pp):
+                mine = [stages[stage] for stage in stage_of_rank(parallel, rank)]
+                has = sum(of.blocks for of in mine), any(of.first for of in mine), any(of.last for of in mine)
+                alike[has] = before
+                before += stages[rank].blocks
+            self._ranks[key] = [(before, *has) for has, before in alike.items()]
+        return self._ranks[key]
 
     def stages(self, layout: Layout) -> list[StageSize]:
         """What each stage has."""
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._stages:
             split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
-            parallel = self.job.parallel(layout)
-            self._ranks[key] = [stage_of_rank(parallel, rank) for rank in range(layout.pp)]
             self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
         return self._stages[key]
 
