@@ -16,19 +16,19 @@ SCALARS = 32
 """bytes a micro batch that the short step does not scale: numbers of tokens and pairs, losses. Tensors are exact."""
 
 
-def test_keys_tell_actions_apart_by_what_came_before_on_their_stage() -> None:
+def test_keys_tell_actions_apart_by_what_comes_before_and_after_on_their_stage() -> None:
     order = ["1UNSHARD", "1F0", "1SEND_F0", "5F0", "1F1", "(1F2;5B0)OVERLAP_F_B", "5I1", "5W1", "1B0", "5REDUCE_GRAD"]
     assert keys(order, (1, 5)) == [
-        ((0, "UNSHARD", "", True, False),),
-        ((0, "F", "UNSHARD", False, False),),
-        ((0, "SEND_F", "", False, False),),
-        ((1, "F", "", False, False),),
-        ((0, "F", "F", False, False),),
-        ((0, "F", "F", False, False), (1, "B", "F", True, True)),
-        ((1, "I", "B", True, False),),
-        ((1, "W", "I", True, True),),
-        ((0, "B", "F", True, True),),
-        ((1, "REDUCE_GRAD", "W", True, False),),
+        ((0, "UNSHARD", "", "F", True, False),),
+        ((0, "F", "UNSHARD", "F", False, False),),
+        ((0, "SEND_F", "", "", False, False),),
+        ((1, "F", "", "B", False, False),),
+        ((0, "F", "F", "F", False, False),),
+        ((0, "F", "F", "B", False, False), (1, "B", "F", "I", True, True)),
+        ((1, "I", "B", "W", True, False),),
+        ((1, "W", "I", "REDUCE_GRAD", True, True),),
+        ((0, "B", "F", "", True, True),),
+        ((1, "REDUCE_GRAD", "W", "", True, False),),
     ]
 
 
@@ -51,6 +51,18 @@ CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
             "parallel.schedule": "Interleaved1F1B",
             "parallel.virtual_stages": 4,
             "parallel.dp_shard": 2,
+            "training.global_batch_size": 24,
+        },
+        0,
+    ),
+    "GPT whose root is gathered ahead of a backward": (
+        {
+            "model.family": "gpt",
+            "model.tied_embeddings": True,
+            "parallel.schedule": "1F1B",
+            "parallel.dp_shard": 2,
+            "parallel.tp": 2,
+            "recompute.mode": "full",
             "training.global_batch_size": 24,
         },
         0,

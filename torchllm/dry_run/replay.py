@@ -1,14 +1,16 @@
 """A whole step of any number of micro batches and pipeline ranks, put together from a traced one of a few.
 
-What an action does to memory and what it sends follows from its kind (F, B, ...), its stage, and the kind of the
-stage's action before it: weights that are still there need not be gathered. Apart are the first
-backward (sums of gradients begin) and the last (they are reduced). Each such action is traced once; the true order of
-the schedule says how often each comes, and what is under way together.
+What an action does to memory and what it sends follows from its kind (F, B, ...), its stage, and the kinds of the
+stage's actions before it (weights that are still there need not be gathered) and after it (which may gather before it
+has begun, as torch counts). Apart are the first backward (sums of gradients begin) and the last (they are reduced).
+Each such action is traced once; the true order of the schedule says how often each comes, and what is under way
+together.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
@@ -16,9 +18,9 @@ from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
 _ACTION = re.compile(r"(\d+)([A-Z_]+)")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
-Key = tuple[tuple[int, str, str, bool, bool], ...]
-"""of an action, or of the two that DualPipeV runs as one: position of the stage on its rank, kind, kind before it on
-the stage, first backward of its kind, last one"""
+Key = tuple[tuple[int, str, str, str, bool, bool], ...]
+"""of an action, or of the two that DualPipeV runs as one: position of the stage on its rank, kind, kinds before and
+after it on the stage, first backward of its kind, last one"""
 
 
 class Traced(NamedTuple):
@@ -56,6 +58,10 @@ def keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
     total = Counter(action for entry in actions for action in entry)
     done: Counter[tuple[int, str]] = Counter()
     before: dict[int, str] = {}
+    of_stages: dict[int, list[str]] = defaultdict(list)
+    for position, kind in chain(*actions):
+        of_stages[position] += [kind] * (kind not in _MESSAGES)
+    after = {position: kinds[1:] for position, kinds in of_stages.items()}
     found: list[Key] = []
     for entry in actions:
         key = []
@@ -63,10 +69,11 @@ def keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
             position, kind = action
             done[action] += 1
             if kind in _MESSAGES:
-                key.append((position, kind, "", False, False))
+                key.append((position, kind, "", "", False, False))
                 continue
             first, last = done[action] == 1, done[action] == total[action]
-            key.append((position, kind, before.get(position, ""), first and kind != "F", last and kind in ("B", "W")))
+            around = before.get(position, ""), after[position].pop(0) if after[position] else ""
+            key.append((position, kind, *around, first and kind != "F", last and kind in ("B", "W")))
             before[position] = kind
         found.append(tuple(key))
     return found
