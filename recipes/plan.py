@@ -14,6 +14,7 @@ train_configs/clusters or a TOML file.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -264,6 +265,7 @@ def calibrate(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a search makes a million tuples, none in a cycle: looking for some takes a quarter of its time
     try:
         main(sys.argv[1:])
     except (UserError, OSError, ValueError) as error:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torchllm.config import Bound, Config, Parallel, Run, Source, Training
 from torchllm.config_file import dump_toml, load_config, write_config
 from torchllm.config_types import field_types, plain_type
+from torchllm.planner.cluster import FOLDER
 
 ROOT = Path(__file__).parents[1]
 RANKS = (
@@ -393,8 +394,8 @@ WRONG: dict[str, Wrong] = {  # what is in x.toml, further arguments, the lines o
         '[cluster]\nname = "dgx_h10"',
         [],
         [
-            'x.toml:2: cluster.name: "dgx_h10" is not in train_configs/clusters (dgx_a100, dgx_h100, hgx_h200, '
-            'llama3_24k); did you mean "dgx_h100"?'
+            'x.toml:2: cluster.name: "dgx_h10" is not in train_configs/clusters '
+            f'({", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))}); did you mean "dgx_h100"?'
         ],
     ),
     "second file": (

@@ -14,6 +14,7 @@ How many micro batches are in flight then is the schedule's doing (`moments.py`)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
@@ -154,19 +155,17 @@ def rank_memory(
     kinds = {moment.kind for moment in moments}
     alike = {stage: stage_memory(rank, stage, kinds) for stage in set(stages)}
     of_stages = [alike[stage] for stage in stages]
+    held, deferred, kept_logits = zip(*((of.held, of.deferred, of.logits) for of in of_stages), strict=True)
+    shares = (0.0, 1.0, 1 / shards)
     worst, most = Memory(), -1.0
     for moment in moments:
         of = of_stages[moment.stage]
         extra = of.extra[moment.kind]
-        activations = logits = gradients = 0.0
-        for here, flying, late, graded, elements in zip(
-            of_stages, moment.flying, moment.deferred, moment.graded, parameters, strict=True
-        ):
-            activations += flying * here.held + late * here.deferred
-            logits += flying * here.logits
-            gradients += elements * (0.0, 1.0, 1 / shards)[graded]
-        if not software.fsdp or parallel.pp == 1:
-            gradients = 0.0
+        activations = sum(map(mul, moment.flying, held)) + sum(map(mul, moment.deferred, deferred))
+        logits = sum(map(mul, moment.flying, kept_logits))
+        gradients = 0.0
+        if software.fsdp and parallel.pp > 1:
+            gradients = sum(map(mul, parameters, (shares[graded] for graded in moment.graded)))
         total = activations + logits + software.gradients * gradients + extra.total
         if total > most:
             most = total
