@@ -17,6 +17,7 @@ from torchllm.planner.simulate import StageTimes
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
 LARGE = Model(layers=8, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+DEEP = Model(layers=80, hidden=8192, heads=64, ffn=22016, vocab=128000)
 WIDE = Model(family="gpt", layers=12, hidden=12288, heads=96, ffn=49152, vocab=51200, tied_embeddings=True)
 
 
@@ -111,8 +112,9 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
         job(LARGE, gpus=4, batch=8, length=2048),
         job(LARGE, batch=16, length=4096, fixed={"micro_batch_size": 1}, hardware=cluster(memory=40e9)),
         job(WIDE, gpus=16, batch=16, length=1024, fixed={"cp": 1, "sequence_parallel": True}),
+        job(DEEP, gpus=64, batch=2048, length=2048, fixed={"pp": 4, "tp": 4, "cp": 1, "micro_batch_size": 2}),
     ],
-    ids=["small", "large", "tight", "wide"],
+    ids=["small", "large", "tight", "wide", "deep"],
 )
 def test_the_best_ten_are_those_of_predicting_everything(of: Job) -> None:
     predicted = [(predict(of.case(layout), at_least), layout) for layout in every(of)]

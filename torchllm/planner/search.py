@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchllm.planner.bounds import Bounds, at_least
+from torchllm.planner.bounds import Bounds, Order, at_least
 from torchllm.planner.layouts import Job, Layout, Mesh
 from torchllm.planner.predict import Prediction, memory_of, predict
 
@@ -127,7 +127,13 @@ class Search:
         """Decide what is recomputed."""
         layout, mesh, bounds = node.layout, node.mesh, self.bounds
         orders = bounds.orders(layout, mesh)
-        smallest = min(orders, key=lambda one: one.flying)
+        smallest = Order(  # in each thing at least as small as any of them
+            *orders[0][:2],
+            graded=all(one.graded for one in orders),
+            flying=min(one.flying for one in orders),
+            blocks=max(one.blocks for one in orders),
+            ends=min(one.ends for one in orders),
+        )
         for mode in self.job.modes(mesh):
             part = layout._replace(recompute=mode)
             fitting, over = bounds.cheapest(part, mesh, smallest)
