@@ -100,7 +100,6 @@ def test_matplotlib_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     main([*RANK, "--plot", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
