@@ -150,6 +150,9 @@ def say(results: Sequence[tuple[Job, Found]], tokens: float) -> None:
     verdict = judge(job.case(winner.layout), winner.prediction)
     low, high = verdict.seconds
     print(f"A step takes {low:.4g} to {high:.4g} s, {verdict.range}; it {verdict.fits} into memory.")
+    sure = [place for place, one in enumerate(found.best, start=1) if figures(job, one)["fits"] == "fits"]
+    if sure and sure[0] > 1:
+        print(f"The fastest of these that fits with some room is number {sure[0]}.")
     if near := list(misses(job, found)):
         print("\n".join(["", "Would be faster, but do not fit:", *near]))
     print("\n".join(["", "Rejected:", *rejections(found)]))

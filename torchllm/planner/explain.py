@@ -11,6 +11,7 @@ from torchllm.planner.bounds import at_least
 from torchllm.planner.layouts import MODES, Job, Layout, Mesh
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search import Found, Ranked, search
+from torchllm.planner.validity import judge
 
 GIB = 2**30
 FURTHER = (2, 4, 8, 16, 32)
@@ -29,6 +30,7 @@ def figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
         "mfu": of.mfu,
         "hfu": of.hfu,
         "memory_gib": of.memory.total / GIB,
+        "fits": judge(job.case(one.layout), of).fits,
         "tokens_per_second": per_step / of.step,
         "petaflops": of.mfu * job.gpus * job.hardware.peak.bfloat16 / 1e15,
         "terms": of.terms,
@@ -43,13 +45,13 @@ def figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
 def table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
     """Two lines a layout: what it is and costs; where the time goes, the largest first."""
     budget = "   days   GPU-hours" if tokens else ""
-    yield f"{'':3} {'step s':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
+    yield f"{'':3} {'step s':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
     for place, one in enumerate(best, start=1):
         of = figures(job, one, tokens)
         cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
         yield (
             f"{place:2}. {of['step_seconds']:8.4g} {of['mfu']:6.1%} {of['hfu']:6.1%} {of['memory_gib']:6.1f} "
-            f"{of['tokens_per_second']:10,.0f} {of['petaflops']:8.4g}{cost}  {one.layout.text()}"
+            f"{of['fits']:7} {of['tokens_per_second']:10,.0f} {of['petaflops']:8.4g}{cost}  {one.layout.text()}"
         )
         yield f"{'':12} {terms(one.prediction)}"
 
