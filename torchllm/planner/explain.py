@@ -45,7 +45,8 @@ def figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
 def table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
     """Two lines a layout: what it is and costs; where the time goes, the largest first."""
     budget = "   days   GPU-hours" if tokens else ""
-    yield f"{'':3} {'step s':>8} {'MFU':>6} {'HFU':>6} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
+    shares = f"{'MFU':>6} {'HFU':>6}"
+    yield f"{'':3} {'step s':>8} {shares} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
     for place, one in enumerate(best, start=1):
         of = figures(job, one, tokens)
         cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
