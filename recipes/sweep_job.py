@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torchllm.config import Config
 from torchllm.config_file import load_config
+from torchllm.errors import UserError
+from torchllm.planner.auto import cluster_of, device
 from torchllm.planner.rows import row_of
 
 Layout = tuple[str, ...]
@@ -64,7 +66,10 @@ def measure(config: str, layout: Layout, processes: int, steps: int, timeout: fl
     resolved, problem = examine(config, layout, processes)
     if resolved is None:
         return row | {"status": "invalid", "note": problem}
-    row |= row_of(resolved, processes)
+    gpu = device()
+    row |= row_of(resolved, processes) | {"gpu": gpu or "CPU"}
+    with contextlib.suppress(UserError):  # a GPU that no cluster file has
+        row["cluster"] = row["cluster"] or cluster_of(gpu)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fixed = [f"--training.steps={steps}", "--metrics.log_interval=1", "--metrics.tensorboard=false"]
