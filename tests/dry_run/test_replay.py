@@ -1,6 +1,6 @@
 """A step put together from a short one equals the step traced whole."""
 
-from multiprocessing import Pool
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     count = gradient_accumulation(config.training, parallel.dp_shard)
     short = plan(parallel, kinds(config)[kind], count)
     assert short.micro_batches < count
-    with Pool(2, maxtasksperchild=1) as pool:
+    with get_context("forkserver").Pool(2, maxtasksperchild=1) as pool:
         arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
         few, whole = pool.starmap(trace, [(config, torch.float32, *a) for a in arguments], chunksize=1)
     order = _keys(parallel, count, short.ranks[0])

@@ -59,8 +59,10 @@ def examine(config: Config) -> Report:
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
     count = gradient_accumulation(training, parallel.dp_replicate * parallel.dp_shard)
     plans = [plan(parallel, ranks, count) for ranks in kinds(config)]
-    # A process each: DTensor's caches keep process groups by name, and would find those of the last layout.
-    with multiprocessing.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+    # A process each: DTensor's caches keep process groups by name, and would find those of the last layout. Forked from
+    # a server, not from here: a child of a process that has computed with several threads may wait for them for ever.
+    processes = multiprocessing.get_context("forkserver")
+    with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
     found = [_highest(parallel, one, traced, count) for one, traced in zip(plans, traces, strict=True)]
     with fake_ranks(0, ranks_of(parallel)):
