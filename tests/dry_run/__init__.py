@@ -8,5 +8,5 @@ from typing import Any
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` in a new process: DTensor's caches must not meet the groups of another layout."""
-    with multiprocessing.Pool(1) as pool:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
         return pool.apply(partial(function, *arguments))
