@@ -15,6 +15,8 @@ set -euo pipefail
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
 
+TORCHLLM_LAUNCHED=$(date +%s) # for the account of the run's time
+export TORCHLLM_LAUNCHED
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=${RECIPE:-$here/recipes/pretrain.py}
 [ -f "$recipe" ] || fail "RECIPE=$recipe: there is no such file"

@@ -25,13 +25,16 @@ from torchllm.dry_run.run import dry_run
 from torchllm.evaluate import evaluate
 from torchllm.initialize import initialize
 from torchllm.mesh import build_mesh
+from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.sinks import open_sinks
+from torchllm.metrics.watch import Watch
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.planner.auto import planned
 from torchllm.planner.cluster import tensor_parallel_warning
 from torchllm.runtime import compute_dtype, start_runtime
 from torchllm.train_step import TrainStep, check_finite
@@ -91,41 +94,49 @@ def main(config: Config) -> None:
         start = restored.step
         data.load_state(restored.data)
 
+    world = runtime.world_size
+    expected = planned(config)
     meter = Meter(
         config.metrics,
         config.model,
         config.recompute,
         config.training,
         device=device,
-        world_size=runtime.world_size,
+        world_size=world,
         peak_flops=peak_flops(device, dtype),
         sinks=open_sinks(runtime.folder, config.metrics, steps=config.training.steps, start=start)
         if runtime.is_main
         else [],
+        goodput=Goodput(runtime.folder, start) if runtime.is_main else None,
+        planned_mfu=expected and expected.mfu,
         sequences=data.state()["sequences"],
     )
+    watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
     n, stopping = start, False
     for n in range(start + 1, config.training.steps + 1):
-        with meter.data_wait():
-            batches = data.next_step()
-        result = step(n, batches)
+        with watch.step(n):
+            with meter.data_wait():
+                batches = data.next_step()
+            result = step(n, batches)
 
-        # Agreed by all ranks: one that stopped alone would leave the others waiting.
-        stopping = runtime.should_stop(checkpoints.failed)
-        last = stopping or n == config.training.steps
+            # Agreed by all ranks: one that stopped alone would leave the others waiting.
+            stopping = runtime.should_stop(checkpoints.failed)
+            last = stopping or n == config.training.steps
 
-        validation_loss = None
-        if due(n, config.evaluate.interval) or (config.evaluate.interval and n == config.training.steps):
-            with meter.pause():
-                held_out = data.validation_batches(config.evaluate.sequences)
-                validation_loss = evaluate(forward_backward, held_out, device, mesh)
+            validation_loss = None
+            if due(n, config.evaluate.interval) or (config.evaluate.interval and n == config.training.steps):
+                with meter.pause("evaluate"):
+                    held_out = data.validation_batches(config.evaluate.sequences)
+                    validation_loss = evaluate(forward_backward, held_out, device, mesh)
 
-        if meter.log(n, result, validation_loss=validation_loss, force=last):
-            check_finite(config.training, n, result)
+            if meter.log(n, result, validation_loss=validation_loss, force=last):
+                check_finite(config.training, n, result)
 
-        if last or due(n, config.checkpoint.interval):
-            with meter.pause():
-                checkpoints.save(n, data.state())
+            if last or due(n, config.checkpoint.interval):
+                with meter.pause("checkpoint"):
+                    checkpoints.save(n, data.state())
+        if watch.latest:
+            meter.report(watch.latest)
         runtime.collect_garbage(n)
         if stopping:
             break

@@ -14,7 +14,7 @@ FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/*.py")])
 
 LAYERS = [  # each imports only itself and what is left of (above) it; a prefix "x." covers a package, "x*" its siblings
     ["config*", "layout", "errors", "metrics.flops", "planner."],
-    ["runtime", "mesh", "torch_compat"],
+    ["runtime", "mesh", "torch_compat", "phase"],
     ["models.", "data.", "initialize"],
     ["parallel."],
     ["optim.", "grad_norm"],
@@ -27,7 +27,7 @@ TORCH_FREE = LAYERS[0]
 
 LONGEST = 330
 LONGER = {"torchllm/config.py": "the settings: a field and a line of help each, read from top to bottom by users"}
-BUDGET = 14_500
+BUDGET = 16_500
 
 PRIVATE = {  # what only torch_compat.py may do, and where else and why
     "torchllm/parallel/recompute.py": {

@@ -1,6 +1,7 @@
 """One test a private torch name or difference between versions: it fails when torch moves it."""
 
 import inspect
+import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.workers import run
 from torchllm import torch_compat
@@ -19,8 +21,10 @@ from torchllm.torch_compat import (
     accumulate_in_reduce_dtype,
     checkpoint_wrapper,
     flatten_mesh,
+    flight_record,
     join_meshes,
     local_region,
+    profiled_events,
 )
 
 
@@ -182,3 +186,39 @@ def exchanged() -> list[list[float]]:
 def test_all_to_all() -> None:
     for rank, found in enumerate(run(exchanged, 3)):
         assert found == [[10.0 * sender + rank, -1.0] for sender in range(3)]
+
+
+def test_profiled_events() -> None:
+    x = torch.ones(50, 50, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        before = time.time_ns()
+        with record_function("ours"):
+            (x @ x).sum().backward()
+        after = time.time_ns()
+    events = {event.name: event for event in profiled_events(profiler)}
+    assert events.keys() >= {"ours", "aten::mm", "autograd::engine::evaluate_function: MmBackward0", "MmBackward0"}
+    ours, product = events["ours"], events["aten::mm"]
+    assert (ours.annotation, product.annotation) == (True, False)
+    assert (events["MmBackward0"].backward, product.backward) == (True, False)
+    assert ours.thread == product.thread
+    assert before - 1e6 <= ours.start <= product.start < product.end <= ours.end <= after + 1e6  # one clock, to 1 ms
+    assert not any(event.asynchronous or event.kernel for event in events.values())
+
+
+def test_flight_record() -> None:
+    for rank, found in enumerate(run(_recorded, 2)):
+        first, second = found
+        assert (first.name, first.group) == ("gloo:all_reduce", "0")
+        assert second.number == first.number + 1
+        assert second.sequence == first.sequence + 1
+        assert first.where.endswith(f"test_torch_compat.py:{_recorded.__code__.co_firstlineno + 4}"), rank
+        assert second.created > first.created
+
+
+def _recorded() -> list[Any]:
+    dist.barrier()
+    x = torch.ones(3)
+    before = max(record.number for record in flight_record())
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    return flight_record(before, places=True)

@@ -338,6 +338,9 @@ class Metrics:
     """steps between logged steps; only these wait for the device"""
     tensorboard: bool = True
     """write TensorBoard files beside metrics.jsonl"""
+    breakdown_interval: Natural = 10
+    """steps between those that are profiled to say where the time goes and which rank is slow; more where that would
+    cost over 1 % of the run; 0: none"""
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ def start_runtime(run: Run) -> Runtime:
     except UserError as problem:
         error = str(problem)  # raised below, together: alone it would leave the others waiting
     timeout = timedelta(seconds=run.timeout)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # the flight recorder's: what the ranks sent last
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13's profiler prints two lines a profile otherwise
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         dist.init_process_group(backend, timeout=timeout)

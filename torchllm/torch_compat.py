@@ -3,17 +3,21 @@
 `tests/test_torch_compat.py` fails when one of them moves.
 """
 
-from typing import Any
+import pickle
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -24,8 +28,12 @@ __all__ = [
     "all_to_all",
     "checkpoint_wrapper",
     "flatten_mesh",
+    "flight_record",
+    "group_progress",
     "join_meshes",
+    "limit_groups",
     "local_region",
+    "profiled_events",
     "skip_pipeline_vote",
 ]
 # No public path have: checkpoint_wrapper, which makes a module recompute its forward; FakeTensorMode, under which
@@ -96,3 +104,124 @@ def skip_pipeline_vote(schedule: Any) -> None:
 
     if hasattr(schedule, "_warmup_p2p"):
         schedule._warmup_p2p = all_static
+
+
+class Event(NamedTuple):
+    """One thing that the profiler saw; times in nanoseconds since 1970."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    annotation: bool
+    """a named stretch of the program (`record_function`), not an operator"""
+    backward: bool
+    """a node of autograd's graph, around its operators"""
+    asynchronous: bool
+    """goes on beside the thread that started it: a collective of gloo's"""
+    kernel: bool
+    """runs on the GPU"""
+    launched: int
+    """of a kernel: when the host asked for it"""
+
+
+def profiled_events(profiler: profile) -> list[Event]:
+    """What a stopped profiler has seen, in no order.
+
+    Not public: `profiler.events()` makes objects of them, with their parents and memory, which takes ten times as long
+    as a small step.
+    """
+    raw = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    launched = {event.correlation_id(): event.start_ns() for event in raw if event.device_type().name == "CPU"}
+    found = []
+    for event in raw:
+        start, on_gpu = event.start_ns(), event.device_type().name != "CPU"
+        annotation = event.is_user_annotation()
+        if not (on_gpu and annotation):  # the host's annotations again, as seen from the GPU
+            found.append(
+                Event(
+                    event.name(),
+                    start,
+                    start + event.duration_ns(),
+                    event.start_thread_id(),
+                    annotation,
+                    event.scope() == 1,
+                    event.is_async(),
+                    on_gpu,
+                    launched.get(event.linked_correlation_id(), start) if on_gpu else start,
+                )
+            )
+    return found
+
+
+class Sent(NamedTuple):
+    """One collective or message of this rank, from the flight recorder."""
+
+    number: int
+    """counts all of this rank's"""
+    group: str
+    """torch's name of the process group"""
+    name: str
+    """backend and operation: gloo:all_reduce"""
+    sequence: int
+    """counts the collectives of the group, the same on all of its ranks; 0: a message"""
+    created: int
+    """when it was asked for, in nanoseconds since 1970"""
+    done: bool
+    where: str
+    """file:line that asked for it, the innermost outside torch"""
+
+
+def flight_record(after: int = -1, places: bool = False) -> list[Sent]:
+    """What this rank has sent since number `after`, as far back as TORCH_FR_BUFFER_SIZE goes; `places`: and from where.
+
+    torch documents the flight recorder, and the tool that reads its files, but not this call, nor the file's keys.
+    """
+    entries = [entry for trace in _traces(True, places) for entry in trace.get("entries", [])]
+    return [
+        Sent(
+            entry["record_id"],
+            entry["process_group"][0],
+            entry["profiling_name"],
+            0 if entry["is_p2p"] else entry["collective_seq_id"],
+            entry["time_created_ns"],
+            entry["retired"],
+            next((f"{at['filename']}:{at['line']}" for at in entry.get("frames", []) if _ours(at["filename"])), ""),
+        )
+        for entry in entries
+        if entry["record_id"] > after
+    ]
+
+
+def _ours(file: str) -> bool:
+    return "/torch/" not in file and not file.startswith("<")
+
+
+def _traces(entries: bool, places: bool = False) -> list[dict[str, Any]]:
+    """What the flight recorders hold. FOOTGUN: NCCL has one of its own; `_dump_fr_trace` is of all other backends."""
+    dumps = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+    return [pickle.loads(dump(entries, places, False)) for dump in dumps]
+
+
+def group_progress() -> dict[str, tuple[int, int]]:
+    """Of each process group: the last operation that was asked for, and the last that is done. Takes microseconds.
+
+    Gloo counts no messages (`send`, `recv`), nor records them.
+    """
+    return {
+        f"{recorder}/{group}": (status["last_enqueued_collective"], status["last_completed_collective"])
+        for recorder, trace in enumerate(_traces(False))
+        for group, status in trace.get("pg_status", {}).items()
+    }
+
+
+def limit_groups(seconds: float, known: dict[str, list[int]]) -> None:
+    """Give every process group of this rank that is not yet `known` this time-out, and add it: name -> its ranks.
+
+    Private because torch lists no groups, and those of a mesh take no time-out: they get torch's, 10 min with NCCL and
+    30 with gloo.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_name not in known:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            known[group.group_name] = dist.get_process_group_ranks(group)

@@ -18,6 +18,7 @@ from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.pipeline import ForwardBackward
+from torchllm.phase import phase
 
 
 class StepResult(NamedTuple):
@@ -67,7 +68,8 @@ class TrainStep:
         sums = torch.stack([torch.stack(pair) for pair in counts]).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
         tokens, pairs = sums
-        loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
+        with phase("forward_backward"):
+            loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
         # Over all ranks, not the data's alone: a nan on one tp rank must stop its peers, which hold the same loss, too.
         dist.all_reduce(loss)
         loss = loss / self.mesh.tp.size()
@@ -75,8 +77,9 @@ class TrainStep:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
         learning_rate = self.learning_rate(step)
-        apply_if_finite(self.optimizer, learning_rate, finite)
-        self.optimizer.zero_grad()
+        with phase("optimizer"):
+            apply_if_finite(self.optimizer, learning_rate, finite)
+            self.optimizer.zero_grad()
         self.skipped = self.skipped + ~finite
         self.run = (self.run + 1) * ~finite
         self.longest = torch.maximum(self.longest, self.run)

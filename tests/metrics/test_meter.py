@@ -89,7 +89,7 @@ def test_record(clock: Clock) -> None:
             clock.now += 0.25
         clock.now += 1.75
         if step == 5:
-            with meter.pause():  # a checkpoint, an evaluation
+            with meter.pause("checkpoint"):  # a checkpoint, an evaluation
                 clock.now += 1000
         meter.log(step, result() if step in (1, 3, 6, 7) else unread())
     meter.close()

@@ -1,7 +1,7 @@
 """Turns what a step returns into a record, at logged steps only; between them nothing waits for the device.
 
 Keys of a record, one object a line in metrics.jsonl. "Interval": the steps since the last logged one. null: not known,
-or not finite.
+or not finite. A profiled step has a line of its own: breakdown/PART, the part's share of it (`metrics/breakdown.py`).
 
     step               the step, from 1
     loss               nats a target token, the mean over all target tokens of this step on all ranks
@@ -23,6 +23,7 @@ The first step of a process is always logged, alone: it has the initial loss, an
 (compilation, allocation, kernel selection), so that no later record does.
 """
 
+import logging
 import os
 import resource
 import sys
@@ -30,16 +31,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
+from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
+from torchllm.metrics.watch import Profiled
+from torchllm.phase import phase
 
 if TYPE_CHECKING:
     from torchllm.train_step import StepResult
+
+log = logging.getLogger("torchllm")
 
 
 class Meter:
@@ -60,14 +66,17 @@ class Meter:
         world_size: int,
         peak_flops: float | None,
         sinks: Sequence[Sink],
+        goodput: Goodput | None = None,
+        planned_mfu: float | None = None,
         sequences: int = 0,
     ) -> None:
         self.config, self.model, self.training, self.device = config, model, training, device
         self.peak = None if peak_flops is None else peak_flops * world_size
-        self.sinks, self.sequences = sinks, sequences
+        self.sinks, self.goodput, self.sequences = sinks, goodput, sequences
         length = training.sequence_length
         self.recomputed = recomputed_flops_per_token(model, recompute, length, training.loss_chunk)
-        self.first = True
+        self.planned_mfu, self.profiled, self.first = planned_mfu, False, True
+        self.lost: dict[str, float] = {}
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
         self._start_interval()
 
@@ -76,20 +85,26 @@ class Meter:
         """Around the call that waits for the next batch."""
         start = time.perf_counter()
         try:
-            yield
+            with phase("data"):
+                yield
         finally:
-            self.waited += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.waited += seconds
+            self._lose("data", seconds)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, what: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
         """Around an evaluation or a checkpoint: its time is no step's. Waits for the device at both ends."""
         self._synchronize()
         start = time.perf_counter()
         try:
-            yield
+            with phase(what):
+                yield
         finally:
             self._synchronize()
-            self.paused += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.paused += seconds
+            self._lose(what, seconds)
 
     def log(
         self,
@@ -109,18 +124,51 @@ class Meter:
         due = step % self.config.log_interval == 0 or step == self.training.steps
         if not (due or self.first or validation_loss is not None or force):
             return None
-        self.first = False
         record = self._record(step, result)
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
-        for sink in self.sinks:
-            sink.write(step, record)
+        self._write(step, record)
+        self._account(step, record)
+        self.first = False
         return record
 
+    def report(self, profiled: Profiled) -> None:
+        """Write down a profiled step, if one was."""
+        seconds = profiled.seconds
+        parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
+        self._write(profiled.step, {"step": profiled.step} | parts)
+        if not self.profiled:
+            tokens = self.training.global_batch_size * self.training.sequence_length
+            mfu = self._utilization(tokens / seconds * flops_per_token(self.model, self.training.sequence_length))
+            log.info("%s", profiled.text(mfu, self.planned_mfu))
+        self.profiled = True
+        if profiled.slow:
+            log.warning("step %d: %s", profiled.step, profiled.slow)
+
     def close(self) -> None:
-        """Close the sinks."""
+        """Close the sinks, and say what the run's time went to."""
         for sink in self.sinks:
             sink.close()
+        if self.goodput is not None:
+            self.goodput.write(None, self.lost)
+            log.info("%s", self.goodput.summary())
+
+    def _write(self, step: int, record: Record) -> None:
+        for sink in self.sinks:
+            sink.write(step, record)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        self.lost[cause] = self.lost.get(cause, 0.0) + seconds
+
+    def _account(self, step: int, record: Record) -> None:
+        """What the first step took beyond the next ones is compilation, warm-up and the like."""
+        seconds = record["step_seconds"] or 0.0
+        if self.first:
+            self.first_seconds = seconds
+        else:
+            self.lost.setdefault("compile", max(0.0, self.first_seconds - seconds))
+        if self.goodput is not None:
+            self.goodput.write(step, self.lost)
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all of them: this is where a logged step waits for the device.

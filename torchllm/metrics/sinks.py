@@ -111,7 +111,7 @@ class TensorBoard:
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
             if key != "step" and value is not None:
-                self.writer.add_scalar(self.GROUPS.get(key, f"other/{key}"), value, step)
+                self.writer.add_scalar(self.GROUPS.get(key, key if "/" in key else f"other/{key}"), value, step)
         self.writer.flush()
 
     def close(self) -> None:
@@ -133,6 +133,8 @@ class Console:
 
     def write(self, step: int, record: Record) -> None:
         get = record.get
+        if "loss" not in record:  # of a profiled step: it has a line in the log
+            return
         speed = [f"{_number(get('tokens_per_second'), ',.0f')} tokens/s", f"MFU {_number(get('mfu'), '.1%')}"]
         loss = [f"loss {_number(get('loss'), '.4f')}"]
         if self.bar is not None:

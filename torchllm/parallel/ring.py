@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.parallel.attention_kernels import BlockKernel, document_bias
 from torchllm.parallel.kept import computed_once
+from torchllm.phase import messages
 
 
 class RingAttention(nn.Module):
@@ -57,12 +58,13 @@ class Exchange:
     def __init__(self, tensor: Tensor, ring: RingAttention) -> None:
         self.sent, self.received = tensor, torch.empty_like(tensor)  # what is sent must stay until it has left
         after, before = (ring.rank + 1) % ring.ranks, (ring.rank - 1) % ring.ranks
-        self.works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=after),
-                dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=before),
-            ]
-        )
+        with messages(ring.group):
+            self.works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=after),
+                    dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=before),
+                ]
+            )
 
     def wait(self) -> Tensor:
         """What came from the previous rank."""

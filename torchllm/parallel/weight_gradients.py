@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import Head
 from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.phase import phase
 from torchllm.torch_compat import accumulate_in_reduce_dtype
 
 Product = tuple[Tensor, Tensor, Tensor]
@@ -48,11 +49,12 @@ class WeightGradients:
         products, self.waiting = self.waiting, []
 
         def run() -> None:
-            while products:
-                weight, x, gradient = products.pop()
-                add_product(weight, x, gradient)
-            for unit in fsdp_modules(self.stage):
-                accumulate_in_reduce_dtype(unit)
+            with phase("backward"):
+                while products:
+                    weight, x, gradient = products.pop()
+                    add_product(weight, x, gradient)
+                for unit in fsdp_modules(self.stage):
+                    accumulate_in_reduce_dtype(unit)
 
         return run
 

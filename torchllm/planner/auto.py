@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 
 from torchllm.config import Config
 from torchllm.errors import UserError
+from torchllm.planner.case import Case
 from torchllm.planner.cluster import FOLDER, Hardware, read_cluster
+from torchllm.planner.compute import Kernels
 from torchllm.planner.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.planner.layouts import Job, Layout
+from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search import search
+from torchllm.planner.stacks import STACKS
 
 C = TypeVar("C", bound=Config)
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -45,6 +49,32 @@ def choose(config: C, world_size: int, written: Collection[str]) -> tuple[C, str
         f"{prediction.step:.3g} s a step, {prediction.memory.total / GIB:.3g} GiB"
     )
     return replace(chosen, parallel=replace(chosen.parallel, layout="manual")), line
+
+
+def planned(config: Config) -> Prediction | None:
+    """What the planner expects of a run whose layout is resolved; None where it does not know the machine."""
+    try:
+        name = config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+    except UserError:
+        return None
+    hardware = read_cluster(name, [])
+    if hardware is None:
+        return None
+    case = case_of(config, hardware)
+    # FOOTGUN: the CPU's figures are of so many ranks that share it.
+    return None if name == CPU and case.ranks != hardware.gpus_per_node else predict(case)
+
+
+def case_of(config: Config, hardware: Hardware) -> Case:
+    """A run as the planner sees it: this repository, with the cluster's constants."""
+    software = replace(STACKS["torchllm"], constants=hardware.constants)
+    compiled = config.compile.block
+    kernels = Kernels(
+        "eager" if config.model.attention == "eager" else software.attention,
+        fused_norm=compiled or config.compile.norm or config.model.family == "gpt",
+        compiled=compiled,
+    )
+    return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
 
 
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:

@@ -1,0 +1,167 @@
+"""Watches where the time goes: profiles a step now and then, on all ranks at once; names who is slow and what waits.
+
+Between profiled steps nothing is done. A profiled one is split by `breakdown`, every rank's parts are gathered, and
+rank 0 logs their mean, beside what the planner expected. Cost: reading the profile, a few per cent of a step; steps are
+profiled so seldom that it stays under `COST` of the run.
+
+A rank is slow if it works, rather than waits for others, `SLOW` times as long as the median of the ranks that hold the
+same pipeline stages, in two profiled steps in a row. After a first one the next comes as soon as the interval allows.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from torchllm.mesh import Mesh
+from torchllm.metrics.breakdown import ASIDE, COMPUTING, split
+from torchllm.phase import phase
+from torchllm.torch_compat import flight_record, profiled_events
+
+COST = 0.01
+"""share of the run's time that profiling may take"""
+SLOW = 1.25
+"""times the median of a rank's peers"""
+NOTICEABLE = 0.05
+"""share of a step under which a delay is nobody's"""
+
+Parts = Mapping[str, float]
+
+
+class Slow(NamedTuple):
+    """A rank that holds up others."""
+
+    rank: int
+    host: str
+    part: str
+    """what it spends more time on than its peers"""
+    seconds: float
+    peers: float
+    """seconds of that part, the median of its peers"""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}) is slow: {self.part} {self.seconds:.3g} s, its peers' {self.peers:.3g} s"
+        )
+
+
+class Profiled(NamedTuple):
+    """A profiled step, the same on all ranks."""
+
+    step: int
+    parts: dict[str, float]
+    """seconds, the mean over ranks; they add up to the step"""
+    slow: Slow | None
+    """found in this step and in the profiled one before"""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+    def text(self, mfu: float | None, planned: float | None) -> str:
+        """In a line: the parts, largest first, and what the largest wait costs. mfu: of this step."""
+        shares = sorted(((part / self.seconds, name) for name, part in self.parts.items()), reverse=True)
+        line = f"step {self.step}, {self.seconds:.3g} s: " + ", ".join(f"{n} {s:.1%}" for s, n in shares if s >= 0.001)
+        if mfu is None:
+            return line
+        line += f"; MFU {mfu:.1%} measured"
+        if planned is not None:
+            line += f", {planned:.1%} planned"
+        lost = [(mfu / (1 - s) - mfu, name) for s, name in shares if name not in COMPUTING and s < 1]
+        points, name = max(lost)
+        return f"{line}; {100 * points:.1f} points are {name}"
+
+
+class Watch:
+    """Every rank has one. `interval`: steps between profiled ones at the least; 0: none."""
+
+    def __init__(self, interval: int, mesh: Mesh, host_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.interval, self.host_group = interval, host_group
+        self.axes = {group: axis.name for group, axis in mesh.axis_of_group.items()} | {host_group.group_name: "host"}
+        self.pipeline = mesh.pp.get_group().group_name
+        self.peers = mesh.world.get_local_rank(0)
+        self.activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self.next = 0
+        self.suspect: int | None = None
+        self.latest: Profiled | None = None
+        if interval:
+            with profile(activities=self.activities):  # the first one takes a second to start
+                pass
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """Around all that the loop does in step `n`; `latest` is that step afterwards, if it was profiled."""
+        self.latest = None
+        if not self.interval or n < self.next or n % self.interval:
+            yield
+            return
+        before = time.perf_counter()
+        number = max((record.number for record in flight_record()), default=-1)
+        profiler = profile(activities=self.activities)
+        profiler.start()
+        begun = time.perf_counter()
+        try:
+            with phase("step"):
+                yield
+                if ProfilerActivity.CUDA in self.activities:
+                    torch.cuda.synchronize()
+        finally:
+            ended = time.perf_counter()
+            profiler.stop()
+        parts = split(profiled_events(profiler), flight_record(number), self.axes, self.pipeline)
+        cost = time.perf_counter() - ended + begun - before
+        mine = (parts, cost, self.peers, os.uname().nodename)
+        theirs: list[tuple[dict[str, float], float, int, str]] = [mine] * dist.get_world_size(self.host_group)
+        dist.all_gather_object(theirs, mine, group=self.host_group)
+        self._conclude(n, theirs)
+
+    def _conclude(self, n: int, ranks: Sequence[tuple[dict[str, float], float, int, str]]) -> None:
+        names = {name: None for parts, *_ in ranks for name in parts}
+        means = {name: mean(parts.get(name, 0.0) for parts, *_ in ranks) for name in names}
+        worst = slowest([parts for parts, *_ in ranks], [peers for _, _, peers, _ in ranks])
+        slow = None
+        if worst is not None:
+            rank, part, seconds, others = worst
+            if rank == self.suspect:
+                slow = Slow(rank, ranks[rank][3], part, seconds, others)
+        self.suspect = worst and worst[0]
+        self.latest = Profiled(n, means, slow)
+        steps = math.ceil(max(cost for _, cost, *_ in ranks) / COST / self.latest.seconds)
+        self.next = n + (self.interval if self.suspect is not None else max(self.interval, steps))
+
+
+def slowest(ranks: Sequence[Parts], peers: Sequence[int]) -> tuple[int, str, float, float] | None:
+    """The rank that is slow, the part in which, and the seconds of it there and on its peers; None: none is.
+
+    ranks: parts of each; peers: ranks with the same number do the same work.
+    """
+    found = []
+    for rank, parts in enumerate(ranks):
+        same = [ranks[other] for other, number in enumerate(peers) if number == peers[rank] and other != rank]
+        usual = median([_work(other) for other in same]) if same else math.inf
+        late = _work(parts) - usual
+        if _work(parts) > SLOW * usual and late > NOTICEABLE * sum(parts.values()):
+            found.append((late, rank, same))
+    if not found:
+        return None
+    _, rank, same = max(found)
+    excess = {name: seconds - median(other.get(name, 0.0) for other in same) for name, seconds in _own(ranks[rank])}
+    part = max(excess, key=lambda name: excess[name])
+    return rank, part, ranks[rank][part], ranks[rank][part] - excess[part]
+
+
+def _own(parts: Parts) -> list[tuple[str, float]]:
+    aside = [name for name in ASIDE if name != "data"]
+    return [(name, s) for name, s in parts.items() if not name.startswith(("exposed", "bubble")) and name not in aside]
+
+
+def _work(parts: Parts) -> float:
+    return sum(seconds for _, seconds in _own(parts))
