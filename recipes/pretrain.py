@@ -27,7 +27,9 @@ from torchllm.initialize import initialize
 from torchllm.mesh import build_mesh
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
+from torchllm.metrics.out_of_memory import explain_out_of_memory
 from torchllm.metrics.sinks import open_sinks
+from torchllm.metrics.trace import Traces, steps_of
 from torchllm.metrics.watch import Watch
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
@@ -111,10 +113,11 @@ def main(config: Config) -> None:
         planned_mfu=expected and expected.mfu,
         sequences=data.state()["sequences"],
     )
-    watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
+    traces = Traces(runtime.folder, steps_of(config.metrics.profile_steps), runtime.rank)
+    watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device, traces)
     n, stopping = start, False
     for n in range(start + 1, config.training.steps + 1):
-        with watch.step(n):
+        with watch.step(n), explain_out_of_memory(config, runtime.folder, runtime.rank, device):
             with meter.data_wait():
                 batches = data.next_step()
             result = step(n, batches)

@@ -341,6 +341,8 @@ class Metrics:
     breakdown_interval: Natural = 10
     """steps between those that are profiled to say where the time goes and which rank is slow; more where that would
     cost over 1 % of the run; 0: none"""
+    profile_steps: str = ""
+    """steps of which a trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
 
 
 @dataclass(frozen=True)

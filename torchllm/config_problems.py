@@ -1,6 +1,7 @@
 """What is wrong with a config that takes more than one key to see; each problem names the key to change. No torch."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -90,6 +91,10 @@ def problems(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem("recompute.k", f"does nothing with recompute.mode = {config.recompute.mode!r}")
     if config.evaluate.interval and not config.data.validation_fraction:
         yield Problem("evaluate.interval", "nothing is held out: set data.validation_fraction")
+    if config.metrics.profile_steps:
+        steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
+        if not steps or int(steps[1]) >= int(steps[2]):
+            yield Problem("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
     if config.run.json and not config.run.dry_run:
         yield Problem("run.json", "does nothing without run.dry_run = true")
     if parallel.sequence_parallel and parallel.tp == 1:

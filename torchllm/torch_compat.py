@@ -27,6 +27,7 @@ __all__ = [
     "accumulate_in_reduce_dtype",
     "all_to_all",
     "checkpoint_wrapper",
+    "dump_memory",
     "flatten_mesh",
     "flight_record",
     "group_progress",
@@ -225,3 +226,11 @@ def limit_groups(seconds: float, known: dict[str, list[int]]) -> None:
         if group.group_name not in known:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
             known[group.group_name] = dist.get_process_group_ranks(group)
+
+
+def dump_memory(file: str) -> None:
+    """Write what the GPU's memory holds, in the form that pytorch.org/memory_viz reads.
+
+    The public `torch.cuda.memory_snapshot` returns the blocks alone. torch's guide to memory names this function.
+    """
+    torch.cuda.memory._dump_snapshot(file)

@@ -17,6 +17,7 @@ or not finite. A profiled step has a line of its own: breakdown/PART, the part's
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
+    gpu/...            rank 0's GPU, with the package nvidia-ml-py (`metrics/device.py`)
     skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
 The first step of a process is always logged, alone: it has the initial loss, and its times hold what happens once
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.metrics.device import device_meter
 from torchllm.metrics.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
@@ -74,6 +76,7 @@ class Meter:
         self.peak = None if peak_flops is None else peak_flops * world_size
         self.sinks, self.goodput, self.sequences = sinks, goodput, sequences
         length = training.sequence_length
+        self.gpu = device_meter(device) if sinks else None
         self.recomputed = recomputed_flops_per_token(model, recompute, length, training.loss_chunk)
         self.planned_mfu, self.profiled, self.first = planned_mfu, False, True
         self.lost: dict[str, float] = {}
@@ -194,6 +197,8 @@ class Meter:
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
+        if self.gpu is not None:
+            record |= self.gpu.read()
         self._start_interval()
         return record
 

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchllm.mesh import Mesh
 from torchllm.metrics.breakdown import ASIDE, COMPUTING, split
+from torchllm.metrics.trace import Traces
 from torchllm.phase import phase
 from torchllm.torch_compat import flight_record, profiled_events
 
@@ -81,10 +82,17 @@ class Profiled(NamedTuple):
 
 
 class Watch:
-    """Every rank has one. `interval`: steps between profiled ones at the least; 0: none."""
+    """Every rank has one. `interval`: steps between profiled ones at the least; 0: none but those of `traces`."""
 
-    def __init__(self, interval: int, mesh: Mesh, host_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.interval, self.host_group = interval, host_group
+    def __init__(
+        self,
+        interval: int,
+        mesh: Mesh,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+        traces: Traces | None = None,
+    ) -> None:
+        self.interval, self.host_group, self.traces = interval, host_group, traces
         self.axes = {group: axis.name for group, axis in mesh.axis_of_group.items()} | {host_group.group_name: "host"}
         self.pipeline = mesh.pp.get_group().group_name
         self.peers = mesh.world.get_local_rank(0)
@@ -92,7 +100,7 @@ class Watch:
         self.next = 0
         self.suspect: int | None = None
         self.latest: Profiled | None = None
-        if interval:
+        if interval or (traces is not None and traces.steps):
             with profile(activities=self.activities):  # the first one takes a second to start
                 pass
 
@@ -100,7 +108,8 @@ class Watch:
     def step(self, n: int) -> Iterator[None]:
         """Around all that the loop does in step `n`; `latest` is that step afterwards, if it was profiled."""
         self.latest = None
-        if not self.interval or n < self.next or n % self.interval:
+        traced = self.traces is not None and n in self.traces.steps
+        if not traced and (not self.interval or n < self.next or n % self.interval):
             yield
             return
         before = time.perf_counter()
@@ -121,9 +130,11 @@ class Watch:
         mine = (parts, cost, self.peers, os.uname().nodename)
         theirs: list[tuple[dict[str, float], float, int, str]] = [mine] * dist.get_world_size(self.host_group)
         dist.all_gather_object(theirs, mine, group=self.host_group)
-        self._conclude(n, theirs)
+        self.latest = self._concluded(n, theirs)
+        if self.traces is not None and traced:
+            self.traces.keep(n, profiler, self.latest.parts)
 
-    def _conclude(self, n: int, ranks: Sequence[tuple[dict[str, float], float, int, str]]) -> None:
+    def _concluded(self, n: int, ranks: Sequence[tuple[dict[str, float], float, int, str]]) -> Profiled:
         names = {name: None for parts, *_ in ranks for name in parts}
         means = {name: mean(parts.get(name, 0.0) for parts, *_ in ranks) for name in names}
         worst = slowest([parts for parts, *_ in ranks], [peers for _, _, peers, _ in ranks])
@@ -133,9 +144,10 @@ class Watch:
             if rank == self.suspect:
                 slow = Slow(rank, ranks[rank][3], part, seconds, others)
         self.suspect = worst and worst[0]
-        self.latest = Profiled(n, means, slow)
-        steps = math.ceil(max(cost for _, cost, *_ in ranks) / COST / self.latest.seconds)
+        profiled = Profiled(n, means, slow)
+        steps = math.ceil(max(cost for _, cost, *_ in ranks) / COST / profiled.seconds)
         self.next = n + (self.interval if self.suspect is not None else max(self.interval, steps))
+        return profiled
 
 
 def slowest(ranks: Sequence[Parts], peers: Sequence[int]) -> tuple[int, str, float, float] | None:
