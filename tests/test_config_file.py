@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchllm.config import Bound, Config, Metrics, Parallel, Run, Source, Training
+from torchllm.config import Bound, Config, Parallel, Run, Source, Training
 from torchllm.config_file import dump_toml, load_config, write_config
 from torchllm.config_types import field_types, plain_type
 from torchllm.planner.cluster import FOLDER
@@ -854,10 +854,13 @@ FREE = st.builds(
     compile=st.builds(
         lambda block, loss: replace(Config().compile, block=block, loss=loss), st.booleans(), st.booleans()
     ),
-    metrics=_values(type(Config().metrics)),
+    metrics=st.builds(
+        lambda metrics, steps: replace(metrics, profile_steps=steps),
+        _values(type(Config().metrics)),
+        st.sampled_from(["", "10:13"]),
+    ),
     generate=_values(type(Config().generate)),
     parallel=st.just(Parallel(dp_shard=1)),
-    metrics=st.builds(Metrics, profile_steps=st.sampled_from(["", "10:13"])),
 )
 
 

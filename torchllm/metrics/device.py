@@ -1,9 +1,9 @@
 """What NVIDIA's driver says of this rank's GPU: use, power, clock. Needs the package nvidia-ml-py (extra `gpu`).
 
 gpu/busy      share of the last sample period in which a kernel ran
-gpu/watts     watts
-gpu/mhz     MHz, of the multiprocessors; falls when the GPU is too hot or over its power limit
-gpu/celsius      degrees Celsius
+gpu/watts     its power
+gpu/mhz       clock of the multiprocessors; falls when the GPU is too hot or over its power limit
+gpu/celsius   its temperature
 """
 
 from typing import Any
