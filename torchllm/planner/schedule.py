@@ -13,9 +13,9 @@ simulated and counted from them is what a pipelined step runs.
 - DualPipeV (arXiv 2412.19437, folded in half as in github.com/deepseek-ai/DualPipe): a forward and a backward in pairs.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Literal, NamedTuple
 
 from torchllm.config import Parallel
@@ -151,11 +151,14 @@ def _plan(*each: tuple[Kind, int]) -> Plan:
 
 
 def _numbered(plan: Plan) -> Iterator[Entry]:
-    done: Counter[tuple[Kind, int]] = Counter()
+    numbers: defaultdict[tuple[Kind, int], count[int]] = defaultdict(count)
     for entry in plan:
-        yield tuple(Action(kind, stage, done["I" if kind == "B" else kind, stage]) for kind, stage in entry)
+        actions = []
         for kind, stage in entry:
-            done.update([("I", stage), ("W", stage)] if kind == "B" else [(kind, stage)])
+            if kind == "B":  # both gradients: that of the weights is done too
+                next(numbers["W", stage])
+            actions.append(Action(kind, stage, next(numbers["I" if kind == "B" else kind, stage])))
+        yield tuple(actions)
 
 
 def _zero_bubble_v(me: _Rank) -> Iterator[Entry]:

@@ -7,8 +7,9 @@ of parameters, no link that two transfers share.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from torchllm.config import Parallel, PipelineSchedule
@@ -40,58 +41,71 @@ class Simulated(NamedTuple):
         return len(self.busy) * self.step / sum(self.busy) - 1
 
 
+Step = tuple[int, int, int, int, int]
+"""rank; number of the result that it waits for; 4 x stage + kind, or NOTHING; number of the result that is there after
+it; number of the transfer that this takes, -1: none"""
+KINDS, NOTHING = "FIWB", -1
+
+
 class Played(NamedTuple):
     """The orders of all ranks as one list, each action after what it waits for: the same whatever the times are."""
 
-    actions: tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]
-    """rank; number of the result that it waits for, 0: none; 4 x stage + kind; results that are there after it, each
-    with the number of the transfer that they take, -1: none"""
+    steps: list[Step]
     results: int
-    counts: tuple[Counter[int], ...]
+    firsts: list[int]
+    """of each rank, the result that its first action waits for"""
+    counts: list[Counter[int]]
     """of each rank, how many actions of each stage and kind"""
-
-
-KINDS = "FIWB"
 
 
 def play(orders: Sequence[Sequence[Entry]]) -> Played:
     """Go through the ranks' orders as far as each can. ValueError where ranks wait for each other: never in an order of
-    `planner.schedule`."""
+    `planner.schedule`.
+
+    A micro batch goes through the stages and back, 2 x stages places: what it brings to place p has the number
+    p x micro batches + its own. To place 0 it brings nothing, and nobody waits for what leaves the last.
+    """
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in flat(order)}
-    last = len(rank_of) - 1
-    numbers: dict[tuple[bool, int, int], int] = {}  # (forward?, stage, micro batch): its input
-    waiting: dict[tuple[bool, int, int], int] = {}
-    actions, done, awake = [], [0] * len(orders), list(range(len(orders)))
+    batches = 1 + max(action.micro_batch for order in orders for action in flat(order))
+    back = [*range(len(rank_of)), *reversed(range(len(rank_of)))]
+    wires = [min(one, other) if rank_of[one] != rank_of[other] else -1 for one, other in pairwise(back)] + [-1]
+    end = len(back) * batches
+
+    def steps(rank: int, order: Sequence[Entry]) -> Iterator[Step]:
+        for entry in order:
+            together = []
+            for kind, stage, number in entry:
+                what, place = 4 * stage + KINDS.index(kind), stage if kind == "F" else len(back) - 1 - stage
+                need, result = place * batches + number, (place + 1) * batches + number
+                together.append((rank, 0, what, end, -1) if kind == "W" else (rank, need, what, result, wires[place]))
+            if len(together) == 1:
+                yield together[0]
+            else:  # the results leave when all are there
+                yield from ((*step[:3], end, -1) for step in together)
+                yield from ((rank, 0, NOTHING, *step[3:]) for step in together)
+
+    of_ranks = [list(steps(rank, order)) for rank, order in enumerate(orders)]
+    left = [of_rank[::-1] for of_rank in of_ranks]
+    there = bytearray([True] * batches + [False] * end)
+    waiting: dict[int, int] = {}
+    played: list[Step] = []
+    awake = list(range(len(orders)))
     while awake:
         rank = awake.pop()
-        for entry in orders[rank][done[rank] :]:
-            needs = [_input(action) for action in entry]
-            missing = next((need for need in needs if need and need not in numbers), None)
-            if missing:
-                waiting[missing] = rank
+        mine = left[rank]
+        while mine:
+            step = mine[-1]
+            if not there[step[1]]:
+                waiting[step[1]] = rank
                 break
-            done[rank] += 1
-            outs = []
-            for kind, stage, number in entry:
-                if kind == "F":
-                    to, key = stage + 1, ((True, stage + 1, number) if stage < last else (False, last, number))
-                elif kind in "IB":
-                    to, key = stage - 1, (False, stage - 1, number)
-                else:
-                    continue
-                wire = min(stage, to) if rank_of.get(to, rank) != rank else -1
-                numbers[key] = len(numbers) + 1
-                outs.append((numbers[key], wire))
-                if key in waiting:
-                    awake.append(waiting.pop(key))
-            for at, (action, need) in enumerate(zip(entry, needs, strict=True), start=1):
-                what = 4 * action.stage + KINDS.index(action.kind)
-                leave = tuple(outs) if at == len(entry) else ()
-                actions.append((rank, numbers[need] if need else 0, what, leave))
+            played.append(mine.pop())
+            there[step[3]] = True
+            if step[3] in waiting:
+                awake.append(waiting.pop(step[3]))
     if waiting:
         raise ValueError(f"ranks {sorted(waiting.values())} wait for what no rank computes before it waits itself")
-    counts = [Counter(4 * action.stage + KINDS.index(action.kind) for action in flat(order)) for order in orders]
-    return Played(tuple(actions), len(numbers), tuple(counts))
+    counts = [Counter(what for _, _, what, _, _ in of_rank) for of_rank in of_ranks]
+    return Played(played, len(there), [of_rank[0][1] for of_rank in of_ranks], counts)
 
 
 @lru_cache(maxsize=16)  # some ten megabytes each
@@ -102,20 +116,17 @@ def played(schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batch
 
 def simulate_played(played: Played, stages: Sequence[StageTimes], transfers: Sequence[float] = ()) -> Simulated:
     """When everything ends. `transfers`: time between each stage and the next, either way; empty: none."""
-    times = [time for f, i, w in stages for time in (f, i, w, i + w)]
+    times = [time for f, i, w in stages for time in (f, i, w, i + w)] + [0.0]  # the last: of nothing
     delay = [*(transfers or [0.0] * (len(stages) - 1)), 0.0]  # the last: of what stays on its rank
-    arrived, clock = [0.0] * (played.results + 1), [0.0] * len(played.counts)
-    starts: list[float] = [-1.0] * len(clock)
-    for rank, need, what, outs in played.actions:
+    arrived, clock = [0.0] * played.results, [0.0] * len(played.counts)
+    for rank, need, what, result, wire in played.steps:
         now = clock[rank]
         if arrived[need] > now:
             now = arrived[need]
-        if starts[rank] < 0:
-            starts[rank] = now
         clock[rank] = now = now + times[what]
-        for result, wire in outs:
-            arrived[result] = now + delay[wire]
+        arrived[result] = now + delay[wire]
     busy = (sum(times[what] * count for what, count in counts.items()) for counts in played.counts)
+    starts = (arrived[need] for need in played.firsts)
     return Simulated(max(clock), tuple(busy), tuple(end - start for end, start in zip(clock, starts, strict=True)))
 
 
@@ -148,12 +159,6 @@ def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
         "DualPipeV": forward + 2 * inputs - weights,
     }.get(parallel.schedule, forward + inputs + weights)
     return (parallel.pp - 1) * wait
-
-
-def _input(action: Action) -> tuple[bool, int, int] | None:
-    """What an action waits for; None where there is nothing: tokens, and gradients of weights."""
-    kind, stage, number = action
-    return None if kind == "W" or (kind == "F" and stage == 0) else (kind == "F", stage, number)
 
 
 class Peak(NamedTuple):
