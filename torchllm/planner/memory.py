@@ -14,14 +14,14 @@ How many micro batches are in flight then is the schedule's doing (`moments.py`)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.metrics.flops import matrices
 from torchllm.planner.activations import Block, Kept, block, kept
 from torchllm.planner.compute import Kernels, Piece
-from torchllm.planner.moments import Moment
+from torchllm.planner.moments import Moment, totals
 from torchllm.planner.schedule import Kind
 from torchllm.planner.software import Software
 
@@ -139,7 +139,7 @@ def rank_memory(
     software: Software,
     piece: Piece,
     stages: Sequence[StageSize],
-    moments: Sequence[Moment],
+    moments: tuple[Moment, ...],
 ) -> Memory:
     """The peak of a rank that holds these stages. moments: `moments.of_rank`, its stages in the same order."""
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
@@ -147,35 +147,31 @@ def rank_memory(
     count = training.global_batch_size // (training.micro_batch_size * parallel.dp_replicate * parallel.dp_shard)
     one = block(model, piece, parallel, kernels, software)
     table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
-    size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
-    parameters = [stage_parameters(model, stage, parallel.tp, software.vocab_parallel) for stage in stages]
+    block_size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
+    sizes = list(dict.fromkeys(stages))
+    of_sizes = [stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes]
+    size_of = tuple(map(sizes.index, stages))
+    parameters = [of_sizes[at] for at in size_of]
     sharded = sum(parameters) / shards
-    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, sharded, size, table)
+    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, sharded, block_size, table)
     standing = stands(rank, sum(parameters), shards)
+    moments_of_sizes = totals(moments, size_of)
     kinds = {moment.kind for moment in moments}
-    alike = {stage: stage_memory(rank, stage, kinds) for stage in set(stages)}
-    of_stages = [alike[stage] for stage in stages]
-    held, deferred, kept_logits = zip(*((of.held, of.deferred, of.logits) for of in of_stages), strict=True)
-    shares = (0.0, 1.0, 1 / shards)
-    worst, most = Memory(), -1.0
-    for moment in moments:
-        of = of_stages[moment.stage]
-        extra = of.extra[moment.kind]
-        activations = sum(map(mul, moment.flying, held)) + sum(map(mul, moment.deferred, deferred))
-        logits = sum(map(mul, moment.flying, kept_logits))
-        gradients = 0.0
-        if software.fsdp and parallel.pp > 1:
-            gradients = sum(map(mul, parameters, (shares[graded] for graded in moment.graded)))
-        total = activations + logits + software.gradients * gradients + extra.total
-        if total > most:
-            most = total
-            worst = Memory(
-                gradients=extra.gradients + software.gradients * gradients,
-                gathered=extra.gathered,
-                activations=activations + extra.activations,
-                logits=logits + extra.logits,
-                temporary=extra.temporary,
-            )
+    alike = [stage_memory(rank, stage, kinds) for stage in sizes]
+    held, deferred, kept_logits = zip(*((of.held, of.deferred, of.logits) for of in alike), strict=True)
+    graded = software.gradients * (software.fsdp and parallel.pp > 1)
+    gradients = *(graded * size for size in of_sizes), *(graded * size / shards for size in of_sizes)
+    weights = *map(add, held, kept_logits), *deferred, *gradients
+    beside = [{kind: extra.total for kind, extra in of.extra.items()} for of in alike]
+    needs = [sum(map(mul, of.counts, weights)) + beside[of.size][of.kind] for of in moments_of_sizes]
+    most = max(needs)
+    at_peak = moments_of_sizes[needs.index(most)]
+    extra, counts, many = alike[at_peak.size].extra[at_peak.kind], at_peak.counts, len(sizes)
+    worst = extra._replace(
+        gradients=extra.gradients + sum(map(mul, counts[2 * many :], gradients)),
+        activations=extra.activations + sum(map(mul, counts, (*held, *deferred))),
+        logits=extra.logits + sum(map(mul, counts, kept_logits)),
+    )
     if software.fsdp and parallel.pp > 1:
         reduction = reduces(rank, parameters, stages[0], shards)
         if reduction.total > most:

@@ -4,7 +4,7 @@ No torch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -61,33 +61,59 @@ def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
 def _moments(order: Iterable[Entry]) -> list[Moment]:
     actions = list(flat(order))
     stages = sorted({action.stage for action in actions})
-    flying, deferred, graded = Counter[int](), Counter[int](), dict.fromkeys(stages, NONE)
+    place = {stage: at for at, stage in enumerate(stages)}
+    flying, deferred, graded = [0] * len(stages), [0] * len(stages), [NONE] * len(stages)
     left = Counter(action.stage for action in actions if action.kind in "WB")
     found: dict[Moment, None] = {}
     for kind, stage, _ in actions:
-        flying[stage] += kind == "F"
-        state = (tuple(flying[s] for s in stages), tuple(deferred[s] for s in stages), tuple(graded.values()))
-        found[Moment(stages.index(stage), kind, *state)] = None
-        flying[stage] -= kind in "IB"
-        deferred[stage] += (kind == "I") - (kind == "W")
+        at = place[stage]
+        flying[at] += kind == "F"
+        found[Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded))] = None
+        flying[at] -= kind in "IB"
+        deferred[at] += (kind == "I") - (kind == "W")
         if kind in "WB":
             left[stage] -= 1
-            graded[stage] = WHOLE if left[stage] else REDUCED
+            graded[at] = WHOLE if left[stage] else REDUCED
     return list(found)
 
 
 def _worst(moments: Iterable[Moment]) -> list[Moment]:
     """For each action those that may be its worst: stages of a rank have much the same sizes, so sums tell. A gradient
     may weigh more than a micro batch, one put off less than one in flight, and of the last stage there are logits."""
-    actions: dict[tuple[int, str], list[Moment]] = {}
+    worst: dict[tuple[int, str], list[tuple[tuple[int, ...], Moment]]] = {}
     for moment in moments:
-        actions.setdefault((moment.stage, moment.kind), []).append(moment)
-    return list(dict.fromkeys(max(of, key=measure) for of in actions.values() for measure in _MEASURES))
+        flying, deferred, whole = sum(moment.flying), sum(moment.deferred), moment.graded.count(WHOLE)
+        measures = (
+            (flying, deferred, whole),
+            (flying + deferred, whole),
+            (whole, flying, deferred),
+            (flying + 2 * moment.flying[-1], whole),
+        )
+        most = worst.setdefault((moment.stage, moment.kind), [((), moment)] * len(measures))
+        for at, measure in enumerate(measures):
+            if measure > most[at][0]:
+                most[at] = measure, moment
+    return list(dict.fromkeys(moment for most in worst.values() for _, moment in most))
 
 
-_MEASURES: tuple[Callable[[Moment], tuple[int, ...]], ...] = (
-    lambda m: (sum(m.flying), sum(m.deferred), m.graded.count(WHOLE)),
-    lambda m: (sum(m.flying) + sum(m.deferred), m.graded.count(WHOLE)),
-    lambda m: (m.graded.count(WHOLE), sum(m.flying), sum(m.deferred)),
-    lambda m: (sum(m.flying) + 2 * m.flying[-1], m.graded.count(WHOLE)),
-)
+class Total(NamedTuple):
+    """A moment with the stages of one size taken together."""
+
+    size: int
+    """of the stage that computes"""
+    kind: Kind
+    counts: tuple[int, ...]
+    """of each size, summed over its stages: micro batches flying; deferred; stages WHOLE; stages REDUCED"""
+
+
+@cache
+def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]:
+    """Of moments, those that come to the same once. size_of: of each of the rank's stages, which size it has."""
+    of_size = [[at for at, size in enumerate(size_of) if size == one] for one in range(max(size_of) + 1)]
+    found: dict[Total, None] = {}
+    for stage, kind, flying, deferred, graded in moments:
+        whole, reduced = ([state == one for state in graded] for one in (WHOLE, REDUCED))
+        numbers = flying, deferred, whole, reduced
+        counts = tuple(sum(number[at] for at in places) for number in numbers for places in of_size)
+        found[Total(size_of[stage], kind, counts)] = None
+    return list(found)
