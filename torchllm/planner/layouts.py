@@ -8,9 +8,9 @@ any number that cuts the blocks evenly.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from torchllm.config import (
@@ -22,7 +22,6 @@ from torchllm.config import (
     PipelineSchedule,
     Recompute,
     Training,
-    gradient_accumulation,
 )
 from torchllm.planner.case import Case
 from torchllm.planner.cluster import Hardware
@@ -34,6 +33,7 @@ Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective"]
 C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
 UNEVEN_STAGES = 4
 """virtual stages up to which they need not cut the blocks evenly"""
 
@@ -109,13 +109,23 @@ class Job:
 
     def compile_of(self, layout: Layout) -> Compile:
         """torch.compile as the layout allows it (`config_problems`): whole blocks, or at least the norms."""
-        if self.compile is not None:
-            return self.compile
-        if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
-            return Compile()
         split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         block = not split_backward and not (layout.cp > 1 and layout.recompute in ("full", "every_k", "selective"))
-        return Compile(norm=not block and self.model.family == "llama", block=block, loss=block)
+        return self._compiled[block]
+
+    @cached_property
+    def _compiled(self) -> tuple[Compile, Compile]:
+        """Where blocks cannot be compiled, and where they can."""
+        if self.compile is not None:
+            return self.compile, self.compile
+        if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
+            return Compile(), Compile()
+        return Compile(norm=self.model.family == "llama"), Compile(block=True, loss=True)
+
+    @cached_property
+    def _training_of(self) -> Callable[[int], Training]:
+        """By micro batch size."""
+        return cache(lambda size: replace(self.training, micro_batch_size=size))
 
     def case(self, layout: Layout) -> Case:
         """As `predict` wants it."""
@@ -123,9 +133,9 @@ class Job:
         attention: Any = "eager" if self.model.attention == "eager" else self.software.attention
         return Case(
             self.model,
-            replace(self.training, micro_batch_size=layout.micro_batch_size),
+            self._training_of(layout.micro_batch_size),
             self.parallel(layout),
-            Recompute(mode=layout.recompute),
+            RECOMPUTE[layout.recompute],
             Kernels(attention, fused_norm=compiled.norm or self.model.family == "gpt", compiled=compiled.block),
             self.hardware,
             self.software,
@@ -135,8 +145,8 @@ class Job:
         """[parallel] of a layout; what else there is is as in `base`."""
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
-        cut = self.training.sequence_length // layout.cp
-        return replace(base or Parallel(), **values, scatter_gather=cut % layout.tp == 0)
+        values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
+        return replace(base, **values) if base else Parallel(**values)
 
     def config(self, base: C, layout: Layout) -> C:
         """A run's config with this layout in it; the rest is as in `base`."""
@@ -151,7 +161,7 @@ class Job:
             model=self.model,
             training=training,
             parallel=self.parallel(layout, base.parallel),
-            recompute=Recompute(mode=layout.recompute),
+            recompute=RECOMPUTE[layout.recompute],
             compile=self.compile_of(layout),
         )
 
@@ -205,10 +215,18 @@ class Job:
 
     def schedules(self, mesh: Mesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules with their virtual stages."""
-        pp, layers = mesh.pp, self.model.layers
+        return self._schedules(mesh.pp, self.training.global_batch_size // (micro_batch_size * mesh.data))
+
+    @cached_property
+    def _schedules(self) -> Callable[[int, int], list[tuple[PipelineSchedule, int]]]:
+        """By ranks and micro batches."""
+        return cache(self._schedules_of)
+
+    def _schedules_of(self, pp: int, count: int) -> list[tuple[PipelineSchedule, int]]:
+        """Of so many ranks and micro batches."""
+        layers = self.model.layers
         if pp == 1:
             return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
-        count = gradient_accumulation(replace(self.training, micro_batch_size=micro_batch_size), mesh.data)
         uneven = count > pp and count % (count // pp) != 0
         found: list[tuple[PipelineSchedule, int]] = []
         for name in self.allowed("schedule", list(SCHEDULES)):
