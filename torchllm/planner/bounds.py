@@ -12,12 +12,13 @@ from typing import NamedTuple
 from torchllm.config import SCHEDULES, PipelineSchedule
 from torchllm.metrics.flops import recompute_interval
 from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.layouts import Job, Layout, Mesh
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.predict import memory_of, tail
 from torchllm.planner.simulate import StageTimes, most_in_flight
 from torchllm.planner.split import V_SHAPED, balanced_split, stage_of_rank
-from torchllm.planner.stage import StageCost, stage_cost
+from torchllm.planner.stage import BlockCost, Computed, StageCost, block_cost, computed, end_times, stage_cost
 
 SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
 """schedules that may fill the way back with gradients of weights"""
@@ -72,6 +73,7 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._computed: dict[tuple[Piece, Kernels], Computed] = {}
         self._block: dict[tuple[object, ...], StageTimes] = {}
         self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
         self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
@@ -80,7 +82,7 @@ class Bounds:
         self._orders: dict[tuple[int, int], list[Order]] = {}
         self._received: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], list[StageSize]] = {}
-        self._whole: dict[Mesh, tuple[list[Sharding], list[Sharding]]] = {}
+        self._ways: dict[Mesh, list[Sharding]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
     def block(self, layout: Layout) -> StageTimes:
@@ -91,8 +93,15 @@ class Bounds:
         known = self._block.get(key)
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            known = self._block[key] = stage_cost(case, StageSize(1, False, False)).times
+            known = self._block[key] = stage_cost(case, StageSize(1, False, False), self.block_cost(case)).times
         return known
+
+    def block_cost(self, case: Case) -> BlockCost:
+        """What is computed is the same for many that send and recompute differently."""
+        key = case.piece, case.kernels
+        if key not in self._computed:
+            self._computed[key] = computed(case)
+        return block_cost(case, self._computed[key])
 
     def ends(self, layout: Layout) -> tuple[float, float]:
         """Seconds that one micro batch takes in the embedding, and in the head."""
@@ -101,9 +110,9 @@ class Bounds:
         known = self._ends.get(key)
         if known is None:
             case = self.job.case(layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            sizes = StageSize(1, False, False), StageSize(1, True, False), StageSize(1, False, True)
-            block, first, last = (sum(stage_cost(case, size).times) for size in sizes)
-            known = self._ends[key] = first - block, last - block
+            over_tp, sizes = self.block_cost(case).over_tp, (StageSize(0, True, False), StageSize(0, False, True))
+            first, last = (sum(end_times(case, size, over_tp)[0]) for size in sizes)
+            known = self._ends[key] = first, last
         return known
 
     def work(self, layout: Layout, decided: bool = True) -> float:
@@ -169,40 +178,39 @@ class Bounds:
 
         Nothing is gathered for a micro batch but with zero_stage 3, and the less, the fewer share.
         """
-        shardings, capacity = self.shardings(mesh), self.job.hardware.memory
-        if mesh not in self._whole:
+        if mesh not in self._ways:
+            shardings = self.shardings(mesh)
             whole = [one for one in shardings if one.degrees[2] < 3]
             apart = sorted((one for one in shardings if one.degrees[2] == 3), key=lambda one: one.degrees[1])
-            self._whole[mesh] = whole[:1], apart
-        whole, apart = self._whole[mesh]
-        over = math.inf
-        for sharding in whole:
-            over = self.holds(layout, sharding, order) - capacity
-            if over <= 0:
-                return layout, over
-        for sharding in apart:
-            missing = self.holds(layout, sharding, order) - capacity
+            self._ways[mesh] = whole[:1] + apart
+        capacity, over = self.job.hardware.memory, math.inf
+        received, most, later = self.held(layout, order)
+        for (replicate, shard, zero), standing, reserve, gradients, _ in self._ways[mesh]:
+            missing = standing + reserve + received + max(most, later + gradients) - capacity
             if missing <= 0:
-                replicate, shard, zero = sharding.degrees
-                return layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero), missing
+                fitting = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=3) if zero == 3 else layout
+                return fitting, missing
             over = min(over, missing)
         return layout, over
 
     def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
-        """A bound of the first rank's memory: what stands, what a pipeline receives in, and the activations of all
-        micro batches in flight, or, in the middle of a step, of one less and the gradients of those before."""
-        kept, received = self.kept(layout), 0.0
+        """A bound of the first rank's memory."""
+        received, most, later = self.held(layout, order)
+        return sharding.standing + sharding.reserve + received + max(most, later + sharding.gradients)
+
+    def held(self, layout: Layout, order: Order) -> tuple[float, float, float]:
+        """Bytes beside what stands, at least: what a pipeline receives in, and the activations of all micro batches in
+        flight; or, in the middle of a step, of one less, beside the gradients of those before."""
+        received = 0.0
         if layout.pp > 1:
             key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
             if key not in self._received:
                 case = self.job.case(layout._replace(schedule="1F1B", virtual_stages=1))
                 self._received[key] = memory_of(case, [StageSize(1, True, False)] * layout.pp, 0).buffers
             received = self._received[key] * order.ends
-        kept, gradients = kept * self.job.software.constants.allocator, sharding.gradients
-        held = kept * order.flying
-        if order.graded:
-            held = max(held, kept * (order.flying - order.blocks) + gradients)
-        return sharding.standing + sharding.reserve + received + held
+        kept = self.kept(layout) * self.job.software.constants.allocator
+        later = kept * (order.flying - order.blocks) if order.graded else -math.inf
+        return received, kept * order.flying, later
 
     def memory(self, layout: Layout, mesh: Mesh) -> float:
         """A bound of what the first rank holds beside `Sharding.standing`, whatever the sharding."""

@@ -16,7 +16,7 @@ from torchllm.planner.moments import of_rank
 from torchllm.planner.schedule import PUBLISHED
 from torchllm.planner.simulate import StageTimes, played, simulate_played
 from torchllm.planner.split import balanced_split, stage_of_rank
-from torchllm.planner.stage import StageCost, boundary, exposed, stage_cost
+from torchllm.planner.stage import StageCost, block_cost, boundary, exposed, stage_cost
 
 
 class Prediction(NamedTuple):
@@ -71,8 +71,9 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     split = balanced_split(case.model, parallel, case.training.sequence_length)
     last = parallel.stages - 1
     sizes = [StageSize(blocks, at == 0, at == last) for at, blocks in enumerate(split)]
-    known: dict[StageSize, StageCost] = {}
-    costs = [known.get(size) or known.setdefault(size, stage_cost(case, size)) for size in sizes]
+    block = block_cost(case)
+    alike_sizes = {size: stage_cost(case, size, block) for size in dict.fromkeys(sizes)}
+    costs = [alike_sizes[size] for size in sizes]
     transfer = boundary(case)
     step, busy = pipeline(case, [cost.times for cost in costs], transfer)
     ranks = [[costs[stage] for stage in stage_of_rank(parallel, rank)] for rank in range(parallel.pp)]

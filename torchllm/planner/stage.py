@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torchllm.planner import comms
 from torchllm.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.planner.compute import (
+    Seconds,
     attention,
     block_backward,
     block_forward,
@@ -25,39 +26,72 @@ class StageCost(NamedTuple):
     """seconds by what they go to; they sum to the times"""
 
 
-def stage_cost(case: Case, size: StageSize) -> StageCost:
-    """Its blocks, each with what it sends, and the ends."""
-    model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
-    launch = software.constants.launch
-    forward = block_forward(model, piece, kernels, software, hardware)
-    inputs, weights = block_backward(model, piece, kernels, software, hardware)
-    core = attention(model, piece, kernels, software, hardware, False)
-    around = elementwise(model, piece, kernels, software, hardware, False)
-    again = recomputed(model, case.recompute, forward, core, around, software).total(launch)
+class Computed(NamedTuple):
+    """What a GPU computes of one micro batch in a block."""
+
+    forward: Seconds
+    inputs: Seconds
+    """gradient of its input"""
+    weights: Seconds
+    """gradient of its weights"""
+    core: Seconds
+    """of the forward attention's core"""
+    around: Seconds
+    """and what is elementwise"""
+
+
+class BlockCost(NamedTuple):
+    """One micro batch through one block, with what it sends."""
+
+    times: StageTimes
+    terms: dict[str, float]
+    over_tp: float
+    """seconds of one all-reduce of the hidden states over tp"""
+
+
+def computed(case: Case) -> Computed:
+    """By case.piece and case.kernels, whatever is recomputed and sent."""
+    of = case.model, case.piece, case.kernels, case.software, case.hardware
+    return Computed(block_forward(*of), *block_backward(*of), attention(*of, False), elementwise(*of, False))
+
+
+def block_cost(case: Case, known: Computed | None = None) -> BlockCost:
+    """known: `computed(case)`, where it has been."""
+    forward, inputs, weights, core, around = known or computed(case)
+    launch = case.software.constants.launch
+    again = recomputed(case.model, case.recompute, forward, core, around, case.software).total(launch)
     f, i, w = (part.total(launch) for part in (forward, inputs, weights))
     tp, tp_backward, tp_again = tensor_parallel(case, w)
     cp, cp_backward = context_parallel(case, core.attention)
     fsdp, fsdp_backward = sharded_weights(case, f + tp, i + w + again + tp_backward)
-    meets = software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
-    n = size.blocks
     device = [sum(parts) for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
-    ends, ends_tp = end_times(case, size, tp / 2)
     terms = {
-        "matmul": n * device[0],
-        "attention": n * device[1],
-        "elementwise": n * device[2],
-        "launch": n * (f + i + w - sum(device)),
-        "recompute": n * again,
-        "tensor parallel": n * (tp + tp_backward + tp_again) + ends_tp,
-        "context parallel": n * (cp + cp_backward),
-        "fsdp": n * (fsdp + fsdp_backward),
-        "pipeline parallel": 2 * meets,
-        "ends": sum(ends) - ends_tp,
+        "matmul": device[0],
+        "attention": device[1],
+        "elementwise": device[2],
+        "launch": f + i + w - sum(device),
+        "recompute": again,
+        "tensor parallel": tp + tp_backward + tp_again,
+        "context parallel": cp + cp_backward,
+        "fsdp": fsdp + fsdp_backward,
     }
+    times = StageTimes(f + tp + cp + fsdp, i + again + tp_backward + tp_again + cp_backward + fsdp_backward, w)
+    return BlockCost(times, terms, tp / 2)
+
+
+def stage_cost(case: Case, size: StageSize, known: BlockCost | None = None) -> StageCost:
+    """Its blocks and the ends. known: `block_cost(case)`, where it has been."""
+    block = known or block_cost(case)
+    meets = case.software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
+    ends, ends_tp = end_times(case, size, block.over_tp)
+    terms = {name: size.blocks * seconds for name, seconds in block.terms.items()}
+    terms["tensor parallel"] += ends_tp
+    terms["pipeline parallel"] = 2 * meets
+    terms["ends"] = sum(ends) - ends_tp
     times = StageTimes(
-        n * (f + tp + cp + fsdp) + ends.forward + meets,
-        n * (i + again + tp_backward + tp_again + cp_backward + fsdp_backward) + ends.input_gradient + meets,
-        n * w + ends.weight_gradient,
+        size.blocks * block.times.forward + ends.forward + meets,
+        size.blocks * block.times.input_gradient + ends.input_gradient + meets,
+        size.blocks * block.times.weight_gradient + ends.weight_gradient,
     )
     return StageCost(times, terms)
 
