@@ -19,6 +19,7 @@ from dataclasses import asdict
 
 import torch
 
+from torchllm.adapt import Adapter
 from torchllm.checkpoint import Checkpointer
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.dry_run.run import dry_run
@@ -38,7 +39,7 @@ from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.planner.auto import planned
 from torchllm.planner.cluster import tensor_parallel_warning
-from torchllm.runtime import compute_dtype, start_runtime
+from torchllm.runtime import Runtime, compute_dtype, start_runtime
 from torchllm.train_step import TrainStep, check_finite
 
 log = logging.getLogger("torchllm")
@@ -52,6 +53,18 @@ def due(step: int, interval: int) -> bool:
 def main(config: Config) -> None:
     """Train; on return the run folder holds the last step's checkpoint."""
     runtime = start_runtime(config.run)
+    goodput = Goodput(runtime.folder) if runtime.is_main else None
+    adapter = Adapter(runtime.folder, runtime.host_group)
+    following: Config | None = config
+    while following is not None:
+        following = train(following, runtime, adapter, goodput)
+    if goodput:
+        log.info("%s", goodput.summary())
+    runtime.close()
+
+
+def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput | None) -> Config | None:
+    """Train with this config, to the end (None), or to a checkpoint from which to go on with the one returned."""
     device = runtime.device
     if runtime.is_main:
         write_config(config, runtime.folder / "config.toml")
@@ -109,13 +122,16 @@ def main(config: Config) -> None:
         sinks=open_sinks(runtime.folder, config.metrics, steps=config.training.steps, start=start)
         if runtime.is_main
         else [],
-        goodput=Goodput(runtime.folder, start) if runtime.is_main else None,
+        goodput=goodput,
         planned_mfu=expected and expected.mfu,
         sequences=data.state()["sequences"],
     )
     traces = Traces(runtime.folder, steps_of(config.metrics.profile_steps), runtime.rank)
     watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device, traces)
-    n, stopping = start, False
+    adapter.begin(config, stages, mesh, device)
+    if goodput:
+        goodput.begin(start)
+    n, stopping, following = start, False, None
     for n in range(start + 1, config.training.steps + 1):
         with watch.step(n), explain_out_of_memory(config, runtime.folder, runtime.rank, device):
             with meter.data_wait():
@@ -140,8 +156,11 @@ def main(config: Config) -> None:
                     checkpoints.save(n, data.state())
         if watch.latest:
             meter.report(watch.latest)
+        adapter.after_step(watch.latest)
         runtime.collect_garbage(n)
-        if stopping:
+        if not last and due(n, config.checkpoint.interval):
+            following = adapter.at_checkpoint(n, meter.waited_in_all)
+        if stopping or following:
             break
 
     checkpoints.close()
@@ -149,7 +168,7 @@ def main(config: Config) -> None:
         runtime.mark_stopped(n)
     meter.close()
     data.close()
-    runtime.close()
+    return following
 
 
 if __name__ == "__main__":

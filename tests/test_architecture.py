@@ -14,13 +14,13 @@ FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/*.py")])
 
 LAYERS = [  # each imports only itself and what is left of (above) it; a prefix "x." covers a package, "x*" its siblings
     ["config*", "layout", "errors", "metrics.flops", "planner."],
-    ["runtime", "mesh", "torch_compat", "phase"],
+    ["runtime", "hang_watch*", "mesh", "torch_compat", "phase"],
     ["models.", "data.", "initialize"],
     ["parallel."],
     ["optim.", "grad_norm"],
     ["train_step"],
     ["dry_run."],
-    ["checkpoint*", "metrics.", "evaluate"],
+    ["checkpoint*", "metrics.", "evaluate", "adapt"],
     ["recipes.", "launch"],
 ]
 TORCH_FREE = LAYERS[0]
@@ -48,7 +48,7 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
     "recipes/benchmark_context.py": {"_python_dispatch": "no public way to see what is sent"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
-PYTHONS_OWN = {"_asdict", "_fields", "_replace", "_make", "_exit"}
+PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}
 
 
 def module_of(file: Path) -> str:

@@ -276,6 +276,8 @@ class Parallel:
     """pipeline stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others"""
     split: tuple[Count, ...] = ()
     """blocks of each pipeline stage, first to last; empty: balanced by cost, embedding and head counted in"""
+    rebalance: bool = False
+    """with pp: time the stages in the first steps; where one is 5 % over the mean, split anew at the next checkpoint"""
     scatter_gather: bool = True
     """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
     cp_method: Literal["ring", "ulysses"] = "ring"

@@ -5,6 +5,7 @@
     data         waiting for a batch
     checkpoint   saving
     evaluate     evaluation
+    rebuild      going on with another config (`adapt.py`)
     restart      between the end of one launch and the start of the next, and steps that had to be done again
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
@@ -13,7 +14,6 @@ Kept in goodput.json of the run folder, as of the last logged step: a killed lau
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,19 +44,29 @@ class Launch:
 
 
 class Goodput:
-    """The account of a run; rank 0's. Make it when the first step is about to begin."""
+    """The account of a run; rank 0's."""
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
         self.earlier = read(self.file)
-        now = time.time()
-        launched = min(now, float(os.environ.get(LAUNCHED, now)))
-        self.launch = Launch(launched, start, now, start, {"start-up": now - launched})
+        launched = min(time.time(), float(os.environ.get(LAUNCHED, time.time())))
+        self.launch = Launch(launched, 0, launched)
 
-    def write(self, step: int | None, lost: Mapping[str, float]) -> None:
-        """At a logged step, and at the end (None). lost: seconds by cause of this launch so far, start-up aside."""
-        self.launch.seen, self.launch.step = time.time(), self.launch.step if step is None else step
-        self.launch.lost |= lost
+    def begin(self, start: int) -> None:
+        """Steps begin after step `start`; all since the launch, or since the last `write`, was getting there."""
+        again = "start-up" in self.launch.lost
+        if not again:
+            self.launch.first = start
+        self.lose("rebuild" if again else "start-up", time.time() - self.launch.seen)
+        self.launch.seen, self.launch.step = time.time(), start
+
+    def lose(self, cause: str, seconds: float) -> None:
+        """So many seconds more were no steps."""
+        self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
+
+    def write(self, step: int) -> None:
+        """At a logged step, and at the end."""
+        self.launch.seen, self.launch.step = time.time(), step
         temporary = self.file.with_suffix(".partial")
         temporary.write_text(json.dumps([asdict(launch) for launch in [*self.earlier, self.launch]]) + "\n")
         temporary.replace(self.file)

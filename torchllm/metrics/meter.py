@@ -79,8 +79,9 @@ class Meter:
         self.gpu = device_meter(device) if sinks else None
         self.recomputed = recomputed_flops_per_token(model, recompute, length, training.loss_chunk)
         self.planned_mfu, self.profiled, self.first = planned_mfu, False, True
-        self.lost: dict[str, float] = {}
+        self.lost: dict[str, float] = {}  # since the goodput was told
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
+        self.step, self.waited_in_all = 0, 0.0
         self._start_interval()
 
     @contextmanager
@@ -93,6 +94,7 @@ class Meter:
         finally:
             seconds = time.perf_counter() - start
             self.waited += seconds
+            self.waited_in_all += seconds
             self._lose("data", seconds)
 
     @contextmanager
@@ -149,12 +151,11 @@ class Meter:
             log.warning("step %d: %s", profiled.step, profiled.slow)
 
     def close(self) -> None:
-        """Close the sinks, and say what the run's time went to."""
+        """Close the sinks."""
         for sink in self.sinks:
             sink.close()
-        if self.goodput is not None:
-            self.goodput.write(None, self.lost)
-            log.info("%s", self.goodput.summary())
+        if self.step:
+            self._tell(self.step)
 
     def _write(self, step: int, record: Record) -> None:
         for sink in self.sinks:
@@ -169,9 +170,17 @@ class Meter:
         if self.first:
             self.first_seconds = seconds
         else:
-            self.lost.setdefault("compile", max(0.0, self.first_seconds - seconds))
+            self._lose("compile", max(0.0, self.first_seconds - seconds))
+            self.first_seconds = 0.0
+        self._tell(step)
+
+    def _tell(self, step: int) -> None:
+        self.step = step
         if self.goodput is not None:
-            self.goodput.write(step, self.lost)
+            for cause, seconds in self.lost.items():
+                self.goodput.lose(cause, seconds)
+            self.goodput.write(step)
+        self.lost = {}
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all of them: this is where a logged step waits for the device.
