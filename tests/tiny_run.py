@@ -59,7 +59,8 @@ def curve(folder: Path) -> list[tuple[Any, ...]]:
     """(step, loss, gradient norm, learning rate, tokens, validation loss or 0) of every logged step: what training
     decides, without what the machine does."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-    return [(*(record[key] for key in keys), record.get("validation_loss", 0.0)) for record in metrics(folder)]
+    logged = [record for record in metrics(folder) if "loss" in record]  # not those of profiled steps
+    return [(*(record[key] for key in keys), record.get("validation_loss", 0.0)) for record in logged]
 
 
 def tensor_files(folder: Path, step: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The account of a run's wall time."""
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,18 +26,29 @@ def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
 
 
 def test_it_is_kept_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHED, str(time.time() - 8.0))
-    first = Goodput(tmp_path, 0)
-    first.write(10, {})
-    assert first.launch.lost["start-up"] == pytest.approx(8, abs=0.5)
-    monkeypatch.setattr(goodput.time, "time", lambda: first.launch.seen + 100)
-    monkeypatch.setenv(LAUNCHED, str(first.launch.seen + 90))
-    second = Goodput(tmp_path, 10)
-    second.write(None, {})
-    assert [launch.first for launch in read(tmp_path / FILE)] == [0, 10]
-    assert second.launch.step == 10
-    # 8 s of start-up and, at once, ten steps; 90 s of nothing; 10 s of start-up
-    assert second.summary() == "goodput 0.0% of 108 s; restart 83.3%, start-up 16.7%"
+    clock = SimpleNamespace(now=1008.0)
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setenv(LAUNCHED, "1000")
+    first = Goodput(tmp_path)
+    first.begin(0)
+    clock.now = 1048.0
+    first.lose("data", 4.0)
+    first.write(10)
+    assert first.launch.productive == 36
+    clock.now = 1060.0  # another config from a checkpoint on
+    first.begin(10)
+    clock.now = 1070.0
+    first.write(15)
+    assert first.launch.lost == {"start-up": 8.0, "data": 4.0, "rebuild": 12.0}
+    assert first.summary() == "goodput 65.7% of 70 s; rebuild 17.1%, start-up 11.4%, data 5.7%"
+    monkeypatch.setenv(LAUNCHED, "1090")
+    clock.now = 1100.0
+    second = Goodput(tmp_path)
+    second.begin(15)
+    clock.now = 1170.0
+    second.write(30)
+    assert [launch.first for launch in read(tmp_path / FILE)] == [0, 15]
+    assert second.summary().startswith("goodput 68.2% of 170 s; restart 11.8%, start-up 10.6%")
 
 
 def test_what_is_damaged_stops_no_run(tmp_path: Path) -> None:
