@@ -9,10 +9,10 @@ To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.p
 import sys
 
 from torchllm.config import Config
-from torchllm.config_file import load_config, write_config
+from torchllm.config_file import load_configs, write_config
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
-    CONFIG = load_config(sys.argv[1:])
+    CONFIGS = load_configs(sys.argv[1:])
 
 import logging
 from dataclasses import asdict
@@ -21,6 +21,7 @@ import torch
 
 from torchllm.adapt import Adapter
 from torchllm.checkpoint import Checkpointer
+from torchllm.data.cache import cache_root
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.dry_run.run import dry_run
 from torchllm.evaluate import evaluate
@@ -41,6 +42,7 @@ from torchllm.planner.auto import planned
 from torchllm.planner.cluster import tensor_parallel_warning
 from torchllm.runtime import Runtime, compute_dtype, start_runtime
 from torchllm.train_step import TrainStep, check_finite
+from torchllm.tune import fastest
 
 log = logging.getLogger("torchllm")
 
@@ -50,12 +52,12 @@ def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def main(config: Config) -> None:
-    """Train; on return the run folder holds the last step's checkpoint."""
+def main(config: Config, *others: Config) -> None:
+    """Train; on return the run folder holds the last step's checkpoint. others: layouts to be measured against it."""
     runtime = start_runtime(config.run)
     goodput = Goodput(runtime.folder) if runtime.is_main else None
     adapter = Adapter(runtime.folder, runtime.host_group)
-    following: Config | None = config
+    following: Config | None = fastest([config, *others], runtime, cache_root(config.data))
     while following is not None:
         following = train(following, runtime, adapter, goodput)
     if goodput:
@@ -172,4 +174,4 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
 
 
 if __name__ == "__main__":
-    (dry_run if CONFIG.run.dry_run else main)(CONFIG)
+    dry_run(CONFIGS[0]) if CONFIGS[0].run.dry_run else main(*CONFIGS)

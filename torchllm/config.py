@@ -249,8 +249,9 @@ SCHEDULES: dict[str, ScheduleKind] = {
 class Parallel:
     """Degrees of parallelism; their product is the number of ranks."""
 
-    layout: Literal["manual", "auto"] = "manual"
-    """auto: what [parallel], recompute.mode and micro_batch_size leave out, the planner chooses for this machine"""
+    layout: Literal["manual", "auto", "tune"] = "manual"
+    """auto: what [parallel], recompute.mode and micro_batch_size leave out, the planner chooses for this machine; tune:
+    its best few are measured when the run starts, and the fastest is taken"""
     pp: Degree = 1
     """ranks that each hold a part of the blocks (pipeline parallelism)"""
     dp_replicate: Annotated[int, Bound(at_least=-1)] = 1

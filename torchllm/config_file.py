@@ -30,12 +30,26 @@ from torchllm.planner.cluster import read_cluster, unknown_cluster
 C = TypeVar("C", bound=Config)
 
 
+TUNED = 4
+"""layouts that parallel.layout = "tune" measures"""
+
+
 @overload
 def load_config(arguments: Sequence[str], *, one_device: bool = False) -> Config: ...
 @overload
 def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool = False) -> C: ...
 def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_device: bool = False) -> Config:
-    """The checked config, with its degrees and its run folder filled in.
+    """The checked config, with its degrees and its run folder filled in; of `load_configs` the first."""
+    return load_configs(arguments, schema, one_device=one_device)[0]
+
+
+@overload
+def load_configs(arguments: Sequence[str], *, one_device: bool = False) -> list[Config]: ...
+@overload
+def load_configs(arguments: Sequence[str], schema: type[C], *, one_device: bool = False) -> list[C]: ...
+def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, one_device: bool = False) -> Any:
+    """The checked config, with its degrees and its run folder filled in; with parallel.layout = "tune" several, which
+    differ in their layouts, the planner's best first.
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to
     `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process.
@@ -70,13 +84,14 @@ def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_
         report(fault.path, fault.message)
     suspects = [fault.meant for fault in faults] + [tuple(key.split(".")) for key in words.valueless]
 
+    others: list[Config] = []
     sane, dry = len(found), config.run.dry_run
     ranks = started = _Ranks(1, 1, None, False) if one_device else _ranks(found, dry)
     worlds = (None, 1) if len(found) > sane else ()  # nonsense in the environment: what depends on it is not known
     if one_device:
         config = replace(config, parallel=type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1))
-    elif config.parallel.layout == "auto" and not found:
-        config = _planned(config, ranks, layer, report)
+    elif config.parallel.layout != "manual" and not found:
+        config, *others = _planned(config, ranks, layer, report)
     elif (words.check or dry) and config.run.lower_ranks:
         started = _lowered(config, ranks)
     if all_read:
@@ -107,9 +122,8 @@ def load_config(arguments: Sequence[str], schema: type[Config] = Config, *, one_
         command = f"{recipe}NPROC={world // ranks.nodes} {shlex.join(['./run_train.sh', *arguments])}"
         _stop([f"{words.file or 'defaults'}: needs {world} ranks: start it with {command}"])
     # The only two that may have been -1.
-    return replace(
-        config, parallel=replace(config.parallel, dp_replicate=degrees["dp_replicate"], dp_shard=degrees["dp_shard"])
-    )
+    parallel = replace(config.parallel, dp_replicate=degrees["dp_replicate"], dp_shard=degrees["dp_shard"])
+    return [replace(config, parallel=parallel), *(replace(other, run=config.run) for other in others)]
 
 
 def _print_check(config: Config, degrees: dict[str, int], ranks: "_Ranks", world: int) -> None:
@@ -202,22 +216,23 @@ def _ranks(found: list[str], dry: bool) -> _Ranks:
     return _Ranks(nodes * per_node if per_node else None, nodes, per_node, False)
 
 
-def _planned(config: C, ranks: _Ranks, layer: Layer, report: Callable[[KeyPath, str], None]) -> C:
-    """With the planner's layout for so many ranks, said; as it was where something is wrong, which is reported."""
+def _planned(config: C, ranks: _Ranks, layer: Layer, report: Callable[[KeyPath, str], None]) -> list[C]:
+    """With the planner's layouts for so many ranks, said; as it was where something is wrong, which is reported."""
     from torchllm.planner.auto import choose  # of no use to other runs
 
     key = ("parallel", "layout")
     if ranks.world is None:
-        report(key, "is auto, but the number of ranks is not known: set NPROC (and NNODES)")
-        return config
+        kind = config.parallel.layout
+        report(key, f"is {kind}, but the number of ranks is not known: set NPROC (and NNODES)")
+        return [config]
     written = {f"{section}.{name}" for section, table in layer.table.items() for name in table}
     try:
-        config, line = choose(config, ranks.world, written)
+        found, line = choose(config, ranks.world, written, TUNED if config.parallel.layout == "tune" else 1)
     except UserError as error:
         report(key, str(error))
-    else:
-        _say(f"layout: {line}")
-    return config
+        return [config]
+    _say(f"layout: {line}")
+    return found
 
 
 def _lowered(config: Config, ranks: _Ranks) -> _Ranks:

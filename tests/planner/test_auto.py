@@ -23,13 +23,13 @@ CONFIG = Config(
 
 
 def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
-    free, line = choose(CONFIG, 16, ())
+    [free], line = choose(CONFIG, 16, ())
     assert free.parallel.layout == "manual"
     assert free.parallel.keep_last_block is False
     assert not list(problems(free, 16))
     assert "layouts of 16 ranks on dgx_a100" in line
     assert free.recompute.mode == "none"
-    kept, _ = choose(CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"})
+    [kept], _ = choose(CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"})
     assert (kept.parallel.tp, kept.recompute.mode, kept.training.micro_batch_size) == (2, "full", 4)
     assert kept.parallel.dp_shard > 0  # -1 is open
     assert replace(kept, parallel=CONFIG.parallel) == CONFIG  # and nothing else has changed

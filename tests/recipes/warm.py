@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests import workers
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
 from torchllm.config import Config
-from torchllm.config_file import load_config
+from torchllm.config_file import load_config, load_configs
 from torchllm.errors import UserError
 
 Change = Callable[[Any, int], None]
@@ -46,7 +46,7 @@ def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
         try:
             if change is not None:
                 change(recipe, rank)
-            recipe.main(load_config(arguments))
+            recipe.main(*load_configs(arguments))
             return ""
         except UserError as error:
             return str(error)

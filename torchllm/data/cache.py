@@ -61,10 +61,15 @@ def make_corpus(plan: Plan, encoder: Encoder, folder: Path, processes: int = 1, 
     return header
 
 
+def cache_root(data: Data) -> Path:
+    """The cache folder: data.cache, or torchllm under the user's."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
+    return Path(data.cache or users).expanduser()
+
+
 def cached_folder(data: Data, plan: Plan) -> Path:
     """Where the corpus of a plan is cached."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
-    return Path(data.cache or users).expanduser() / f"{plan.source.kind}-{plan.key}"
+    return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
 def prepare_cached(plan: Plan, data: Data) -> None:

@@ -5,7 +5,7 @@ rank 0 logs their mean, beside what the planner expected. Cost: reading the prof
 profiled so seldom that it stays under `COST` of the run.
 
 A rank is slow if it works, rather than waits for others, `SLOW` times as long as the median of the ranks that hold the
-same pipeline stages, in two profiled steps in a row. After a first one the next comes as soon as the interval allows.
+same pipeline stages, in `CONFIRMED` profiled steps in a row: after a first one the very next steps are profiled.
 """
 
 import math
@@ -30,6 +30,8 @@ COST = 0.01
 """share of the run's time that profiling may take"""
 SLOW = 1.25
 """times the median of a rank's peers"""
+CONFIRMED = 4
+"""profiled steps in a row in which a rank must be the slowest: once is chance"""
 NOTICEABLE = 0.05
 """share of a step under which a delay is nobody's"""
 
@@ -97,8 +99,8 @@ class Watch:
         self.pipeline = mesh.pp.get_group().group_name
         self.peers = mesh.world.get_local_rank(0)
         self.activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self.next = 0
-        self.suspect: int | None = None
+        self.next, self.cost = interval, 0.0
+        self.suspects: list[int] = []
         self.latest: Profiled | None = None
         if interval or (traces is not None and traces.steps):
             with profile(activities=self.activities):  # the first one takes a second to start
@@ -109,7 +111,7 @@ class Watch:
         """Around all that the loop does in step `n`; `latest` is that step afterwards, if it was profiled."""
         self.latest = None
         traced = self.traces is not None and n in self.traces.steps
-        if not traced and (not self.interval or n < self.next or n % self.interval):
+        if not traced and (not self.interval or n < self.next):
             yield
             return
         before = time.perf_counter()
@@ -139,14 +141,21 @@ class Watch:
         means = {name: mean(parts.get(name, 0.0) for parts, *_ in ranks) for name in names}
         worst = slowest([parts for parts, *_ in ranks], [peers for _, _, peers, _ in ranks])
         slow = None
-        if worst is not None:
+        if worst is None or (self.suspects and worst[0] != self.suspects[0]):
+            self.suspects = []  # now another: it was chance
+        else:
             rank, part, seconds, others = worst
-            if rank == self.suspect:
+            self.suspects.append(rank)
+            if len(self.suspects) == CONFIRMED:
                 slow = Slow(rank, ranks[rank][3], part, seconds, others)
-        self.suspect = worst and worst[0]
         profiled = Profiled(n, means, slow)
-        steps = math.ceil(max(cost for _, cost, *_ in ranks) / COST / profiled.seconds)
-        self.next = n + (self.interval if self.suspect is not None else max(self.interval, steps))
+        self.cost += max(cost for _, cost, *_ in ranks)
+        if 0 < len(self.suspects) < CONFIRMED:
+            self.next = n + 1
+        else:
+            steps = max(1, math.ceil(self.cost / COST / profiled.seconds))
+            self.next = math.ceil((n + steps) / self.interval) * self.interval if self.interval else 0
+            self.suspects, self.cost = [], 0.0
         return profiled
 
 

@@ -1,4 +1,4 @@
-"""`[parallel] layout = "auto"`: the layout of a run that leaves degrees open, for the machine that it is started on.
+"""`[parallel] layout = "auto"` or "tune": layouts of a run that leaves degrees open, for the machine it is started on.
 
 A function of the config, the number of ranks and the name of the machine, so that all ranks come to the same. No torch.
 """
@@ -25,8 +25,8 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 CPU = "this_cpu"
 
 
-def choose(config: C, world_size: int, written: Collection[str]) -> tuple[C, str]:
-    """The config with the fastest layout in it, and a line that says which.
+def choose(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
+    """The config with each of the `count` fastest layouts in it, fastest first, and a line that says which that is.
 
     written: keys ("parallel.tp", "recompute.mode") that the run gives, which stay; -1 and a default do not count.
     UserError where nothing fits, or the machine is not known.
@@ -37,18 +37,18 @@ def choose(config: C, world_size: int, written: Collection[str]) -> tuple[C, str
     if hardware is None:
         raise UserError("; ".join(found))
     job = job_of(config, world_size, written, hardware)
-    result = search(job, 1)
+    result = search(job, count)
     if not result.layouts:
         raise UserError(divides_nowhere(job, result))
     if not result.best:
         raise UserError(fits_nowhere(job, result))
-    [(layout, prediction)] = result.best
-    chosen = job.config(config, layout)
+    layout, prediction = result.best[0]
     line = (
         f"{layout.text()}: of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
         f"{prediction.step:.3g} s a step, {prediction.memory.total / GIB:.3g} GiB"
     )
-    return replace(chosen, parallel=replace(chosen.parallel, layout="manual")), line
+    chosen = [job.config(config, ranked.layout) for ranked in result.best]
+    return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
 
 
 def planned(config: Config) -> Prediction | None:
