@@ -15,6 +15,7 @@ from tests.tiny_run import curve
 from tests.workers import run
 from torchllm import tune
 from torchllm.config import Config
+from torchllm.errors import UserError
 from torchllm.tune import fastest, layout_of
 
 __all__ = ["trained"]
