@@ -55,44 +55,41 @@ def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
 @cache
 def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     parallel = Parallel(pp=pp, schedule=schedule, virtual_stages=stages_per_rank)  # type: ignore[arg-type]
-    return tuple(_worst(_moments(rank_order(parallel, micro_batches, rank))))
+    return tuple(_worst(rank_order(parallel, micro_batches, rank)))
 
 
-def _moments(order: Iterable[Entry]) -> list[Moment]:
+def _worst(order: Iterable[Entry]) -> list[Moment]:
+    """For each action the moments that may be its worst: stages of a rank have much the same sizes, so sums tell. A
+    gradient may weigh more than a micro batch, one put off less than one in flight, and of the last stage there are
+    logits."""
     actions = list(flat(order))
-    stages = sorted({action.stage for action in actions})
-    place = {stage: at for at, stage in enumerate(stages)}
-    flying, deferred, graded = [0] * len(stages), [0] * len(stages), [NONE] * len(stages)
     left = Counter(action.stage for action in actions if action.kind in "WB")
-    found: dict[Moment, None] = {}
+    place = {stage: at for at, stage in enumerate(sorted(left))}
+    flying, deferred, graded = [0] * len(place), [0] * len(place), [NONE] * len(place)
+    all_flying = all_deferred = whole = 0
+    worst: dict[tuple[int, Kind], list[tuple[tuple[int, ...], Moment]]] = {}
     for kind, stage, _ in actions:
         at = place[stage]
         flying[at] += kind == "F"
-        found[Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded))] = None
+        all_flying += kind == "F"
+        measures = (
+            (all_flying, all_deferred, whole),
+            (all_flying + all_deferred, whole),
+            (whole, all_flying, all_deferred),
+            (all_flying + 2 * flying[-1], whole),
+        )
+        most = worst.setdefault((at, kind), [((), IDLE[0])] * len(measures))
+        for which, measure in enumerate(measures):
+            if measure > most[which][0]:
+                most[which] = measure, Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded))
         flying[at] -= kind in "IB"
+        all_flying -= kind in "IB"
         deferred[at] += (kind == "I") - (kind == "W")
+        all_deferred += (kind == "I") - (kind == "W")
         if kind in "WB":
             left[stage] -= 1
+            whole += (left[stage] > 0) - (graded[at] == WHOLE)
             graded[at] = WHOLE if left[stage] else REDUCED
-    return list(found)
-
-
-def _worst(moments: Iterable[Moment]) -> list[Moment]:
-    """For each action those that may be its worst: stages of a rank have much the same sizes, so sums tell. A gradient
-    may weigh more than a micro batch, one put off less than one in flight, and of the last stage there are logits."""
-    worst: dict[tuple[int, str], list[tuple[tuple[int, ...], Moment]]] = {}
-    for moment in moments:
-        flying, deferred, whole = sum(moment.flying), sum(moment.deferred), moment.graded.count(WHOLE)
-        measures = (
-            (flying, deferred, whole),
-            (flying + deferred, whole),
-            (whole, flying, deferred),
-            (flying + 2 * moment.flying[-1], whole),
-        )
-        most = worst.setdefault((moment.stage, moment.kind), [((), moment)] * len(measures))
-        for at, measure in enumerate(measures):
-            if measure > most[at][0]:
-                most[at] = measure, moment
     return list(dict.fromkeys(moment for most in worst.values() for _, moment in most))
 
 
