@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,8 +87,12 @@ class Hardware:
 
         shape: of the mesh of all ranks, numbered row by row; dimensions: those in which the ranks of a group differ.
         """
-        at = _link_among(tuple(link.gpus for link in self.links), tuple(shape), tuple(dimensions))
+        at = _link_among(self._spans, tuple(shape), tuple(dimensions))
         return None if at is None else self.links[at]
+
+    @cached_property
+    def _spans(self) -> tuple[int, ...]:
+        return tuple(link.gpus for link in self.links)
 
 
 @lru_cache(maxsize=65536)
@@ -98,6 +102,8 @@ def _link_among(spans: tuple[int, ...], shape: tuple[int, ...], dimensions: tupl
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     reach = sum((shape[axis] - 1) * strides[axis] for axis in dimensions)
     for at, span in enumerate(spans):
+        if math.prod(shape) <= span:  # all ranks are in one
+            return at
         places = {0}
         for axis in set(range(len(shape))) - set(dimensions) if reach < span else ():
             different = min(shape[axis], span // math.gcd(span, strides[axis]))
