@@ -5,8 +5,10 @@ stage times (`stage`: compute, tensor- and context-parallel traffic, FSDP's expo
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
+from torchllm.config import PipelineSchedule
 from torchllm.metrics.flops import flops_per_token, matrices, recompute_interval
 from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
@@ -48,21 +50,25 @@ def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> t
         total = m * sum(sum(stage) for stage in stages)
         return total, [total]
     per_rank = [sum(sum(stages[s]) for s in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
-    transfers = [transfer] * (parallel.stages - 1)
-
-    def steps(count: int) -> float:
-        order = played(parallel.schedule, parallel.pp, parallel.stages_per_rank, count)
-        simulated = simulate_played(order, stages, transfers)
-        return max(simulated.spans) if parallel.schedule in PUBLISHED else simulated.step
-
+    order, times = (parallel.schedule, parallel.pp, parallel.stages_per_rank), tuple(stages)
     round = m // max(1, m // parallel.pp)  # of an interleaved schedule, which repeats after it
     few = 2 * round + m % round
     if m <= few + round:
-        step = steps(m)
+        step = _seconds(*order, m, times, transfer)
     else:
-        one, other = steps(few), steps(few + round)
+        one, other = (_seconds(*order, count, times, transfer) for count in (few, few + round))
         step = other + max((other - one) / round, *per_rank) * (m - few - round)
     return step, [m * each for each in per_rank]
+
+
+@lru_cache(maxsize=1024)
+def _seconds(
+    schedule: PipelineSchedule, pp: int, v: int, count: int, stages: tuple[StageTimes, ...], transfer: float
+) -> float:
+    """Of so many micro batches; remembered, for of layouts that differ in what happens once a step it is the same."""
+    order = played(schedule, pp, v, count)
+    simulated = simulate_played(order, stages, [transfer] * (len(stages) - 1))
+    return max(simulated.spans) if schedule in PUBLISHED else simulated.step
 
 
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
