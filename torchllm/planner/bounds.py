@@ -74,26 +74,29 @@ class Bounds:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._computed: dict[tuple[Piece, Kernels], Computed] = {}
-        self._block: dict[tuple[object, ...], StageTimes] = {}
-        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._block: dict[tuple[object, ...], tuple[StageTimes, float, float]] = {}
+        self._ends: dict[tuple[Piece, Kernels], tuple[float, float]] = {}
         self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
         self._sharded: dict[Mesh, list[Sharding]] = {}
         self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._orders: dict[tuple[int, int], list[Order]] = {}
+        self._smallest: dict[tuple[int, int], Order] = {}
         self._received: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], list[StageSize]] = {}
-        self._ways: dict[Mesh, list[Sharding]] = {}
+        self._ways: dict[Mesh, list[tuple[tuple[int, int, int], float, float]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
-    def block(self, layout: Layout) -> StageTimes:
-        """Seconds of one micro batch through a block."""
+    def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
+        """Seconds of one micro batch through a block, in the embedding, and in the head."""
         gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
-        sharding = (layout.pp, *layout[1:3], layout.zero_stage) if gathers else ()
+        sharding = (layout.pp > 1, layout.dp_shard, layout.zero_stage) if gathers else ()
         key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
         known = self._block.get(key)
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            known = self._block[key] = stage_cost(case, StageSize(1, False, False), self.block_cost(case)).times
+            block = self.block_cost(case)
+            times = stage_cost(case, StageSize(1, False, False), block).times
+            known = self._block[key] = times, *self.ends(case, block.over_tp)
         return known
 
     def block_cost(self, case: Case) -> BlockCost:
@@ -103,31 +106,28 @@ class Bounds:
             self._computed[key] = computed(case)
         return block_cost(case, self._computed[key])
 
-    def ends(self, layout: Layout) -> tuple[float, float]:
-        """Seconds that one micro batch takes in the embedding, and in the head."""
-        compiled = self.job.compile_of(layout).block
-        key = layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel, compiled
-        known = self._ends.get(key)
-        if known is None:
-            case = self.job.case(layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            over_tp, sizes = self.block_cost(case).over_tp, (StageSize(0, True, False), StageSize(0, False, True))
+    def ends(self, case: Case, over_tp: float) -> tuple[float, float]:
+        """As `block`, which ends are the same for many of."""
+        key = case.piece, case.kernels
+        if key not in self._ends:
+            sizes = StageSize(0, True, False), StageSize(0, False, True)
             first, last = (sum(end_times(case, size, over_tp)[0]) for size in sizes)
-            known = self._ends[key] = first, last
-        return known
+            self._ends[key] = first, last
+        return self._ends[key]
 
     def work(self, layout: Layout, decided: bool = True) -> float:
         """A bound of the schedule's time, as `at_least`, transfers aside. Where there is no schedule yet: the ranks'
         average work, and the average wait for a first micro batch, with one block on each rank before."""
-        block, ends = self.block(layout), self.ends(layout)
+        block, embedding, head = self.block(layout)
         m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
         each = sum(block)
         if layout.pp == 1 or not decided:
-            work = m * (self.job.model.layers * each + sum(ends)) / layout.pp
+            work = m * (self.job.model.layers * each + embedding + head) / layout.pp
             return work + (layout.pp - 1) / 2 * block.forward
         way = block.forward if layout.schedule in SPLIT else each
         step = 0.0
         for before, blocks, first, last in self.ranks(layout):
-            step = max(step, before * way + m * (blocks * each + first * ends[0] + last * ends[1]))
+            step = max(step, before * way + m * (blocks * each + first * embedding + last * head))
         return step
 
     def ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
@@ -182,16 +182,18 @@ class Bounds:
             shardings = self.shardings(mesh)
             whole = [one for one in shardings if one.degrees[2] < 3]
             apart = sorted((one for one in shardings if one.degrees[2] == 3), key=lambda one: one.degrees[1])
-            self._ways[mesh] = whole[:1] + apart
-        capacity, over = self.job.hardware.memory, math.inf
+            self._ways[mesh] = [(one.degrees, one.standing + one.reserve, one.gradients) for one in whole[:1] + apart]
+        capacity, least = self.job.hardware.memory, math.inf
         received, most, later = self.held(layout, order)
-        for (replicate, shard, zero), standing, reserve, gradients, _ in self._ways[mesh]:
-            missing = standing + reserve + received + max(most, later + gradients) - capacity
-            if missing <= 0:
-                fitting = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=3) if zero == 3 else layout
-                return fitting, missing
-            over = min(over, missing)
-        return layout, over
+        for (replicate, shard, zero), standing, gradients in self._ways[mesh]:
+            graded = later + gradients
+            over = standing + received + (graded if graded > most else most) - capacity
+            if over <= 0:
+                if zero == 3:
+                    layout = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
+                return layout, over
+            least = min(least, over)
+        return layout, least
 
     def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
         """A bound of the first rank's memory."""
@@ -240,6 +242,19 @@ class Bounds:
             schedules = self.job.schedules(mesh, layout.micro_batch_size)
             self._orders[mesh.pp, m] = [self.order(mesh.pp, m, name, stages) for name, stages in schedules]
         return self._orders[mesh.pp, m]
+
+    def smallest(self, layout: Layout, mesh: Mesh) -> Order:
+        """In each thing at least as small as any of them."""
+        key = mesh.pp, layout.micro_batch_size * mesh.data
+        if key not in self._smallest:
+            orders = self.orders(layout, mesh)
+            self._smallest[key] = orders[0]._replace(
+                graded=all(one.graded for one in orders),
+                flying=min(one.flying for one in orders),
+                blocks=max(one.blocks for one in orders),
+                ends=min(one.ends for one in orders),
+            )
+        return self._smallest[key]
 
     def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> Order:
         """What is known of a schedule of `m` micro batches without going through it."""

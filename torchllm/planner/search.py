@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchllm.planner.bounds import Bounds, Order, at_least
+from torchllm.planner.bounds import Bounds, at_least
 from torchllm.planner.layouts import Job, Layout, Mesh
 from torchllm.planner.predict import Prediction, memory_of, predict
 
@@ -126,14 +126,7 @@ class Search:
     def recomputations(self, node: Open) -> None:
         """Decide what is recomputed."""
         layout, mesh, bounds = node.layout, node.mesh, self.bounds
-        orders = bounds.orders(layout, mesh)
-        smallest = Order(  # in each thing at least as small as any of them
-            *orders[0][:2],
-            graded=all(one.graded for one in orders),
-            flying=min(one.flying for one in orders),
-            blocks=max(one.blocks for one in orders),
-            ends=min(one.ends for one in orders),
-        )
+        smallest, orders = bounds.smallest(layout, mesh), bounds.orders(layout, mesh)
         for mode in self.job.modes(mesh):
             part = layout._replace(recompute=mode)
             fitting, over = bounds.cheapest(part, mesh, smallest)
@@ -158,13 +151,15 @@ class Search:
         """Decide what is shared among how many."""
         layout, mesh, bounds = node.layout, node.mesh, self.bounds
         work, beside = bounds.work(layout), bounds.memory(layout, mesh)
-        for sharding in bounds.shardings(mesh):
+        shardings = bounds.shardings(mesh)
+        for at, sharding in enumerate(shardings):
             replicate, shard, zero = sharding.degrees
             part = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
-            if (over := beside + sharding.standing - self.job.hardware.memory) <= 0:
-                self.push(work + sharding.tail, Open(part, mesh, 3, sharding.tail))
-            else:
+            if (over := beside + sharding.standing - self.job.hardware.memory) > 0:
                 self.reject(part, mesh, over, 1)
+                self.found.rejected[MEMORY] += len(shardings) - at - 1  # that need more
+                break
+            self.push(work + sharding.tail, Open(part, mesh, 3, sharding.tail))
 
     def gathers(self, node: Open) -> None:
         """Nothing is left to decide: add what waits for weights and gradients."""
@@ -193,10 +188,10 @@ class Search:
     def reject(self, layout: Layout, mesh: Mesh, over: float, count: int) -> None:
         """So many layouts do not fit: of those remember the smallest, for it may miss by little."""
         self.found.rejected[MEMORY] += count
-        if count > 1:
-            layout = layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=3)
         key = (layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute)
         if over < self._missed.get(key, (math.inf,))[0]:
+            if count > 1:
+                layout = layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=3)
             self._missed[key] = (over, layout)
 
     def near_misses(self) -> None:
