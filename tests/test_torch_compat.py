@@ -222,3 +222,53 @@ def _recorded() -> list[Any]:
     dist.all_reduce(x)
     dist.all_reduce(x)
     return flight_record(before, places=True)
+
+
+def progress() -> tuple[list[int], list[int]]:
+    """Of each group, operations asked for and not done while rank 1 is late for one; and how many were done since."""
+    group, x = dist.new_group([0, 1]), torch.ones(1)
+    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
+    before = settled()
+    works = [dist.all_reduce(x, group=group, async_op=True)] if dist.get_rank() == 0 else []
+    waiting = [asked - done for asked, done in torch_compat.group_progress().values()]
+    dist.barrier()
+    works = works or [dist.all_reduce(x, group=group, async_op=True)]
+    works[0].wait()
+    after = settled()
+    return sorted(waiting), sorted(after[name][1] - done for name, (_, done) in before.items() if name in after)
+
+
+def settled() -> dict[str, tuple[int, int]]:
+    """The progress when all is done, which is noted a little after a wait has ended."""
+    while any(asked != done for asked, done in torch_compat.group_progress().values()):
+        time.sleep(0.01)
+    return torch_compat.group_progress()
+
+
+def test_group_progress() -> None:
+    first, other = run(progress, 2)
+    assert (first[0][-2:], other[0][-2:]) == ([0, 1], [0, 0])  # the default group and the other one; others are past
+    assert first[1][-2:] == other[1][-2:] == [1, 1]
+
+
+def limits() -> tuple[list[list[int]], str]:
+    world, pair = dist.group.WORLD, dist.new_group([0, 1])
+    assert world is not None
+    known = {world.group_name: [0]}  # so it is left alone: rank 1 waits there for longer
+    torch_compat.limit_groups(0.2, known)
+    error = ""
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=pair)
+        except RuntimeError as problem:
+            error = str(problem)
+    dist.barrier()
+    return list(known.values()), error
+
+
+def test_limit_groups() -> None:
+    (known, error), (same, fine) = run(limits, 2)
+    assert known == same == [[0], [0, 1]]
+    assert "Timed out waiting 200ms" in error
+    assert fine == ""

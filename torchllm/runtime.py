@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchllm.config import Run, Training
 from torchllm.errors import UserError
+from torchllm.hang_watch import GRACE, HangWatch
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Runtime:
     host_group: dist.ProcessGroup
     """gloo, for agreements on the host"""
     collect_interval: int
+    hang_watch: HangWatch | None = None
+    """where there are other ranks to wait for"""
     _told_to_stop: float | None = None
     _vote: tuple[Tensor, dist.Work | None] | None = None
 
@@ -107,6 +110,8 @@ class Runtime:
             (self.folder / STOP).unlink(missing_ok=True)
         if self._vote is not None and self._vote[1] is not None:
             self._vote[1].wait()
+        if self.hang_watch is not None:
+            self.hang_watch.close()
         dist.destroy_process_group()
 
 
@@ -123,7 +128,7 @@ def start_runtime(run: Run) -> Runtime:
         device = choose_device(run.device, local_rank)
     except UserError as problem:
         error = str(problem)  # raised below, together: alone it would leave the others waiting
-    timeout = timedelta(seconds=run.timeout)
+    timeout = timedelta(seconds=run.timeout + GRACE)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # the flight recorder's: what the ranks sent last
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13's profiler prints two lines a profile otherwise
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
@@ -155,6 +160,9 @@ def start_runtime(run: Run) -> Runtime:
         raise UserError(f"rank {kinds.index('cpu')} sees no GPU, rank {kinds.index('cuda')} does: mend that node")
     _handle_signals(runtime)
     _share_folder(runtime)
+    if world_size > 1:
+        peers = runtime.agree(f"{os.uname().nodename} {os.getppid()} {os.getpid()}")
+        runtime.hang_watch = HangWatch(rank, runtime.folder, run.timeout, [str(peer) for peer in peers])
     return runtime
 
 

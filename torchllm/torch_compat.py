@@ -40,6 +40,9 @@ __all__ = [
 # No public path have: checkpoint_wrapper, which makes a module recompute its forward; FakeTensorMode, under which
 # tensors have shapes but no memory; TorchDispatchMode, which sees every operation.
 
+RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+"""what reads the flight recorders. FOOTGUN: NCCL, where torch has it, has one of its own, which the first leaves out"""
+
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The dimensions of a mesh as one, called `name`. Private because torch has no public name for it yet."""
@@ -178,7 +181,7 @@ def flight_record(after: int = -1, places: bool = False) -> list[Sent]:
 
     torch documents the flight recorder, and the tool that reads its files, but not this call, nor the file's keys.
     """
-    entries = [entry for trace in _traces(True, places) for entry in trace.get("entries", [])]
+    entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, places, False)).get("entries", [])]
     return [
         Sent(
             entry["record_id"],
@@ -198,12 +201,6 @@ def _ours(file: str) -> bool:
     return "/torch/" not in file and not file.startswith("<")
 
 
-def _traces(entries: bool, places: bool = False) -> list[dict[str, Any]]:
-    """What the flight recorders hold. FOOTGUN: NCCL has one of its own; `_dump_fr_trace` is of all other backends."""
-    dumps = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
-    return [pickle.loads(dump(entries, places, False)) for dump in dumps]
-
-
 def group_progress() -> dict[str, tuple[int, int]]:
     """Of each process group: the last operation that was asked for, and the last that is done. Takes microseconds.
 
@@ -211,8 +208,8 @@ def group_progress() -> dict[str, tuple[int, int]]:
     """
     return {
         f"{recorder}/{group}": (status["last_enqueued_collective"], status["last_completed_collective"])
-        for recorder, trace in enumerate(_traces(False))
-        for group, status in trace.get("pg_status", {}).items()
+        for recorder, dump in enumerate(RECORDERS)
+        for group, status in pickle.loads(dump(False, False, False)).get("pg_status", {}).items()
     }
 
 
@@ -220,7 +217,7 @@ def limit_groups(seconds: float, known: dict[str, list[int]]) -> None:
     """Give every process group of this rank that is not yet `known` this time-out, and add it: name -> its ranks.
 
     Private because torch lists no groups, and those of a mesh take no time-out: they get torch's, 10 min with NCCL and
-    30 with gloo.
+    30 with gloo. Gloo's messages (`send`, `recv`) keep those.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_name not in known:
