@@ -135,8 +135,14 @@ def test_the_best_ten_are_those_of_predicting_everything(of: Job) -> None:
 
 
 def test_bounds_hold() -> None:
-    """Of every layout: of time without its schedule and sharding, of the schedule, of memory."""
-    for of in (job(LARGE, gpus=8, batch=8, length=2048), job(WIDE, gpus=16, batch=16, length=1024)):
+    """Of every layout: of time without its schedule and sharding, of the schedule, of memory. Also where stages wait
+    long for each other, which the blocks of one do once together."""
+    waits = cluster(constants=replace(cluster().constants, wait=0.1))
+    for of in (
+        job(LARGE, gpus=8, batch=8, length=2048),
+        job(WIDE, gpus=16, batch=16, length=1024),
+        job(DEEP, gpus=8, batch=64, length=1024, hardware=waits),
+    ):
         bounds = Bounds(of)
         for layout in random.Random(1).sample(every(of), 400):
             mesh = Mesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)

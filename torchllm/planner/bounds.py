@@ -18,7 +18,7 @@ from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.predict import memory_of, tail
 from torchllm.planner.simulate import StageTimes, most_in_flight
 from torchllm.planner.split import V_SHAPED, balanced_split, stage_of_rank
-from torchllm.planner.stage import BlockCost, Computed, StageCost, block_cost, computed, end_times, stage_cost
+from torchllm.planner.stage import BlockCost, Computed, StageCost, block_cost, computed, end_times
 
 SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
 """schedules that may fill the way back with gradients of weights"""
@@ -95,8 +95,7 @@ class Bounds:
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
             block = self.block_cost(case)
-            times = stage_cost(case, StageSize(1, False, False), block).times
-            known = self._block[key] = times, *self.ends(case, block.over_tp)
+            known = self._block[key] = block.times, *self.ends(case, block.over_tp)
         return known
 
     def block_cost(self, case: Case) -> BlockCost:
