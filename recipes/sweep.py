@@ -1,13 +1,15 @@
 """Measures layouts, each as a job of its own: the study of Hagemann et al. (arXiv 2311.05610) as one command.
 
-    python recipes/sweep.py SWEEP.toml [--output=FOLDER] [--dry-run]
+    python recipes/sweep.py SWEEP.toml [--output=FOLDER] [--planner-top=K] [--dry-run]
 
 SWEEP.toml names a run and, for some of its keys, the values that are all combined (train_configs/sweeps). Degrees that
 are -1 there, and gradient accumulation, follow. Every layout is started by run_train.sh for `sweep.steps` steps; the
 first is dropped. What cannot be, runs out of memory or time, or crashes is written down as such and stops nothing.
 
 FOLDER/results.csv has a row a layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md is a
-table, *.png are figures. The same command goes on where it was ended. --dry-run lists the layouts.
+table, *.png are figures. The same command goes on where it was ended. --planner-top measures only the K layouts that
+the planner expects to be fastest, and a quarter as many spread over the others, to calibrate it with. --dry-run lists
+the layouts and what the planner expects of each.
 """
 
 import argparse
@@ -16,14 +18,16 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sweep_job import COLUMNS, Layout, examine, measure
+from sweep_job import COLUMNS, Layout, examine, measure, predicted
 
 from torchllm.config import Count, Positive
 from torchllm.config_toml import dotted, read_files
 from torchllm.config_types import Fault, read_table
+from torchllm.planner.explain import GIB
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep")
     parser.add_argument("--output", default="", help="folder of the results; default: runs/sweep-NAME")
+    parser.add_argument("--planner-top", type=int, metavar="K", help="measure the planner's best K, and some others")
     parser.add_argument("--dry-run", action="store_true", help="list the layouts, and why some cannot be")
     given = parser.parse_args(arguments)
     sweep = read_sweep(given.sweep)
@@ -97,11 +102,13 @@ def main(arguments: list[str]) -> None:
     folder = Path(given.output or f"runs/sweep-{Path(given.sweep).stem}")
     results = folder / "results.csv"
     done = {row["layout"] for row in read_results(results)}
-    todo = [layout for layout in layouts(sweep) if " ".join(layout) not in done]
+    wanted = layouts(sweep)
+    if given.planner_top is not None:
+        wanted = promising(config, wanted, sweep.processes, given.planner_top)
+    todo = [layout for layout in wanted if " ".join(layout) not in done]
     if given.dry_run:
         for layout in todo:
-            _, problem = examine(config, layout, sweep.processes)
-            print(" ".join(layout), f"({problem})" if problem else "")
+            print(" ".join(layout), f"({expected(config, layout, sweep.processes)})")
         return
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(todo)} layouts to measure, {len(done)} in {results}", flush=True)
@@ -120,6 +127,31 @@ def main(arguments: list[str]) -> None:
 
     for file in summarize(read_results(results), folder):
         print(file)
+
+
+def promising(config: str, layouts: Sequence[Layout], processes: int, count: int) -> list[Layout]:
+    """The `count` layouts that the planner expects to take least time a sequence, and a quarter as many of the others,
+    two at least, evenly spread from fast to slow."""
+    ranked: list[tuple[float, Layout]] = []
+    for layout in layouts:
+        resolved, _ = examine(config, layout, processes)
+        if resolved is not None and (prediction := predicted(resolved, processes)):
+            ranked.append((prediction.step / resolved.training.global_batch_size, layout))
+    order = [layout for _, layout in sorted(ranked)]
+    best, rest = order[:count], order[count:]
+    spread = min(len(rest), max(2, count // 4))
+    return best + [rest[(2 * at + 1) * len(rest) // (2 * spread)] for at in range(spread)]
+
+
+def expected(config: str, layout: Layout, processes: int) -> str:
+    """Why a layout cannot be, or what the planner says of it."""
+    resolved, problem = examine(config, layout, processes)
+    if resolved is None:
+        return problem
+    prediction = predicted(resolved, processes)
+    if prediction is None:
+        return "the planner does not know this machine"
+    return f"predicted {prediction.step:.3g} s, {prediction.memory.total / GIB:.3g} GiB"
 
 
 def read_results(file: Path) -> list[dict[str, str]]:

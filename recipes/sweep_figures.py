@@ -1,11 +1,14 @@
 """What a sweep found: a Markdown table, and the figures of Hagemann et al. (arXiv 2311.05610, figures 1 to 5).
 
-Each figure compares the values of one setting: for every value the best MFU of all layouts that have it, whatever else
-they have. Without matplotlib there are none.
+Each figure compares the values of one setting: for every value the best of all layouts that have it, whatever else they
+have. One more has what the planner predicts beside what was measured. Without matplotlib there are none.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+
+from torchllm.planner.measurements import read_row
+from torchllm.planner.score import score_rows
 
 Rows = Sequence[dict[str, str]]
 
@@ -57,7 +60,7 @@ def best_of_the_rest(rows: Rows, columns: Sequence[str]) -> dict[str, float]:
 
 
 def figures(rows: Rows, folder: Path) -> list[Path]:
-    """One for every setting of which there are two values; empty without matplotlib."""
+    """One for every setting of which there are two values, and the planner's; empty without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -70,10 +73,36 @@ def figures(rows: Rows, folder: Path) -> list[Path]:
         figure = Figure(figsize=(6, 1 + 0.4 * len(best)), layout="constrained")
         axes = figure.subplots()
         fastest = min(best.values())
-        axes.barh(list(best), [fastest / seconds for seconds in best.values()])
+        speeds = [fastest / seconds for seconds in best.values()]
+        bars = axes.barh(list(best), speeds)
+        axes.bar_label(bars, [f"{speed:.0%}" for speed in speeds], padding=3)
+        axes.set_xlim(0, 1.12)
         axes.invert_yaxis()
         axes.set_xlabel("speed of the best layout that has it, over that of the best of all")
-        file = folder / f"{name}.png"
-        figure.savefig(file)
-        written.append(file)
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1])
+    compared = predictions(rows)
+    if compared:
+        figure = Figure(figsize=(6, 5.5), layout="constrained")
+        axes = figure.subplots()
+        for kind in sorted({kind for _, _, kind in compared}):
+            of = [(measured, predicted) for measured, predicted, its in compared if its == kind]
+            axes.scatter([measured for measured, _ in of], [predicted for _, predicted in of], label=kind, s=18)
+        ends = [min(min(pair[:2]) for pair in compared), max(max(pair[:2]) for pair in compared)]
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="measured, s a sequence", ylabel="predicted, s a sequence")
+        axes.legend()
+        written.append(folder / "predicted.png")
+        figure.savefig(written[-1])
     return written
+
+
+def predictions(rows: Rows) -> list[tuple[float, float, str]]:
+    """Measured and predicted seconds a sequence of each timed layout that the planner can read, and what it is."""
+    found = []
+    for one in score_rows(read_row(row) for row in rows if row["status"] == "ok"):
+        if one.prediction is not None:
+            cells = one.row.cells
+            kind = f"tp {cells['tp']}, recompute {cells['act_ckpt']}"
+            found.append((_per_sequence(cells), one.prediction.step / float(cells["global_batch_seqs"]), kind))
+    return found

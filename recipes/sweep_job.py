@@ -16,6 +16,8 @@ from torchllm.config import Config
 from torchllm.config_file import load_config
 from torchllm.errors import UserError
 from torchllm.planner.auto import cluster_of, device
+from torchllm.planner.measurements import read_row
+from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.rows import row_of
 
 Layout = tuple[str, ...]
@@ -60,19 +62,32 @@ def examine(config: str, layout: Layout, processes: int) -> tuple[Config | None,
     return resolved, ""
 
 
+def cells_of(resolved: Config, processes: int) -> dict[str, str]:
+    """The columns of a layout on this machine."""
+    gpu = device()
+    row = row_of(resolved, processes) | {"gpu": gpu or "CPU"}
+    with contextlib.suppress(UserError):  # a GPU that no cluster file has
+        row["cluster"] = row["cluster"] or cluster_of(gpu)
+    return row
+
+
+def predicted(resolved: Config, processes: int) -> Prediction | None:
+    """What the planner expects of a layout on this machine."""
+    case = read_row(cells_of(resolved, processes)).case
+    return None if case is None else predict(case)
+
+
 def measure(config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path) -> dict[str, str]:
     """Run a layout's job in `folder`, which is deleted before and after, and say what came out."""
     row = dict.fromkeys(COLUMNS, "") | {"layout": " ".join(layout), "source": "recipes/sweep.py"}
     resolved, problem = examine(config, layout, processes)
     if resolved is None:
         return row | {"status": "invalid", "note": problem}
-    gpu = device()
-    row |= row_of(resolved, processes) | {"gpu": gpu or "CPU"}
-    with contextlib.suppress(UserError):  # a GPU that no cluster file has
-        row["cluster"] = row["cluster"] or cluster_of(gpu)
+    row |= cells_of(resolved, processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fixed = [f"--training.steps={steps}", "--metrics.log_interval=1", "--metrics.tensorboard=false"]
+    fixed += ["--metrics.breakdown_interval=0"]
     fixed += ["--evaluate.interval=0", "--checkpoint.interval=0", "--generate.after_training=false"]
     fixed += ["--schedule.warmup_steps=0", "--schedule.decay_steps=0", f"--run.folder={folder / 'run'}"]
     command = [str(ROOT / "run_train.sh"), config, *layout, *fixed]

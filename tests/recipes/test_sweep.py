@@ -11,9 +11,9 @@ import pytest
 from tests.tiny_run import ROOT, SMALL
 
 sys.path.insert(0, str(ROOT / "recipes"))
-from sweep import Axis, Sweep, append, layouts, read_results, read_sweep
-from sweep_figures import best_of_the_rest, markdown
-from sweep_job import COLUMNS, examine, measure, read_outcome
+from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
+from sweep_figures import best_of_the_rest, figures, markdown, predictions
+from sweep_job import COLUMNS, cells_of, examine, measure, predicted, read_outcome
 
 from torchllm.planner.measurements import read_row
 
@@ -126,6 +126,76 @@ def test_a_row_that_a_kill_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert [found["layout"] for found in read_results(file)] == ["one", "two"]
     append(file, row("three", "3.0"))
     assert [found["layout"] for found in read_results(file)] == ["one", "two", "three"]
+
+
+def test_the_planners_best_and_some_others() -> None:
+    sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
+    every = layouts(sweep)
+    chosen = promising(DEBUG, every, 8, 8)
+    assert len(chosen) == len(set(chosen)) == 10
+    times = []
+    for layout in every:
+        config, _ = examine(DEBUG, layout, 8)
+        if config is not None:
+            prediction = predicted(config, 8)
+            assert prediction is not None
+            times.append((prediction.step, layout))
+    fastest = [layout for _, layout in sorted(times)]
+    assert chosen[:8] == fastest[:8]
+    places = [fastest.index(layout) for layout in chosen[8:]]
+    assert places == sorted(places)
+    assert places[0] < len(fastest) / 2 < places[1]
+    assert expected(DEBUG, every[0], 8).startswith("predicted 0.")
+    assert "3 does not divide model.heads" in expected(DEBUG, ("--parallel.tp=3",), 8)
+
+
+def test_predicted_against_measured(tmp_path: Path) -> None:
+    config, _ = examine(DEBUG, ("--parallel.tp=2",), 8)
+    assert config is not None
+    prediction = predicted(config, 8)
+    assert prediction is not None
+    measured = row("a", "3.2", **cells_of(config, 8))
+    unread = row("b", "1.0", global_batch_seqs="2")
+    [(seconds, expected, kind)] = predictions([measured, row("c", status="oom")])
+    assert (seconds, expected) == (0.2, pytest.approx(prediction.step / 16))
+    assert kind == "tp 2, recompute none"
+    assert predictions([unread]) == []
+    files = {file.name for file in figures([measured, {**measured, "tp": "4", "step_time_s": "2"}], tmp_path)}
+    assert files == {"predicted.png", "tensor_pipeline.png"}
+
+
+def test_every_setting_of_the_paper_can_be_an_axis() -> None:
+    every = {
+        "training.micro_batch_size": "2",
+        "parallel.tp": "2",
+        "parallel.pp": "2",
+        "parallel.cp": "2",
+        "recompute.mode": "selective",
+        "parallel.sequence_parallel": "true",
+        "parallel.schedule": "GPipe",
+        "model.attention": "eager",
+        "compile.norm": "true",
+        "parallel.zero_stage": "1",
+        "compile.loss": "true",
+    }
+    [layout] = layouts(Sweep(axes=tuple(Axis(key, (value,)) for key, value in every.items())))
+    config, problem = examine(DEBUG, layout, 8)
+    assert config is not None, problem
+    assert (
+        cells_of(config, 8).items()
+        >= {
+            "micro_batch": "2",
+            "tp": "2",
+            "pp": "2",
+            "cp": "2",
+            "act_ckpt": "selective",
+            "seq_parallel": "1",
+            "schedule": "GPipe",
+            "attn_impl": "eager",
+            "rmsnorm_kernel": "1",
+            "zero_stage": "1",
+        }.items()
+    )
 
 
 def test_the_best_of_the_rest() -> None:
