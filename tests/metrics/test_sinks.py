@@ -161,3 +161,15 @@ def test_open_sinks(tmp_path: Path, tensorboard: bool) -> None:
         sink.close()
     assert (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "tensorboard").exists() == tensorboard
+
+
+def test_the_layout_shows_curves_that_are_written(tmp_path: Path) -> None:
+    shown = [tag for charts in TensorBoard.LAYOUT.values() for _, tags in charts.values() for tag in tags]
+    for tag in shown:
+        assert tag in TensorBoard.GROUPS.values() or tag in ("breakdown/.*", "gpu/.*"), tag
+    sink = TensorBoard(tmp_path)
+    sink.write(10, {"step": 10, "breakdown/forward": 0.4})
+    sink.close()
+    written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"breakdown/forward" in written
+    assert b"Is it fast?" in written

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -103,10 +103,28 @@ class TensorBoard:
         "memory_gib": "memory/gib",
     }
 
+    LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
+        "Does it learn?": {
+            "loss": ["Multiline", ["loss/train", "loss/validation"]],
+            "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
+        },
+        "Is it fast?": {
+            "utilization": ["Multiline", ["utilization/mfu", "utilization/hfu"]],
+            "where a step's time goes": ["Multiline", ["breakdown/.*"]],
+            "seconds": ["Multiline", ["speed/step_seconds", "speed/data_seconds"]],
+        },
+        "Is the machine well?": {
+            "memory": ["Multiline", ["memory/gib"]],
+            "the GPU": ["Multiline", ["gpu/.*"]],
+        },
+    }
+    """the page "custom scalars": what a person asks first, first"""
+
     def __init__(self, folder: Path, start: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and not every run asks for it
 
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)
+        self.writer.add_custom_scalars(self.LAYOUT)
 
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
