@@ -186,7 +186,7 @@ from torchllm.runtime import start_runtime
 
 runtime = start_runtime(Run(folder=sys.argv[1], device="cpu", timeout=2.0))
 for step in range(3):
-    if runtime.rank == 0 or step != 1:
+    if runtime.rank != 1 or step != 1:
         dist.all_reduce(torch.ones(3))
     (runtime.folder / "began").touch()
     runtime.should_stop()
@@ -196,7 +196,7 @@ runtime.close()
 
 def test_torchrun_ends_in_time_with_one_message(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "torchllm.launch", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torchllm.launch", "--standalone", "--nproc-per-node=3"]
     command += [str(tmp_path / "job.py"), str(tmp_path / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -208,4 +208,4 @@ def test_torchrun_ends_in_time_with_one_message(tmp_path: Path) -> None:
     assert lines[0].startswith(f"  rank 1 ({os.uname().nodename}) has not entered gloo:all_reduce number ")
     folder = Path(last.rpartition(" ")[2])
     assert folder.parent == tmp_path / "run/hang"
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 3

@@ -67,6 +67,13 @@ def test_where_all_wait_the_one_that_went_on_alone_is_named() -> None:
     ]
 
 
+def test_two_that_wait_for_each_other_are_both_named() -> None:
+    one, other = dump(0, sent("a", 5)), dump(1, sent("pair", 8))
+    groups = {"a": [0, 1], "pair": [0, 1]}
+    pair = [one._replace(groups=groups), other._replace(groups=groups)]
+    assert culprits(pair, waits(pair), 2) == [0, 1]
+
+
 def test_what_a_rank_skipped_is_found_though_it_went_on_in_the_same_group() -> None:
     a, b, c = ({"where": f"x.py:{line}", "done": True} for line in (1, 2, 3))
     other = dump(0, sent("0", 1, **a), sent("0", 2, **b), sent("0", 3, **c), sent("0", 4, where="x.py:4"))

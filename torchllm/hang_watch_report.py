@@ -122,8 +122,8 @@ def culprits(dumps: Sequence[Dump], found: Sequence[Wait], world_size: int) -> l
     if not ends and any(dump.in_wait for dump in dumps):  # for a message of nobody knows whom
         ends = set(range(world_size)) - waiting
     if not ends:
-        deserted = [wait for wait in found if wait.missing]
-        ends = set(min(deserted, key=lambda wait: len(wait.missing) / len(wait.waiting)).missing if deserted else [])
+        shares = [(len(wait.missing) / len(wait.waiting), wait.missing) for wait in found if wait.missing]
+        ends = {rank for share, missing in shares if share == min(shares)[0] for rank in missing}
     return sorted(ends)
 
 
