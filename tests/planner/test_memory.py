@@ -15,7 +15,7 @@ from torchllm.metrics.flops import parameter_count
 from torchllm.planner.activations import block
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, stage_parameters
-from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, of_rank
+from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
 from torchllm.planner.software import Software
 from torchllm.planner.split import balanced_split, stage_of_rank
 from torchllm.planner.stacks import STACKS
@@ -201,6 +201,17 @@ def test_moments_of_a_pipeline() -> None:
     assert Moment(0, "B", (3,), (0,), (WHOLE,)) in everything
     last = [m for m in of_rank("LoopedBFS", 2, 2, 4, 0) if m.stage == 0 and m.kind == "B"]
     assert any(m.graded == (WHOLE, REDUCED) for m in last)  # the later stage's gradients are reduced by then
+
+
+def test_stages_of_one_size_are_taken_together() -> None:
+    """Three stages, the last two of one size: by hand. Which of the two computes, or holds more, is the same."""
+    first, second, third = (
+        Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
+        Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
+        Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED)),
+    )
+    counts = (3, 3, 0, 1, 1, 0, 0, 1)  # flying, deferred, whole, reduced
+    assert totals((first, second, third), (0, 1, 1)) == [Total(0, "F", counts), Total(1, "F", counts)]
 
 
 @st.composite

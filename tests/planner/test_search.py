@@ -204,6 +204,14 @@ def test_nothing_fits() -> None:
     assert found.least.over > 0
 
 
+@pytest.mark.parametrize("memory", [14e9, 24e9, 34e9])
+def test_each_layout_that_does_not_fit_is_counted_once(memory: float) -> None:
+    """All of them, one by one or in groups, where none fits."""
+    found = Search(job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=memory))).run()
+    assert not found.best
+    assert found.rejected == {"more memory than a GPU has": found.layouts}
+
+
 def test_a_config_of_a_layout_keeps_the_rest() -> None:
     of, base = job(), Config(cluster=Cluster("dgx_a100"))
     layout = Layout(2, 1, 2, 1, 2, "Interleaved1F1B", 2, 2, 1, "full", True)
