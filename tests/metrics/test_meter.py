@@ -1,5 +1,6 @@
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 import torchllm.metrics.meter as meter_module
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.flops import flops_per_token, recomputed_flops_per_token
+from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
+from torchllm.metrics.watch import Profiled, Slow
 from torchllm.train_step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
@@ -205,3 +208,42 @@ def test_peak_of_a_gpu(
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     expected = None if teraflops is None else teraflops * 1e12
     assert peak_flops(torch.device("cuda", 0), dtype) == expected
+
+
+def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Kept()
+    meter = make(sink, peak=1e6)
+    slow = Slow(2, "node-7", "forward", 0.9, 0.3)
+    with caplog.at_level("INFO"):
+        meter.report(Profiled(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
+        meter.report(Profiled(8, {"forward": 2.0}, slow))
+    assert sink.records[0] == {
+        "step": 4, "breakdown/forward": 0.25, "breakdown/backward": 0.5, "breakdown/exposed fsdp": 0.25,
+    }  # fmt: skip
+    assert sink.records[1] == {"step": 8, "breakdown/forward": 1.0}
+    first, second = caplog.messages
+    mfu = TRAINING.global_batch_size * TRAINING.sequence_length / 2.0 * flops_per_token(MODEL, 16) / 4e6
+    assert first.startswith("step 4, 2 s: backward 50.0%, ")
+    assert f"MFU {mfu:.1%} measured; {100 * (mfu / 0.75 - mfu):.1f} points are exposed fsdp" in first
+    assert second == "step 8: rank 2 (node-7) is slow: forward 0.9 s, its peers' 0.3 s"
+
+
+def test_what_was_no_step_is_told_to_the_account(clock: Clock, tmp_path: Path) -> None:
+    account = Goodput(tmp_path)
+    meter = Meter(
+        Metrics(log_interval=2), MODEL, Recompute(), TRAINING,
+        device=CPU, world_size=1, peak_flops=None, sinks=[], goodput=account,
+    )  # fmt: skip
+    for step, seconds in enumerate((5.0, 1.0, 1.0, 1.0), 1):
+        with meter.data_wait():
+            clock.now += 0.25
+        clock.now += seconds
+        with meter.pause("checkpoint"):
+            clock.now += 0.5
+        meter.log(step, result())
+    meter.close()
+    # The step's pause is counted when it is logged, the last one at the end; a first step of 5.25 s, the others 1.25 s.
+    assert account.launch.lost == {"data": 1.0, "checkpoint": 2.0, "compile": 4.0}
+    assert account.launch.step == 4
