@@ -204,7 +204,8 @@ def _ours(file: str) -> bool:
 def group_progress() -> dict[str, tuple[int, int]]:
     """Of each process group: the last operation that was asked for, and the last that is done. Takes microseconds.
 
-    Gloo counts no messages (`send`, `recv`), nor records them.
+    FOOTGUN: of two that end together the first may be noted last, and so seem the last that is done. Gloo counts no
+    messages (`send`, `recv`), nor records them.
     """
     return {
         f"{recorder}/{group}": (status["last_enqueued_collective"], status["last_completed_collective"])
