@@ -101,8 +101,8 @@ def predictions(rows: Rows) -> list[tuple[float, float, str]]:
     """Measured and predicted seconds a sequence of each timed layout that the planner can read, and what it is."""
     found = []
     for one in score_rows(read_row(row) for row in rows if row["status"] == "ok"):
-        if one.prediction is not None:
+        if one.prediction is not None and one.row.case is not None:
             cells = one.row.cells
-            kind = f"tp {cells['tp']}, recompute {cells['act_ckpt']}"
+            kind = f"tp {one.row.case.parallel.tp}, recompute {cells['act_ckpt']}"
             found.append((_per_sequence(cells), one.prediction.step / float(cells["global_batch_seqs"]), kind))
     return found

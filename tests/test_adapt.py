@@ -1,5 +1,6 @@
 """What a run changes in itself: at a checkpoint, said, and with the same losses."""
 
+import functools
 import re
 import time
 from dataclasses import replace
@@ -73,7 +74,7 @@ def _fed(folder: Path, workers: int, waits: list[float]) -> list[int | None]:
     """data.workers after checkpoints 0.2 s apart, in which rank 1 waited so much; None: as they were."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    adapter = Adapter(folder, group)
+    adapter = Adapter(folder, group, worth=0.05)
     config = Config(data=Data(workers=workers))
     adapter.begin(config, [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)  # type: ignore[arg-type]
     answers, waited = [], 0.0
@@ -91,6 +92,7 @@ def _fed(folder: Path, workers: int, waits: list[float]) -> list[int | None]:
 def test_a_starved_rank_gets_a_worker_more(tmp_path: Path) -> None:
     assert run(_fed, 2, tmp_path, 1, [0.001, 0.1]) == [[None, 2]] * 2
     assert run(_fed, 2, tmp_path, 0, [0.1]) == [[1]] * 2
+    assert run(_fed, 2, tmp_path, 1, [0.04]) == [[None]] * 2  # over 5 % of the time, but not worth it
     assert run(_fed, 2, tmp_path, MOST_WORKERS, [0.2]) == [[None]] * 2
 
 
@@ -126,3 +128,4 @@ def _hungry(recipe: Any, rank: int) -> None:
         return loader
 
     recipe.build_loader = slow
+    recipe.Adapter = functools.partial(recipe.Adapter, worth=0.1)

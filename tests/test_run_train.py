@@ -459,7 +459,8 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))
-    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints"}
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} == files
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert load_config([str(folder / "config.toml")]) == load_config([DEBUG, *SMALL, f"--run.folder={folder}"])
 
@@ -583,12 +584,12 @@ def fork(tmp_path: Path) -> Path:
     source = (ROOT / "recipes/pretrain.py").read_text()
     for old, new in (
         ('\nif __name__ == "__main__":', FORK),
-        ("load_config(sys.argv[1:])", "load_config(sys.argv[1:], ForkConfig)"),
+        ("load_configs(sys.argv[1:])", "load_configs(sys.argv[1:], ForkConfig)"),
         (
-            "        with meter.data_wait():",
-            "        if n == 2 and runtime.rank == config.probe.crash_rank:\n"
-            "            raise RuntimeError('the probe')\n"
-            "        with meter.data_wait():",
+            "            with meter.data_wait():",
+            "            if n == 2 and runtime.rank == config.probe.crash_rank:\n"
+            "                raise RuntimeError('the probe')\n"
+            "            with meter.data_wait():",
         ),
     ):
         assert old in source

@@ -29,15 +29,19 @@ log = logging.getLogger("torchllm")
 
 STARVED = 0.05
 """share of the time since the last checkpoint that a rank may wait for data"""
+WORTH = 5.0
 MOST_WORKERS = 8
 SLOW_NODES = "slow_nodes"
 
 
 class Adapter:
-    """One of a process, for the configs that it runs one after the other. Rank 0's writes to `folder`."""
+    """One of a process, for the configs that it runs one after the other. Rank 0's writes to `folder`.
 
-    def __init__(self, folder: Path, host_group: dist.ProcessGroup) -> None:
-        self.folder, self.host_group = folder, host_group
+    worth: seconds of waiting for data since the last checkpoint that make a new start of the loader worth it.
+    """
+
+    def __init__(self, folder: Path, host_group: dist.ProcessGroup, worth: float = WORTH) -> None:
+        self.folder, self.host_group, self.worth = folder, host_group, worth
         self.is_main = dist.get_rank(host_group) == 0
         self.slow_nodes: list[str] = []
         self.before: tuple[str, float] | None = None
@@ -88,11 +92,12 @@ class Adapter:
 
     def _feed(self, waited: float) -> None:
         now = time.perf_counter()
-        shares = [(waited - self.waited) / (now - self.begun)] * dist.get_world_size(self.host_group)
+        elapsed = now - self.begun
+        shares = [(waited - self.waited) / elapsed] * dist.get_world_size(self.host_group)
         dist.all_gather_object(shares, shares[0], group=self.host_group)
         self.waited, self.begun = waited, now
         most, workers, data = max(shares), self.config.data.workers, self.changed.data
-        if most > STARVED and workers < MOST_WORKERS:
+        if most > STARVED and most * elapsed > self.worth and workers < MOST_WORKERS:
             why = f"rank {shares.index(most)} waits {most:.0%} of its time for data, so data.workers = {workers + 1}"
             self._decide(why, replace(self.changed, data=replace(data, workers=workers + 1)))
 

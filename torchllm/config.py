@@ -46,7 +46,7 @@ class Run:
     lower_ranks: bool = False
     """let run_train.sh start fewer processes, and say so, when the batch does not divide by all of them"""
     timeout: Positive = 600.0
-    """seconds a collective may take before the job is ended"""
+    """seconds a rank may wait for others before the job is ended, with a message that names who held it up"""
     collect_garbage_interval: Natural = 100
     """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
     dry_run: bool = False

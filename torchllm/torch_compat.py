@@ -176,29 +176,28 @@ class Sent(NamedTuple):
     """file:line that asked for it, the innermost outside torch"""
 
 
-def flight_record(after: int = -1, places: bool = False) -> list[Sent]:
-    """What this rank has sent since number `after`, as far back as TORCH_FR_BUFFER_SIZE goes; `places`: and from where.
+def flight_record(since: int = 0, places: bool = False) -> list[Sent]:
+    """What this rank has sent since a time, in nanoseconds since 1970, as far back as TORCH_FR_BUFFER_SIZE goes;
+    `places`: and from where.
 
     torch documents the flight recorder, and the tool that reads its files, but not this call, nor the file's keys.
     """
-    entries = [entry for dump in RECORDERS for entry in pickle.loads(dump(True, places, False)).get("entries", [])]
-    return [
-        Sent(
-            entry["record_id"],
-            entry["process_group"][0],
-            entry["profiling_name"],
-            0 if entry["is_p2p"] else entry["collective_seq_id"],
-            entry["time_created_ns"],
-            entry["retired"],
-            next((f"{at['filename']}:{at['line']}" for at in entry.get("frames", []) if _ours(at["filename"])), ""),
-        )
-        for entry in entries
-        if entry["record_id"] > after
-    ]
-
-
-def _ours(file: str) -> bool:
-    return "/torch/" not in file and not file.startswith("<")
+    found = []
+    for dump in RECORDERS:
+        for entry in pickle.loads(dump(True, places, False)).get("entries", []):
+            ours = [at for at in entry.get("frames", []) if "/torch/" not in at["filename"]]
+            sent = Sent(
+                entry["record_id"],
+                entry["process_group"][0],
+                entry["profiling_name"],
+                0 if entry["is_p2p"] else entry["collective_seq_id"],
+                entry["time_created_ns"],
+                entry["retired"],
+                f"{ours[0]['filename']}:{ours[0]['line']}" if ours else "",
+            )
+            if sent.created > since:
+                found.append(sent)
+    return found
 
 
 def group_progress() -> dict[str, tuple[int, int]]:

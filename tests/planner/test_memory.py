@@ -293,6 +293,8 @@ def test_every_purpose_is_counted_once_and_none_is_negative(one: Layout, stack: 
     assert all(part >= 0 for part in of)
     assert of.total == pytest.approx(of.live + of.allocator + of.reserve)
     assert of.live == pytest.approx(of.weights + of.gradients + of.optimizer + of.under_way)
-    if one.model.layers > one.parallel.stages:  # of one block full recomputation keeps the input on top
-        full, none = (one._replace(recompute=c.Recompute(mode=mode)) for mode in ("full", "none"))
-        assert memory(full, 0, STACKS[stack]).live <= memory(none, 0, STACKS[stack]).live * (1 + 1e-9)
+    # Full recomputation keeps a block's input on top of what the block, computed again, keeps: more than without where
+    # the peak is in the backward of the first block, with all gradients there.
+    full, none = (one._replace(recompute=c.Recompute(mode=mode)) for mode in ("full", "none"))
+    kept = 2.0 * one.training.micro_batch_size * one.training.sequence_length / one.parallel.cp * one.model.hidden
+    assert memory(full, 0, STACKS[stack]).live <= memory(none, 0, STACKS[stack]).live + kept

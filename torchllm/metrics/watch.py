@@ -115,10 +115,9 @@ class Watch:
             yield
             return
         before = time.perf_counter()
-        number = max((record.number for record in flight_record()), default=-1)
         profiler = profile(activities=self.activities)
         profiler.start()
-        begun = time.perf_counter()
+        begun, since = time.perf_counter(), time.time_ns()
         try:
             with phase("step"):
                 yield
@@ -127,7 +126,7 @@ class Watch:
         finally:
             ended = time.perf_counter()
             profiler.stop()
-        parts = split(profiled_events(profiler), flight_record(number), self.axes, self.pipeline)
+        parts = split(profiled_events(profiler), flight_record(since), self.axes, self.pipeline)
         cost = time.perf_counter() - ended + begun - before
         mine = (parts, cost, self.peers, os.uname().nodename)
         theirs: list[tuple[dict[str, float], float, int, str]] = [mine] * dist.get_world_size(self.host_group)
