@@ -48,7 +48,7 @@ def test_the_line_says_what_the_largest_wait_costs() -> None:
 
 def _watched(steps: int, sleep: tuple[int, float]) -> list[tuple[int, Slow | None, float]]:
     """The profiled steps of a tiny run on this rank; one rank sleeps in each step."""
-    config = tiny({"parallel.dp_shard": 4})
+    config = tiny({"parallel.dp_shard": 4, "parallel.zero_stage": 1})
     mesh, stages = build(config)
     rank, seconds = sleep
     if dist.get_rank() == rank:
