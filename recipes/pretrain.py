@@ -111,7 +111,6 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
         start = restored.step
         data.load_state(restored.data)
 
-    world = runtime.world_size
     expected = planned(config)
     meter = Meter(
         config.metrics,
@@ -119,7 +118,7 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
         config.recompute,
         config.training,
         device=device,
-        world_size=world,
+        world_size=runtime.world_size,
         peak_flops=peak_flops(device, dtype),
         sinks=open_sinks(runtime.folder, config.metrics, steps=config.training.steps, start=start)
         if runtime.is_main
@@ -129,7 +128,7 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
         sequences=data.state()["sequences"],
     )
     traces = Traces(runtime.folder, steps_of(config.metrics.profile_steps), runtime.rank)
-    watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device, traces)
+    watch = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device, traces, start)
     adapter.begin(config, stages, mesh, device)
     if goodput:
         goodput.begin(start)

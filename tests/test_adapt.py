@@ -96,6 +96,22 @@ def test_a_starved_rank_gets_a_worker_more(tmp_path: Path) -> None:
     assert run(_fed, 2, tmp_path, MOST_WORKERS, [0.2]) == [[None]] * 2
 
 
+def _clocks_apart(folder: Path) -> int | None:
+    """Rank 1 waited 0.2 s of 2 s; rank 0's clock says that 0.2 s have passed: a tenth of that is not worth it."""
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    adapter = Adapter(folder, group, worth=0.05)
+    adapter.begin(Config(), [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
+    adapter.after_step(None)
+    adapter.begun -= 2.0 if dist.get_rank() else 0.2
+    found = adapter.at_checkpoint(10, 0.2 * dist.get_rank())
+    return found and found.data.workers
+
+
+def test_ranks_decide_alike_whatever_their_clocks_say(tmp_path: Path) -> None:
+    assert run(_clocks_apart, 2, tmp_path) == [2, 2]
+
+
 def _left_out(folder: Path) -> str:
     group = dist.new_group(backend="gloo")
     assert group is not None

@@ -10,6 +10,7 @@ taken. All ranks decide the same, from figures that all of them have.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class Adapter:
     def begin(self, config: Config, stages: Sequence[Decoder], mesh: Mesh, device: torch.device) -> None:
         """Before the first step with a config."""
         self.config, self.changed, self.why = config, config, ""
-        self.seconds: list[float] = []
+        self.seconds: deque[float] = deque(maxlen=STEPS + 2)
         self.last = self.begun = time.perf_counter()
         self.waited = 0.0
         self.clock = None
@@ -63,8 +64,8 @@ class Adapter:
         now = time.perf_counter()
         self.seconds.append(now - self.last)
         self.last = now
-        if len(self.seconds) == STEPS + 1:  # the first is not like the others
-            usual = median(self.seconds[1:])
+        if len(self.seconds) == STEPS + 1:  # once
+            usual = self._usual()
             if self.before is not None:
                 change, then = self.before
                 log.info("%s: steps took %.3g s, now %.3g s (%+.0f %%)", change, then, usual, 100 * (usual / then - 1))
@@ -82,8 +83,12 @@ class Adapter:
         if not self.why:
             return None
         log.info("step %d: %s, from this checkpoint on", n, self.why)
-        self.before = self.why, median(self.seconds[1:] or self.seconds)
+        self.before = self.why, self._usual()
         return replace(self.changed, checkpoint=replace(self.config.checkpoint, resume="auto"))
+
+    def _usual(self) -> float:
+        """Seconds of a step lately; the first is not like the others."""
+        return median(list(self.seconds)[1:] or self.seconds)
 
     def _decide(self, why: str, changed: Config) -> None:
         self.changed = changed
@@ -92,13 +97,16 @@ class Adapter:
 
     def _feed(self, waited: float) -> None:
         now = time.perf_counter()
-        elapsed = now - self.begun
-        shares = [(waited - self.waited) / elapsed] * dist.get_world_size(self.host_group)
-        dist.all_gather_object(shares, shares[0], group=self.host_group)
+        mine = waited - self.waited, now - self.begun
+        ranks = [mine] * dist.get_world_size(self.host_group)
+        dist.all_gather_object(ranks, mine, group=self.host_group)
         self.waited, self.begun = waited, now
-        most, workers, data = max(shares), self.config.data.workers, self.changed.data
-        if most > STARVED and most * elapsed > self.worth and workers < MOST_WORKERS:
-            why = f"rank {shares.index(most)} waits {most:.0%} of its time for data, so data.workers = {workers + 1}"
+        # FOOTGUN: only what all ranks have decides; this rank's own clock would part them, and hang the run.
+        rank = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
+        most, elapsed = ranks[rank]
+        workers, data = self.config.data.workers, self.changed.data
+        if most > max(STARVED * elapsed, self.worth) and workers < MOST_WORKERS:
+            why = f"rank {rank} waits {most / elapsed:.0%} of its time for data, so data.workers = {workers + 1}"
             self._decide(why, replace(self.changed, data=replace(data, workers=workers + 1)))
 
     def _balance(self) -> None:

@@ -135,7 +135,7 @@ def profiled_events(profiler: profile) -> list[Event]:
     Not public: `profiler.events()` makes objects of them, with their parents and memory, which takes ten times as long
     as a small step.
     """
-    raw = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    raw = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
     launched = {event.correlation_id(): event.start_ns() for event in raw if event.device_type().name == "CPU"}
     found = []
     for event in raw:

@@ -109,6 +109,24 @@ def test_a_gpu_computes_where_a_kernel_runs_that_is_not_nccls() -> None:
     assert found == {"data": 5, "forward": 20, "exposed tp": 8, "backward": 40, "optimizer": 6, "other": 21}
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_large_step_is_split_in_no_time(on_gpu: bool) -> None:
+    """5,000 collectives, as 100 layers of tensor parallelism have; work that grew with their square takes minutes."""
+    operator, collective = ("gemm", "ncclDevKernel") if on_gpu else ("aten::mm", "gloo:all_reduce")
+    computes: dict[str, Any] = {"kernel": on_gpu}
+    sends: dict[str, Any] = {"kernel": True} if on_gpu else {"thread": 5, "asynchronous": True}
+    events, records = [span("step", 0, 25_000), span("forward_backward", 0, 25_000)], []
+    for number in range(5000):  # 1 ms of computing, 4 ms of waiting
+        at = 5 * number
+        events += [event(operator, at, at + 1, **computes), event(collective, at + 1, at + 5, **sends)]
+        records.append(sent(number, "1", collective, at + 1))
+    before = time.process_time()
+    found = split(events, records, {"1": "tp"}, "")
+    assert time.process_time() - before < 5  # 0.1 s here
+    assert found["exposed tp"] == pytest.approx(20)
+    assert found["forward"] == pytest.approx(5)
+
+
 def test_real_ranks() -> None:
     """Rank 1 sleeps for 0.3 s before a collective: it works, and rank 0 waits."""
     waits, works = run(_two_ranks, 2)

@@ -12,7 +12,7 @@ way is a wait for it. On a GPU a rank computes where a kernel other than NCCL's 
 A message's own time, against the bubble's, is that of the fastest of its step: a later one waited for its sender.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
@@ -48,12 +48,14 @@ def split(events: Sequence[Event], sent: Sequence[Sent], axes: Mapping[str, str]
     aside = union(stretch for name in ASIDE for stretch in phases[name])
     parts = {name: float(length(phases[name])) for name in ASIDE}
     exposed: dict[str, dict[int, int]] = {}  # axis -> record -> ns
-    claimed: list[Stretch] = aside
-    for stretch, of in waits:
-        mine = difference(intersection([stretch], [whole]), claimed)
+    claimed, (now, end) = list(aside), whole
+    for (start, stop), of in sorted(waits, key=lambda wait: wait[0]):
+        mine = difference([(max(start, now), min(stop, end))], aside) if now < stop and start < end else []
+        now = max(now, stop)
         by_record = exposed.setdefault(axes.get(of.group, "other"), {})
         by_record[of.number] = by_record.get(of.number, 0) + length(mine)
-        claimed = union([*claimed, *mine])
+        claimed += mine
+    claimed = union(claimed)
     messages = exposed.get(axes.get(pipeline, ""), {}).values()
     if messages:
         travel = min(messages) * len(messages)
@@ -79,13 +81,16 @@ def _waits_of_a_cpu(events: Sequence[Event], sent: Sequence[Sent], whole: Stretc
     talking = union((event.start, event.end) for event in mine if event.name.startswith(COMMUNICATION))
     operators = union((event.start, event.end) for event in mine if _computes(event))
     gaps = difference([whole], union(difference(operators, talking), SHORT))
-    under_way = [(record, (record.created, end)) for record, end in _ends(events, sent, pipeline)]
-    found = []
+    coming = sorted(_ends(events, sent, pipeline), key=lambda pair: -pair[0].created)
+    found: list[Wait] = []
+    under_way: list[tuple[Sent, int]] = []
     for gap in gaps:
-        inside = [(record, stretch) for record, stretch in under_way if intersection([gap], [stretch])]
-        if inside:
-            ended_it = max(inside, key=lambda pair: min(pair[1][1], gap[1]))[0]
-            together = intersection([gap], union(stretch for _, stretch in inside))
+        while coming and coming[-1][0].created < gap[1]:
+            under_way.append(coming.pop())
+        under_way = [(record, end) for record, end in under_way if end > gap[0]]
+        if under_way:
+            ended_it = max(under_way, key=lambda pair: min(pair[1], gap[1]))[0]
+            together = intersection([gap], union((record.created, end) for record, end in under_way))
             found += [(stretch, ended_it) for stretch in together]
     return found
 
@@ -122,12 +127,15 @@ def _ends(events: Sequence[Event], sent: Sequence[Sent], pipeline: str) -> list[
 def _waits_of_a_gpu(kernels: Iterable[Event], sent: Sequence[Sent]) -> list[Wait]:
     """What NCCL's kernels run alone, each with what was sent last before it was launched."""
     busy = union((event.start, event.end) for event in kernels if "nccl" not in event.name)
+    starts, ends = [start for start, _ in busy], [end for _, end in busy]
+    sent = sorted(sent, key=lambda record: record.created)
+    created = [record.created for record in sent]
     found = []
     for event in kernels:
-        before = [record for record in sent if record.created <= event.launched]
-        if "nccl" in event.name and before:
-            latest = max(before, key=lambda record: record.created)
-            found += [(stretch, latest) for stretch in difference([(event.start, event.end)], busy)]
+        latest = bisect_right(created, event.launched) - 1
+        if "nccl" in event.name and latest >= 0:
+            beside = busy[bisect_right(ends, event.start) : bisect_left(starts, event.end)]
+            found += [(stretch, sent[latest]) for stretch in difference([(event.start, event.end)], beside)]
     return found
 
 

@@ -18,15 +18,7 @@ def union(stretches: Iterable[Stretch], bridge: int = 0) -> list[Stretch]:
 
 def intersection(some: list[Stretch], others: list[Stretch]) -> list[Stretch]:
     """What is in both."""
-    found, at = [], 0
-    for start, end in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        here = at
-        while here < len(others) and others[here][0] < end:
-            found.append((max(start, others[here][0]), min(end, others[here][1])))
-            here += 1
-    return found
+    return difference(some, difference(some, others))
 
 
 def difference(some: list[Stretch], others: list[Stretch]) -> list[Stretch]:

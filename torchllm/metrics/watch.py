@@ -62,7 +62,7 @@ class Profiled(NamedTuple):
     parts: dict[str, float]
     """seconds, the mean over ranks; they add up to the step"""
     slow: Slow | None
-    """found in this step and in the profiled one before"""
+    """found in `CONFIRMED` profiled steps in a row, this the last"""
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,10 @@ class Profiled(NamedTuple):
 
 
 class Watch:
-    """Every rank has one. `interval`: steps between profiled ones at the least; 0: none but those of `traces`."""
+    """Every rank has one. `interval`: steps between profiled ones at the least; 0: none but those of `traces`.
+
+    `start`: steps that were done before; the first after it is like no other, and is not profiled.
+    """
 
     def __init__(
         self,
@@ -93,13 +96,14 @@ class Watch:
         host_group: dist.ProcessGroup,
         device: torch.device,
         traces: Traces | None = None,
+        start: int = 0,
     ) -> None:
         self.interval, self.host_group, self.traces = interval, host_group, traces
         self.axes = {group: axis.name for group, axis in mesh.axis_of_group.items()} | {host_group.group_name: "host"}
         self.pipeline = mesh.pp.get_group().group_name
         self.peers = mesh.world.get_local_rank(0)
         self.activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self.next, self.cost = interval, 0.0
+        self.next, self.cost = self._due(start + 2), 0.0
         self.suspects: list[int] = []
         self.latest: Profiled | None = None
         if interval or (traces is not None and traces.steps):
@@ -135,6 +139,10 @@ class Watch:
         if self.traces is not None and traced:
             self.traces.keep(n, profiler, self.latest.parts)
 
+    def _due(self, n: int) -> int:
+        """The first step from `n` on that the interval allows."""
+        return math.ceil(n / self.interval) * self.interval if self.interval else 0
+
     def _concluded(self, n: int, ranks: Sequence[tuple[dict[str, float], float, int, str]]) -> Profiled:
         names = {name: None for parts, *_ in ranks for name in parts}
         means = {name: mean(parts.get(name, 0.0) for parts, *_ in ranks) for name in names}
@@ -153,7 +161,7 @@ class Watch:
             self.next = n + 1
         else:
             steps = max(1, math.ceil(self.cost / COST / profiled.seconds))
-            self.next = math.ceil((n + steps) / self.interval) * self.interval if self.interval else 0
+            self.next = self._due(n + steps)
             self.suspects, self.cost = [], 0.0
         return profiled
 
