@@ -6,11 +6,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from benchmark_tools import Tables, library_step, ratio_row, scratch, seconds_of, synthetic_batches
+from benchmark_tools import Tables, ratio_row, scratch, seconds_of
 
 from torchllm.checkpoint import Checkpointer
 from torchllm.mesh import build_mesh
 from torchllm.runtime import Runtime
+from torchllm.trial import library_step, synthetic_batches
 
 if TYPE_CHECKING:
     from benchmark import BenchmarkConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from benchmark_tools import Row, Tables, synthetic_batches
+from benchmark_tools import Row, Tables
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +27,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.context import apply_context_parallel, shard_sequence
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime import Runtime, compute_dtype
+from torchllm.trial import synthetic_batches
 
 if TYPE_CHECKING:
     from benchmark import BenchmarkConfig

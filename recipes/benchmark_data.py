@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from benchmark_tools import Row, Tables, Work, library_step, ratio_row, scratch, seconds_of, take_turns
+from benchmark_tools import Row, Tables, Work, ratio_row, scratch, seconds_of, take_turns
 
 from torchllm.data.build import Encoder
 from torchllm.data.cache import is_raw, make_corpus, plan_of
@@ -19,6 +19,7 @@ from torchllm.data.tokenizer import RankTokenizer
 from torchllm.errors import UserError
 from torchllm.mesh import build_mesh
 from torchllm.runtime import Runtime
+from torchllm.trial import library_step
 
 if TYPE_CHECKING:
     from benchmark import BenchmarkConfig

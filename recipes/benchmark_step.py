@@ -11,11 +11,9 @@ from benchmark_tools import (
     Tables,
     Work,
     bare_loop,
-    library_step,
     ratio_row,
     seconds_of,
     speed,
-    synthetic_batches,
     take_turns,
     warmed_up,
 )
@@ -24,6 +22,7 @@ from torchllm.errors import UserError
 from torchllm.mesh import build_mesh
 from torchllm.metrics.meter import peak_flops
 from torchllm.runtime import Runtime, compute_dtype
+from torchllm.trial import library_step, synthetic_batches
 
 if TYPE_CHECKING:
     from benchmark import BenchmarkConfig

@@ -14,44 +14,22 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from torchllm.config import Config, gradient_accumulation
+from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.initialize import initialize
 from torchllm.mesh import Mesh
 from torchllm.metrics.flops import flops_per_token, parameter_count, recomputed_flops_per_token
-from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime import Runtime, compute_dtype
-from torchllm.train_step import TrainStep
 
 Work = Callable[[], object]
 Row = dict[str, str | int | float | None]
 Tables = dict[str, list[Row]]
 """rows of a table by what the table tells; a key names its unit"""
-
-
-def library_step(
-    config: Config, runtime: Runtime, mesh: Mesh
-) -> tuple[list[Decoder], torch.optim.Optimizer, TrainStep]:
-    """Our stages, optimizer and step, built as pretrain.py builds them."""
-    device, training = runtime.device, config.training
-    with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk)
-    dtype = compute_dtype(training, device)
-    length = training.sequence_length
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
-    initialize(stages, config.model, device, config.run.seed)
-    optimizer = build_optimizer(stages, config.optimizer)
-    learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, training, dtype)
-    return stages, optimizer, TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)
 
 
 def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Batch]) -> Work:
@@ -103,20 +81,6 @@ def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Ba
         optimizer.zero_grad()
 
     return work
-
-
-def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[Batch]:
-    """One rank's micro batches of a step, random and on the device."""
-    training = config.training
-    shape = (training.micro_batch_size, training.sequence_length)
-    batches = []
-    for _ in range(gradient_accumulation(training, mesh.data_size)):
-        tokens, labels = torch.randint(config.model.vocab, (2, *shape), device=device)
-        positions = torch.arange(shape[1], device=device).expand(shape)
-        batches.append(
-            Batch(tokens, labels, positions, torch.zeros_like(tokens) if config.data.document_mask else None)
-        )
-    return batches
 
 
 def seconds_of(work: Work, times: int, device: torch.device) -> list[float]:

@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sweep_job import COLUMNS, Layout, examine, measure, predicted
+from sweep_job import COLUMNS, Layout, examine, measure
 
 from torchllm.config import Count, Positive
 from torchllm.config_toml import dotted, read_files
 from torchllm.config_types import Fault, read_table
+from torchllm.planner.auto import planned
 from torchllm.planner.explain import GIB
 
 
@@ -135,7 +136,7 @@ def promising(config: str, layouts: Sequence[Layout], processes: int, count: int
     ranked: list[tuple[float, Layout]] = []
     for layout in layouts:
         resolved, _ = examine(config, layout, processes)
-        if resolved is not None and (prediction := predicted(resolved, processes)):
+        if resolved is not None and (prediction := planned(resolved)):
             ranked.append((prediction.step / resolved.training.global_batch_size, layout))
     order = [layout for _, layout in sorted(ranked)]
     best, rest = order[:count], order[count:]
@@ -148,7 +149,7 @@ def expected(config: str, layout: Layout, processes: int) -> str:
     resolved, problem = examine(config, layout, processes)
     if resolved is None:
         return problem
-    prediction = predicted(resolved, processes)
+    prediction = planned(resolved)
     if prediction is None:
         return "the planner does not know this machine"
     return f"predicted {prediction.step:.3g} s, {prediction.memory.total / GIB:.3g} GiB"

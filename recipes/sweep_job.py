@@ -16,8 +16,6 @@ from torchllm.config import Config
 from torchllm.config_file import load_config
 from torchllm.errors import UserError
 from torchllm.planner.auto import cluster_of, device
-from torchllm.planner.measurements import read_row
-from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.rows import row_of
 
 Layout = tuple[str, ...]
@@ -69,12 +67,6 @@ def cells_of(resolved: Config, processes: int) -> dict[str, str]:
     with contextlib.suppress(UserError):  # a GPU that no cluster file has
         row["cluster"] = row["cluster"] or cluster_of(gpu)
     return row
-
-
-def predicted(resolved: Config, processes: int) -> Prediction | None:
-    """What the planner expects of a layout on this machine."""
-    case = read_row(cells_of(resolved, processes)).case
-    return None if case is None else predict(case)
 
 
 def measure(config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path) -> dict[str, str]:

@@ -76,7 +76,7 @@ def _fed(folder: Path, workers: int, waits: list[float]) -> list[int | None]:
     assert group is not None
     adapter = Adapter(folder, group, worth=0.05)
     config = Config(data=Data(workers=workers))
-    adapter.begin(config, [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)  # type: ignore[arg-type]
+    adapter.begin(config, [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
     answers, waited = [], 0.0
     for wait in waits:
         time.sleep(0.2)
@@ -116,7 +116,7 @@ def _left_out(folder: Path) -> str:
     group = dist.new_group(backend="gloo")
     assert group is not None
     adapter = Adapter(folder, group)
-    adapter.begin(Config(), [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)  # type: ignore[arg-type]
+    adapter.begin(Config(), [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
     for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
         adapter.after_step(Profiled(step, {"forward": 1.0}, Slow(step, host, "forward", 1.0, 0.5)))
     assert adapter.at_checkpoint(3, 0.0) is None

@@ -20,7 +20,7 @@ LAYERS = [  # each imports only itself and what is left of (above) it; a prefix 
     ["optim.", "grad_norm"],
     ["train_step"],
     ["dry_run."],
-    ["checkpoint*", "metrics.", "evaluate", "adapt", "tune"],
+    ["checkpoint*", "metrics.", "evaluate", "adapt", "trial", "tune"],
     ["recipes.", "launch"],
 ]
 TORCH_FREE = LAYERS[0]

@@ -16,7 +16,8 @@ from tests.workers import run
 from torchllm import tune
 from torchllm.config import Config
 from torchllm.errors import UserError
-from torchllm.tune import fastest, layout_of
+from torchllm.planner.layouts import layout_of
+from torchllm.tune import fastest
 
 __all__ = ["trained"]
 
@@ -39,18 +40,22 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def text_of(config: Config) -> str:
+    return layout_of(config).text()
+
+
 def _layouts() -> list[Config]:
     return [tiny(settings) for settings in SETTINGS]
 
 
 def _real(cache: Path) -> str:
-    return layout_of(fastest(_layouts(), _runtime(), cache))
+    return text_of(fastest(_layouts(), _runtime(), cache))
 
 
 def test_real_layouts_are_measured_alike_on_all_ranks(tmp_path: Path) -> None:
     found = run(_real, 4, tmp_path)
     [times] = json.loads((tmp_path / "tuned.json").read_text()).values()
-    assert times.keys() == {layout_of(config) for config in _layouts()}
+    assert times.keys() == {text_of(config) for config in _layouts()}
     assert all(0 < seconds < 60 for seconds in times.values())
     assert found == [min(times, key=times.get)] * 4
 
@@ -60,15 +65,15 @@ def _pretended(cache: Path, seconds: list[float], ends: int | None = None) -> tu
     measured: list[str] = []
 
     def pretend(config: Config, runtime: Any) -> float:
-        measured.append(layout_of(config))
-        which = [layout_of(one) for one in _layouts()].index(measured[-1])
+        measured.append(text_of(config))
+        which = [text_of(one) for one in _layouts()].index(measured[-1])
         if which == ends:
             raise RuntimeError("out of memory")
         return seconds[which]
 
     kept, tune.measure = tune.measure, pretend
     try:
-        return layout_of(fastest(_layouts(), _runtime(), cache)), measured
+        return text_of(fastest(_layouts(), _runtime(), cache)), measured
     except (RuntimeError, UserError) as error:
         return str(error), measured
     finally:
@@ -76,14 +81,14 @@ def _pretended(cache: Path, seconds: list[float], ends: int | None = None) -> tu
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
-    tp, dp, pp = map(layout_of, _layouts())
+    tp, dp, pp = map(text_of, _layouts())
     assert run(_pretended, 2, tmp_path, [3.0, 2.0, 1.0]) == [(pp, [tp, dp, pp])] * 2
     assert run(_pretended, 2, tmp_path, [1.0, 1.0, 9.0]) == [(pp, [])] * 2
     assert run(_pretended, 1, tmp_path, [1.0, 2.0, 9.0]) == [(tp, [tp, dp, pp])]  # another number of ranks
 
 
 def test_a_layout_that_ended_a_job_is_not_tried_again(tmp_path: Path) -> None:
-    tp, dp, pp = map(layout_of, _layouts())
+    tp, dp, pp = map(text_of, _layouts())
     assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [("out of memory", [tp])] * 2
     assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [(dp, [dp, pp])] * 2
 
@@ -99,13 +104,13 @@ def test_all_of_them_ended_a_job(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:
     for text in ("{", "[]", ""):
         (tmp_path / "tuned.json").write_text(text)
-        tp = layout_of(_layouts()[0])
+        tp = text_of(_layouts()[0])
         assert run(_pretended, 1, tmp_path, [1.0, 2.0, 3.0])[0][0] == tp
 
 
 def test_one_layout_is_not_measured() -> None:
     config = _layouts()[0]
-    assert fastest([config], None, Path("/nowhere")) is config  # type: ignore[arg-type]
+    assert fastest([config], None, Path("/nowhere")) is config
 
 
 def test_a_run_of_two_ranks_tunes_itself_and_trains_the_same_model(

@@ -91,7 +91,7 @@ def test_every_layout_and_every_mesh_is_accounted_for() -> None:
 def test_fits_nowhere_says_what_would_do() -> None:
     of = job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
     said = fits_nowhere(of, search(of))
-    gpus = int(re.search(r"it would with (\d+) GPUs", said)[1])  # type: ignore[index]
+    gpus = int(re.search(r"it would with (\d+) GPUs", said)[1])
     assert search(replace(of, gpus=gpus)).best
     assert not search(replace(of, gpus=gpus // 2)).best
     assert "closest is " in said
@@ -101,4 +101,4 @@ def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
     of = job(SMALL, gpus=11, batch=16)
     said = divides_nowhere(of, search(of))
     assert said.startswith("11 GPUs: no layout divides the model and the batch (")
-    assert search(replace(of, gpus=int(re.search(r"(\d+) do$", said)[1]))).best  # type: ignore[index]
+    assert search(replace(of, gpus=int(re.search(r"(\d+) do$", said)[1]))).best

@@ -153,7 +153,7 @@ def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
             pp=8,
             dp_shard=1,
             zero_stage=0,
-            schedule=schedule,  # type: ignore[arg-type]
+            schedule=schedule,
             virtual_stages=virtual if schedule == "Interleaved1F1B" else 0,
             split=(each - 1, *[each] * (stages - 2), each - 1),
         )

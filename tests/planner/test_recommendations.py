@@ -34,14 +34,14 @@ def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[L
             config.model,
             training,
             parallel,
-            Recompute(mode),  # type: ignore[arg-type]
+            Recompute(mode),
             Kernels("flash2", fused_norm=True),
             DGX,
             STACKS["aleph-alpha-megatron-2023"],
         )
         prediction = predict(of)
         if prediction.fits:
-            layout = Layout(pp, 1, 64 // tp // pp, 1, tp, micro_batch_size=size, recompute=mode)  # type: ignore[arg-type]
+            layout = Layout(pp, 1, 64 // tp // pp, 1, tp, micro_batch_size=size, recompute=mode)
             found[layout] = prediction
     return found
 

@@ -25,13 +25,13 @@ def cluster(name: str = "dgx_a100", **changed: object) -> Hardware:
     found: list[str] = []
     hardware = read_cluster(name, found)
     assert hardware, found
-    return replace(hardware, **changed)  # type: ignore[arg-type]
+    return replace(hardware, **changed)
 
 
 def job(model: Model = SMALL, gpus: int = 8, batch: int = 16, length: int = 512, **more: object) -> Job:
     hardware = more.pop("hardware", None) or cluster()
     training = Training(global_batch_size=batch, sequence_length=length)
-    return Job(model, training, hardware, gpus, **more)  # type: ignore[arg-type]
+    return Job(model, training, hardware, gpus, **more)
 
 
 def every(of: Job) -> list[Layout]:
@@ -88,7 +88,7 @@ def test_no_layout_that_the_config_accepts_is_left_out() -> None:
         if stages == 1 and schedule in ("Interleaved1F1B", "LoopedBFS"):  # 1F1B and GPipe
             continue
         for mode in MODES:
-            layout = Layout(*axes, schedule, stages if pp > 1 else 0, size, zero, mode, sp, method)  # type: ignore[arg-type]
+            layout = Layout(*axes, schedule, stages if pp > 1 else 0, size, zero, mode, sp, method)
             if not list(problems(config_of(of, layout), 4)) and layout not in known:
                 left_out.add(layout)
     assert not left_out

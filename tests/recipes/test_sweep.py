@@ -13,8 +13,9 @@ from tests.tiny_run import ROOT, SMALL
 sys.path.insert(0, str(ROOT / "recipes"))
 from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
 from sweep_figures import best_of_the_rest, figures, markdown, predictions
-from sweep_job import COLUMNS, cells_of, examine, measure, predicted, read_outcome
+from sweep_job import COLUMNS, cells_of, examine, measure, read_outcome
 
+from torchllm.planner.auto import planned
 from torchllm.planner.measurements import read_row
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -137,7 +138,7 @@ def test_the_planners_best_and_some_others() -> None:
     for layout in every:
         config, _ = examine(DEBUG, layout, 8)
         if config is not None:
-            prediction = predicted(config, 8)
+            prediction = planned(config)
             assert prediction is not None
             times.append((prediction.step, layout))
     fastest = [layout for _, layout in sorted(times)]
@@ -152,7 +153,7 @@ def test_the_planners_best_and_some_others() -> None:
 def test_predicted_against_measured(tmp_path: Path) -> None:
     config, _ = examine(DEBUG, ("--parallel.tp=2",), 8)
     assert config is not None
-    prediction = predicted(config, 8)
+    prediction = planned(config)
     assert prediction is not None
     measured = row("a", "3.2", **cells_of(config, 8))
     unread = row("b", "1.0", global_batch_seqs="2")

@@ -13,9 +13,8 @@ from torchllm.config import Config
 from torchllm.errors import UserError
 from torchllm.planner.case import Case
 from torchllm.planner.cluster import FOLDER, Hardware, read_cluster
-from torchllm.planner.compute import Kernels
 from torchllm.planner.explain import GIB, divides_nowhere, fits_nowhere
-from torchllm.planner.layouts import Job, Layout
+from torchllm.planner.layouts import Job, Layout, kernels_of
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search import search
 from torchllm.planner.stacks import STACKS
@@ -31,7 +30,7 @@ def choose(config: C, world_size: int, written: Collection[str], count: int = 1)
     written: keys ("parallel.tp", "recompute.mode") that the run gives, which stay; -1 and a default do not count.
     UserError where nothing fits, or the machine is not known.
     """
-    name = config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+    name = _cluster_of_run(config)
     found: list[str] = []
     hardware = read_cluster(name, found)
     if hardware is None:
@@ -54,7 +53,7 @@ def choose(config: C, world_size: int, written: Collection[str], count: int = 1)
 def planned(config: Config) -> Prediction | None:
     """What the planner expects of a run whose layout is resolved; None where it does not know the machine."""
     try:
-        name = config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+        name = _cluster_of_run(config)
     except UserError:
         return None
     hardware = read_cluster(name, [])
@@ -65,15 +64,14 @@ def planned(config: Config) -> Prediction | None:
     return None if name == CPU and case.ranks != hardware.gpus_per_node else predict(case)
 
 
+def _cluster_of_run(config: Config) -> str:
+    return config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+
+
 def case_of(config: Config, hardware: Hardware) -> Case:
     """A run as the planner sees it: this repository, with the cluster's constants."""
     software = replace(STACKS["torchllm"], constants=hardware.constants)
-    compiled = config.compile.block
-    kernels = Kernels(
-        "eager" if config.model.attention == "eager" else software.attention,
-        fused_norm=compiled or config.compile.norm or config.model.family == "gpt",
-        compiled=compiled,
-    )
+    kernels = kernels_of(config.model, config.compile, software)
     return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
 
 

@@ -75,6 +75,22 @@ class Layout(NamedTuple):
         return ", ".join([*parts, *([] if self.recompute == "none" else [f"recompute {self.recompute}"])])
 
 
+def layout_of(config: Config) -> Layout:
+    """That of a config whose degrees are resolved."""
+    parallel = config.parallel
+    kept = {key: getattr(parallel, key) for key in Layout._fields if hasattr(parallel, key)}
+    return Layout(**kept, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
+
+
+def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
+    """What a run of this repository computes with."""
+    return Kernels(
+        "eager" if model.attention == "eager" else software.attention,
+        fused_norm=compile.norm or compile.block or model.family == "gpt",
+        compiled=compile.block,
+    )
+
+
 class Mesh(NamedTuple):
     """Degrees, the data-parallel ones as one."""
 
@@ -129,14 +145,12 @@ class Job:
 
     def case(self, layout: Layout) -> Case:
         """As `predict` wants it."""
-        compiled = self.compile_of(layout)
-        attention: Any = "eager" if self.model.attention == "eager" else self.software.attention
         return Case(
             self.model,
             self._training_of(layout.micro_batch_size),
             self.parallel(layout),
             RECOMPUTE[layout.recompute],
-            Kernels(attention, fused_norm=compiled.norm or self.model.family == "gpt", compiled=compiled.block),
+            kernels_of(self.model, self.compile_of(layout), self.software),
             self.hardware,
             self.software,
         )
