@@ -1,7 +1,8 @@
 """What a sweep found: a Markdown table, and the figures of Hagemann et al. (arXiv 2311.05610, figures 1 to 5).
 
-Each figure compares the values of one setting: for every value the best of all layouts that have it, whatever else they
-have. One more has what the planner predicts beside what was measured. Without matplotlib there are none.
+Each figure compares the values of one setting: for every value the MFU of the best of all layouts that have it,
+whatever else they have; their speed where no peak is known. One more has what the planner predicts beside what was
+measured. Without matplotlib there are none.
 """
 
 from collections.abc import Sequence
@@ -49,13 +50,11 @@ def _per_sequence(row: dict[str, str]) -> float:
     return float(row["step_time_s"]) / float(row["global_batch_seqs"])
 
 
-def best_of_the_rest(rows: Rows, columns: Sequence[str]) -> dict[str, float]:
-    """For each combination of the columns' values, the least seconds a sequence of the layouts that have it."""
-    found: dict[str, float] = {}
-    for row in rows:
-        if row["status"] == "ok":
-            value = ", ".join(f"{column} {row[column]}" for column in columns)
-            found[value] = min(found.get(value, float("inf")), _per_sequence(row))
+def best_of_the_rest(rows: Rows, columns: Sequence[str]) -> dict[str, dict[str, str]]:
+    """For each combination of the columns' values, the layout that has it and takes least time a sequence."""
+    found: dict[str, dict[str, str]] = {}
+    for row in sorted((row for row in rows if row["status"] == "ok"), key=_per_sequence):
+        found.setdefault(", ".join(f"{column} {row[column]}" for column in columns), row)
     return dict(sorted(found.items()))
 
 
@@ -63,6 +62,7 @@ def figures(rows: Rows, folder: Path) -> list[Path]:
     """One for every setting of which there are two values, and the planner's; empty without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
     except ImportError:
         return []
     written = []
@@ -72,13 +72,17 @@ def figures(rows: Rows, folder: Path) -> list[Path]:
             continue
         figure = Figure(figsize=(6, 1 + 0.4 * len(best)), layout="constrained")
         axes = figure.subplots()
-        fastest = min(best.values())
-        speeds = [fastest / seconds for seconds in best.values()]
+        if all(row["mfu_pct"] for row in best.values()):
+            speeds, of_what = [float(row["mfu_pct"]) / 100 for row in best.values()], "MFU"
+        else:
+            fastest = min(_per_sequence(row) for row in best.values())
+            speeds, of_what = [fastest / _per_sequence(row) for row in best.values()], "speed, over the best's,"
         bars = axes.barh(list(best), speeds)
-        axes.bar_label(bars, [f"{speed:.0%}" for speed in speeds], padding=3)
-        axes.set_xlim(0, 1.12)
+        axes.bar_label(bars, [f"{speed:.1%}" for speed in speeds], padding=3)
+        axes.set_xlim(0, 1.15 * max(speeds))
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.invert_yaxis()
-        axes.set_xlabel("speed of the best layout that has it, over that of the best of all")
+        axes.set_xlabel(f"{of_what} of the best layout that has it")
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1])
     compared = predictions(rows)

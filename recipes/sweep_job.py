@@ -15,7 +15,7 @@ from pathlib import Path
 from torchllm.config import Config
 from torchllm.config_file import load_config
 from torchllm.errors import UserError
-from torchllm.planner.auto import cluster_of, device
+from torchllm.planner.auto import cluster_of, device, planned
 from torchllm.planner.rows import row_of
 
 Layout = tuple[str, ...]
@@ -97,7 +97,18 @@ def measure(config: str, layout: Layout, processes: int, steps: int, timeout: fl
         code, (folder / "log").read_text(errors="replace"), folder / "run" / "metrics.jsonl", timeout
     )
     shutil.rmtree(folder, ignore_errors=True)
-    return row | outcome
+    row |= outcome
+    return row | of_one_peak(resolved, float(row["step_time_s"])) if row["gpu"] == "CPU" and row["step_time_s"] else row
+
+
+def of_one_peak(resolved: Config, seconds: float) -> dict[str, str]:
+    """The cells of a CPU's MFU and HFU: every job measures a peak of its own, which layouts cannot be compared with, so
+    theirs is that of the planner's cluster file. Empty where that is of another number of ranks."""
+    of = planned(resolved)
+    return {
+        "mfu_pct": f"{100 * of.mfu * of.step / seconds:.2f}" if of else "",
+        "hfu_pct": f"{100 * of.hfu * of.step / seconds:.2f}" if of else "",
+    }
 
 
 def _end(job: "subprocess.Popen[bytes]") -> None:

@@ -13,7 +13,7 @@ from tests.tiny_run import ROOT, SMALL
 sys.path.insert(0, str(ROOT / "recipes"))
 from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
 from sweep_figures import best_of_the_rest, figures, markdown, predictions
-from sweep_job import COLUMNS, cells_of, examine, measure, read_outcome
+from sweep_job import COLUMNS, cells_of, examine, measure, of_one_peak, read_outcome
 
 from torchllm.planner.auto import planned
 from torchllm.planner.measurements import read_row
@@ -115,6 +115,21 @@ def test_the_first_step_is_dropped(tmp_path: Path) -> None:
     assert (outcome["spread_pct"], outcome["mfu_pct"], outcome["hfu_pct"]) == ("40.8", "50.00", "")
 
 
+def test_a_cpus_layouts_are_compared_with_one_peak() -> None:
+    fast, _ = examine(DEBUG, (), 8)
+    recomputing, _ = examine(DEBUG, ("--recompute.mode=full",), 8)
+    two, _ = examine(DEBUG, (), 2)
+    assert fast is not None
+    assert recomputing is not None
+    assert two is not None
+    half, whole = of_one_peak(fast, 2.0), of_one_peak(fast, 1.0)
+    assert float(half["mfu_pct"]) == pytest.approx(float(whole["mfu_pct"]) / 2, abs=0.01)
+    again = of_one_peak(recomputing, 1.0)
+    assert again["mfu_pct"] == whole["mfu_pct"]
+    assert float(again["hfu_pct"]) > float(whole["hfu_pct"])
+    assert of_one_peak(two, 1.0) == {"mfu_pct": "", "hfu_pct": ""}  # the cluster file is of eight ranks
+
+
 def row(layout: str, seconds: str = "", status: str = "ok", **cells: str) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "layout": layout, "status": status, "step_time_s": seconds, **cells}
 
@@ -206,7 +221,7 @@ def test_the_best_of_the_rest() -> None:
         row("c", "8.0", tp="2", pp="1", global_batch_seqs="4"),
         row("d", "", "oom", tp="4", pp="1", note="too large"),
     ]
-    assert best_of_the_rest(rows, ["tp"]) == {"tp 1": 1.5, "tp 2": 2.0}
+    assert {value: of["layout"] for value, of in best_of_the_rest(rows, ["tp"]).items()} == {"tp 1": "b", "tp 2": "c"}
     table = markdown(rows)
     assert table.index("`b`") < table.index("`a`") < table.index("`c`")
     assert "| oom | 1 | `d`: too large |" in table
