@@ -12,6 +12,7 @@ NAME is one of
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
     schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and the papers' bubble;
                  under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
+    watch        what profiling a step now and then takes from a run; on one rank, or several under torchrun
     context      activations and bytes sent of a rank under context parallelism, by cp and method; under torchrun
 
 Without a config it is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
@@ -26,7 +27,7 @@ from pathlib import Path
 from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.config_file import load_config
 
-NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "context")
+NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
 """each a function of this name in benchmark_NAME.py"""
 
 
@@ -45,7 +46,7 @@ class Benchmark:
     rounds: Count = 7
     """times that each side of a comparison has its turn"""
     steps: Count = 5
-    """training steps in one turn"""
+    """training steps in one turn; watch: one of them is profiled"""
     warmup: Count = 3
     """training steps before anything is measured; compilation and allocation are in them"""
     tokenizer: str = ""

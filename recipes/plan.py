@@ -8,6 +8,7 @@
     python recipes/plan.py score measured.csv ...
     python recipes/plan.py score measured.csv ... --leave-out model    the same of models that were not fitted to
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
+    python recipes/plan.py score measured.csv --cluster my_cluster.toml
 
 No torch and no GPU. A model is a name of train_configs/models or a TOML file, a cluster a name of
 train_configs/clusters or a TOML file.
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     predicts.set_defaults(run=predict)
     scores = commands.add_parser("score", help="predicted against measured")
     scores.add_argument("sources", metavar="CSV", nargs="+")
+    scores.add_argument("--cluster", default="", metavar="TOML", help="that they were made on; default: what rows say")
     scores.add_argument("--json", action="store_true")
     scores.add_argument("--leave-out", choices=("model", "dataset"), help="instead: errors on what was not fitted to")
     scores.set_defaults(run=score)
@@ -257,7 +259,7 @@ def score(given: argparse.Namespace) -> None:
         return
     from torchllm.planner.score import score_files
 
-    print(score_files(given.sources, given.json))
+    print(score_files(given.sources, given.json, given.cluster))
 
 
 def calibrate(given: argparse.Namespace) -> None:

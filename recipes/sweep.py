@@ -16,6 +16,7 @@ import argparse
 import csv
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -113,9 +114,14 @@ def main(arguments: list[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(todo)} layouts to measure, {len(done)} in {results}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended
     started, jobs = time.monotonic(), 0
     for number, layout in enumerate(todo):
-        row = measure(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
+        try:
+            row = measure(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
+        except KeyboardInterrupt:
+            print(f"ended; the same command goes on with the {len(todo) - number} left", file=sys.stderr)
+            raise SystemExit(130) from None
         append(results, row)
         jobs += row["status"] != "invalid"
         left = (time.monotonic() - started) / max(1, jobs) * (len(todo) - number - 1)

@@ -36,9 +36,8 @@ def markdown(rows: Rows) -> str:
     lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
     for row in timed:
         mfu = f"{row['mfu_pct']} %" if row["mfu_pct"] else "-"
-        lines.append(
-            f"| {row['step_time_s']} | {row['spread_pct']} % | {mfu} | {row['peak_memory_gib']} | `{row['layout']}` |"
-        )
+        seconds, memory = f"{row['step_time_s']} | {row['spread_pct']} %", row["peak_memory_gib"] or "-"
+        lines.append(f"| {seconds} | {mfu} | {memory} | `{row['layout']}` |")
     lines += ["", "| status | layouts | for example |", "|---|--:|---|"]
     for status in sorted({row["status"] for row in rows} - {"ok"}):
         of = [row for row in rows if row["status"] == status]

@@ -98,28 +98,41 @@ def measure(config: str, layout: Layout, processes: int, steps: int, timeout: fl
     )
     shutil.rmtree(folder, ignore_errors=True)
     row |= outcome
-    return row | of_one_peak(resolved, float(row["step_time_s"])) if row["gpu"] == "CPU" and row["step_time_s"] else row
+    if row["status"] == "ok":
+        seconds, training = float(row["step_time_s"]), resolved.training
+        tokens = training.global_batch_size * training.sequence_length
+        row["tokens_per_s_per_gpu"] = f"{tokens / seconds / processes:.6g}"
+        row |= of_a_cpu(resolved, seconds) if row["gpu"] == "CPU" else {}
+    return row
 
 
-def of_one_peak(resolved: Config, seconds: float) -> dict[str, str]:
-    """The cells of a CPU's MFU and HFU: every job measures a peak of its own, which layouts cannot be compared with, so
-    theirs is that of the planner's cluster file. Empty where that is of another number of ranks."""
+def of_a_cpu(resolved: Config, seconds: float) -> dict[str, str]:
+    """The cells that a CPU's job cannot know as a GPU's does.
+
+    MFU and HFU: every job measures a peak of its own, which layouts cannot be compared with; here it is that of the
+    planner's cluster file. Empty where that is of another number of ranks. Memory: what a process has resident is
+    Python's and torch's more than its tensors'.
+    """
     of = planned(resolved)
     return {
         "mfu_pct": f"{100 * of.mfu * of.step / seconds:.2f}" if of else "",
         "hfu_pct": f"{100 * of.hfu * of.step / seconds:.2f}" if of else "",
+        "peak_memory_gib": "",
     }
 
 
 def _end(job: "subprocess.Popen[bytes]") -> None:
-    """A job and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGTERM)
-        try:
-            job.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+    """A job and all that it has started, as a user would: run_train.sh takes a second signal, 5 s later, for "at once".
+
+    FOOTGUN: torchrun's ranks are in sessions of their own; if it is killed rather than asked they live on, and share
+    the machine with the layouts that are measured next.
+    """
+    for ask, patience in ((signal.SIGTERM, 7.0), (signal.SIGTERM, 40.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, ask)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(patience)
+            return
 
 
 def read_outcome(code: int | None, log: str, metrics: Path, timeout: float) -> dict[str, str]:

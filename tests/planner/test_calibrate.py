@@ -1,6 +1,7 @@
 """Constants are found again from times that they made; a written cluster file holds them."""
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torchllm.planner.calibrate import calibrate, calibrate_file
 from torchllm.planner.cluster import read_cluster
 from torchllm.planner.measurements import Row, read_row
 from torchllm.planner.predict import predict
+from torchllm.planner.score import score_files
 
 
 def made(**constants: float) -> list[Row]:
@@ -34,6 +36,18 @@ def test_constants_are_found_again() -> None:
     assert before > 0.05
     assert after < 0.01
     assert fitted.launch == pytest.approx(2.5e-5, rel=0.15)
+
+
+def test_a_wait_of_another_order_of_magnitude_is_found() -> None:
+    fitted, before, after = calibrate(made(wait=5e-3))
+    assert before > 0.5
+    assert after < 0.01
+    assert fitted.wait == pytest.approx(5e-3, rel=0.05)
+
+
+def test_errors_are_those_of_score() -> None:
+    _, before, _ = calibrate([row(0.5)])
+    assert before == pytest.approx(1.0)
 
 
 def test_what_fits_is_left_alone() -> None:
@@ -74,6 +88,10 @@ def test_the_file_is_a_cluster(tmp_path: Path) -> None:
     assert hardware is not None, found
     assert hardware.constants.launch == pytest.approx(2.5e-5, rel=0.2)
     assert hardware.gpu == "A100-SXM4-80GB"
+    again = calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "again.toml"), str(target))
+    assert float(again.split()[5].rstrip("%")) < 1.0, again  # with the fitted file, before is what was after
+    scored = json.loads(score_files([str(tmp_path / "sweep.csv")], True, str(target)))
+    assert [summary["mean"] < 0.01 for summary in scored.values()] == [True]
 
 
 def test_a_cluster_that_there_is_not_is_an_error(tmp_path: Path) -> None:

@@ -159,3 +159,11 @@ def test_layers_are_timed_alone(tmp_path: Path) -> None:
     found = scored(tmp_path, [read_row({**ROW, **cells})])["made up"]
     assert found["layers"]["mean"] == pytest.approx(0.05)
     assert replace(plain.case).ranks == 8
+
+
+def test_what_a_sweep_found_to_be_no_layout_is_left_out(tmp_path: Path) -> None:
+    empty = dict.fromkeys(ROW, "") | {"status": "invalid"}
+    file = table(tmp_path / "sweep.csv", [row(1.0)], (empty,))
+    scored = json.loads(score_files([file], True))
+    assert list(scored) == ["made up"]
+    assert scored["made up"]["rows"] == 1

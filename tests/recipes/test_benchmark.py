@@ -164,3 +164,19 @@ def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
     assert ring["forward_mib"] > alone["forward_mib"] == 0
     assert ring["backward_mib"] == 2 * ring["forward_mib"]
     assert ulysses["backward_mib"] == ulysses["forward_mib"] > 0
+
+
+def test_watch_compares_profiled_steps_with_others(tmp_path: Path) -> None:
+    ((row,),) = measured("watch", tmp_path).values()
+    assert row["step_s"] > 0
+    assert row["steps_from_one_to_the_next"] >= 10  # metrics.breakdown_interval
+    run = row["steps_from_one_to_the_next"] * row["step_s"]
+    assert row["share_of_the_run"] == pytest.approx(row["extra_s"] / run)
+    assert row["standard_error"] > 0
+
+
+@pytest.mark.parametrize("option", ["--benchmark.rounds=1", "--metrics.breakdown_interval=0"])
+def test_watch_needs_rounds_and_an_interval(option: str, tmp_path: Path) -> None:
+    done = benchmark("watch", *SMALL, f"--run.folder={tmp_path}", option)
+    assert done.returncode == 1
+    assert "needs 2 rounds or more, and metrics.breakdown_interval over 0" in done.stderr

@@ -1,9 +1,13 @@
 """Sweeps: which layouts, what every way to end becomes, that nothing is measured twice, and a real one on two ranks."""
 
+import contextlib
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from tests.tiny_run import ROOT, SMALL
 sys.path.insert(0, str(ROOT / "recipes"))
 from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
 from sweep_figures import best_of_the_rest, figures, markdown, predictions
-from sweep_job import COLUMNS, cells_of, examine, measure, of_one_peak, read_outcome
+from sweep_job import COLUMNS, cells_of, examine, measure, of_a_cpu, read_outcome
 
 from torchllm.planner.auto import planned
 from torchllm.planner.measurements import read_row
@@ -106,6 +110,58 @@ def test_how_a_job_can_end(code: int | None, log: str, status: str, note: str, t
     assert outcome["note"].startswith(note)
 
 
+HANGING = f"""
+import os, sys, time
+from pathlib import Path
+if "--check" in sys.argv:
+    os.execv(sys.executable, [sys.executable, "{ROOT}/recipes/pretrain.py", *sys.argv[1:]])
+Path(os.environ["PIDS"], str(os.getpid())).touch()
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Jobs are of a recipe that never ends; the folder where its ranks leave their process ids."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("RECIPE", str(tmp_path / "hanging.py"))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    return tmp_path / "pids"
+
+
+def alive(pids: Path) -> list[str]:
+    found = []
+    for pid in pids.iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid.name), 0)
+            found.append(pid.name)
+    return found
+
+
+def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: Path) -> None:
+    row = measure(DEBUG, ("--parallel.dp_shard=2",), 2, 3, 8.0, tmp_path / "job")
+    assert (row["status"], row["note"]) == ("timeout", "not done after 8 s")
+    assert len(list(hanging.iterdir())) == 2
+    assert alive(hanging) == []
+
+
+def test_a_sweep_that_is_ended_ends_its_job(hanging: Path, tmp_path: Path) -> None:
+    axis = '[[sweep.axes]]\nkey = "run.seed"\nvalues = ["1", "2"]\n'
+    file = written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{axis}')
+    command = [sys.executable, "recipes/sweep.py", file, f"--output={tmp_path / 'out'}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sweep:
+        until = time.monotonic() + 60
+        while len(list(hanging.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGTERM)
+        _, said = sweep.communicate(timeout=60)
+    assert (sweep.returncode, said) == (130, "ended; the same command goes on with the 2 left\n")
+    assert len(list(hanging.iterdir())) == 2
+    assert alive(hanging) == []
+
+
 def test_the_first_step_is_dropped(tmp_path: Path) -> None:
     seconds = [9.0, 1.0, 2.0, 3.0]
     records = [{"step_seconds": s, "memory_gib": s, "mfu": 0.5, "hfu": None} for s in seconds]
@@ -115,19 +171,20 @@ def test_the_first_step_is_dropped(tmp_path: Path) -> None:
     assert (outcome["spread_pct"], outcome["mfu_pct"], outcome["hfu_pct"]) == ("40.8", "50.00", "")
 
 
-def test_a_cpus_layouts_are_compared_with_one_peak() -> None:
+def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
     fast, _ = examine(DEBUG, (), 8)
     recomputing, _ = examine(DEBUG, ("--recompute.mode=full",), 8)
     two, _ = examine(DEBUG, (), 2)
     assert fast is not None
     assert recomputing is not None
     assert two is not None
-    half, whole = of_one_peak(fast, 2.0), of_one_peak(fast, 1.0)
+    half, whole = of_a_cpu(fast, 2.0), of_a_cpu(fast, 1.0)
     assert float(half["mfu_pct"]) == pytest.approx(float(whole["mfu_pct"]) / 2, abs=0.01)
-    again = of_one_peak(recomputing, 1.0)
+    again = of_a_cpu(recomputing, 1.0)
     assert again["mfu_pct"] == whole["mfu_pct"]
     assert float(again["hfu_pct"]) > float(whole["hfu_pct"])
-    assert of_one_peak(two, 1.0) == {"mfu_pct": "", "hfu_pct": ""}  # the cluster file is of eight ranks
+    nothing = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
+    assert of_a_cpu(two, 1.0) == nothing  # the cluster file is of eight ranks
 
 
 def row(layout: str, seconds: str = "", status: str = "ok", **cells: str) -> dict[str, str]:

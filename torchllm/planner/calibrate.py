@@ -21,6 +21,8 @@ PULL = 0.001
 """what a constant that is e times what it was adds to the error"""
 KINK = 0.03
 """log of a ratio under which errors count by their square: one coordinate at a time gets stuck in kinks"""
+STEPS = (2.0, 1024.0)
+"""largest steps, each tried from the start: near by, or far off, as a CPU's waits of milliseconds are"""
 TIMES = ("launch", "traffic", "exposed", "wait", "flush")
 """constants that a step time shows; those of memory are fitted to peaks"""
 
@@ -31,28 +33,31 @@ def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
     if not timed:
         raise ValueError("no row has a step time that can be predicted")
     before = timed[0][0].software.constants
-    now = before
 
     def logs(constants: Constants) -> list[float]:
         return [math.log(_with(case, constants) / seconds) for case, seconds in timed]
 
-    def error(constants: Constants) -> float:
-        return sum(map(abs, logs(constants))) / len(timed)
+    def error(constants: Constants) -> float:  # as `score` counts it
+        return sum(abs(math.expm1(log)) for log in logs(constants)) / len(timed)
 
     def cost(constants: Constants) -> float:
         old, new = asdict(before), asdict(constants)
         rounded = sum(math.hypot(log, KINK) for log in logs(constants)) / len(timed)
         return rounded + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
 
-    least, factor = cost(now), 2.0
-    while factor > 1.01:
-        start = least
-        for key in TIMES:
-            for by in (factor, 1 / factor):
-                while (new := cost(tried := _scaled(now, key, by))) < least - 1e-7:
-                    least, now = new, tried
-        if least > start - 1e-4:
-            factor = math.sqrt(factor)
+    def descend(factor: float) -> Constants:
+        now, least = before, cost(before)
+        while factor > 1.01:
+            start = least
+            for key in TIMES:
+                for by in (factor, 1 / factor):
+                    while (new := cost(tried := _scaled(now, key, by))) < least - 1e-7:
+                        least, now = new, tried
+            if least > start - 1e-4:
+                factor = math.sqrt(factor)
+        return now
+
+    now = min(map(descend, STEPS), key=cost)
     peaks = [
         (predict(row.case).memory, float(row.cells["peak_memory_gib"]) * 2**30)
         for row in rows
@@ -84,12 +89,12 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such
     file, nothing timed in it, no such cluster.
     """
-    rows = read_rows(source)
+    if cluster and not _file(cluster).is_file():
+        raise ValueError(unknown_cluster(cluster))
+    rows = read_rows(source, cluster)
     constants, before, after = calibrate(rows)
     cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
-    base = Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
-    if not base.is_file():
-        raise ValueError(unknown_cluster(cluster))
+    base = _file(cluster)
     lines = [
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
     ]
@@ -98,3 +103,7 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
         lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
     Path(target).write_text("\n".join(lines) + "\n")
     return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"
+
+
+def _file(cluster: str) -> Path:
+    return Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"

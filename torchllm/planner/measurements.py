@@ -74,13 +74,19 @@ class Row(NamedTuple):
         return {"ok": False, "": False, "oom": True}.get(self.cells.get("status", ""))
 
 
-def read_rows(file: str) -> list[Row]:
-    """The rows of a CSV file. OSError if there is none, ValueError if it is not such a table."""
+def read_rows(file: str, cluster: str = "") -> list[Row]:
+    """The rows of a CSV file. OSError if there is none, ValueError if it is not such a table.
+
+    cluster: a cluster file that all of them are of, whatever they say.
+    """
     with open(file, newline="") as opened:
         reader = csv.DictReader(opened)
         if not reader.fieldnames or not {"hidden", "layers", "gpus"} <= set(reader.fieldnames):
             raise ValueError(f"{file}: no columns hidden, layers and gpus: not a table of layouts")
-        return [read_row({key: (value or "").strip() for key, value in cells.items() if key}) for cells in reader]
+        named = {"cluster": cluster} if cluster else {}
+        return [
+            read_row({key: (value or "").strip() for key, value in cells.items() if key} | named) for cells in reader
+        ]
 
 
 def read_row(cells: dict[str, str]) -> Row:
@@ -111,6 +117,8 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     if software.name == "megatron" and number(cells, "zero_stage", 0) == 3:  # which Megatron has not
         software = STACKS["deepspeed-zero3-2021"]
     hardware = _hardware(cells, assumed)
+    if software.name == "torchllm":  # whose constants are the machine's, once they are fitted there
+        software = replace(software, constants=hardware.constants)
     model = _model(cells, assumed, software.default_vocab)
     gpus, tp, pp, cp = (number(cells, key, None if key == "gpus" else 1) for key in ("gpus", "tp", "pp", "cp"))
     dp = number(cells, "dp", 0) or gpus // (tp * pp * cp)
@@ -190,7 +198,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 def cluster_of(cells: dict[str, str]) -> str:
     """The cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
-    if (FOLDER / f"{name}.toml").is_file():
+    if name.endswith(".toml") or (FOLDER / f"{name}.toml").is_file():
         return name
     for pattern, cluster in CLUSTER_OF_GPU:
         if re.search(pattern, gpu or name, re.IGNORECASE):

@@ -80,9 +80,13 @@ def _predicted(one: Scored) -> dict[str, str]:
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def score_files(files: Sequence[str], as_json: bool) -> str:
-    """Errors of every data set and every group in it. OSError, ValueError for a file that is no such table."""
-    scored = [one for file in files for one in score_rows(read_rows(file))]
+def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
+    """Errors of every data set and every group in it. OSError, ValueError for a file that is no such table.
+
+    cluster: a cluster file that all rows are of. What a sweep found to be no layout is left out.
+    """
+    rows = [row for file in files for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
+    scored = score_rows(rows)
     sets = {name: _summary(of, groups=True) for name, of in _by(scored, "dataset").items()}
     if as_json:
         return json.dumps(sets, indent=1)
