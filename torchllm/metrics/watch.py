@@ -1,8 +1,8 @@
 """Watches where the time goes: profiles a step now and then, on all ranks at once; names who is slow and what waits.
 
-Between profiled steps nothing is done. A profiled one is split by `breakdown`, every rank's parts are gathered, and
-rank 0 logs their mean, beside what the planner expected. Cost: reading the profile, a few per cent of a step; steps are
-profiled so seldom that it stays under `COST` of the run.
+Between profiled steps only the host's clock is read. A profiled one is split by `breakdown`, every rank's parts are
+gathered, and rank 0 logs their mean, beside what the planner expected. Cost: reading the profile, and a slower step;
+steps are profiled so seldom that it stays under `COST` of the run.
 
 A rank is slow if it works, rather than waits for others, `SLOW` times as long as the median of the ranks that hold the
 same pipeline stages, in `CONFIRMED` profiled steps in a row: after a first one the very next steps are profiled.
@@ -11,6 +11,7 @@ same pipeline stages, in `CONFIRMED` profiled steps in a row: after a first one 
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import mean, median
@@ -53,6 +54,19 @@ class Slow(NamedTuple):
         return (
             f"rank {self.rank} ({self.host}) is slow: {self.part} {self.seconds:.3g} s, its peers' {self.peers:.3g} s"
         )
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of its profiled step."""
+
+    parts: Parts
+    cost: float
+    """seconds that this step took longer than one that is not profiled, all included"""
+    usual: float
+    """seconds of such a one"""
+    peers: int
+    """ranks with the same number do the same work"""
+    host: str
 
 
 class Profiled(NamedTuple):
@@ -104,6 +118,8 @@ class Watch:
         self.peers = mesh.world.get_local_rank(0)
         self.activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self.next, self.cost = self._due(start + 2), 0.0
+        self.others: deque[float] = deque(maxlen=32)
+        """seconds of the steps that were not profiled"""
         self.suspects: list[int] = []
         self.latest: Profiled | None = None
         if interval or (traces is not None and traces.steps):
@@ -116,7 +132,9 @@ class Watch:
         self.latest = None
         traced = self.traces is not None and n in self.traces.steps
         if not traced and (not self.interval or n < self.next):
+            begun = time.perf_counter()
             yield
+            self.others.append(time.perf_counter() - begun)
             return
         before = time.perf_counter()
         profiler = profile(activities=self.activities)
@@ -131,9 +149,10 @@ class Watch:
             ended = time.perf_counter()
             profiler.stop()
         parts = split(profiled_events(profiler), flight_record(since), self.axes, self.pipeline)
-        cost = time.perf_counter() - ended + begun - before
-        mine = (parts, cost, self.peers, os.uname().nodename)
-        theirs: list[tuple[dict[str, float], float, int, str]] = [mine] * dist.get_world_size(self.host_group)
+        usual = min(median(self.others or [ended - begun]), ended - begun)
+        cost = time.perf_counter() - before - usual
+        mine = Told(parts, cost, usual, self.peers, os.uname().nodename)
+        theirs = [mine] * dist.get_world_size(self.host_group)
         dist.all_gather_object(theirs, mine, group=self.host_group)
         self.latest = self._concluded(n, theirs)
         if self.traces is not None and traced:
@@ -143,10 +162,10 @@ class Watch:
         """The first step from `n` on that the interval allows."""
         return math.ceil(n / self.interval) * self.interval if self.interval else 0
 
-    def _concluded(self, n: int, ranks: Sequence[tuple[dict[str, float], float, int, str]]) -> Profiled:
-        names = {name: None for parts, *_ in ranks for name in parts}
-        means = {name: mean(parts.get(name, 0.0) for parts, *_ in ranks) for name in names}
-        worst = slowest([parts for parts, *_ in ranks], [peers for _, _, peers, _ in ranks])
+    def _concluded(self, n: int, ranks: Sequence[Told]) -> Profiled:
+        names = {name: None for of in ranks for name in of.parts}
+        means = {name: mean(of.parts.get(name, 0.0) for of in ranks) for name in names}
+        worst = slowest([of.parts for of in ranks], [of.peers for of in ranks])
         slow = None
         if worst is None or (self.suspects and worst[0] != self.suspects[0]):
             self.suspects = []  # now another: it was chance
@@ -154,13 +173,13 @@ class Watch:
             rank, part, seconds, others = worst
             self.suspects.append(rank)
             if len(self.suspects) == CONFIRMED:
-                slow = Slow(rank, ranks[rank][3], part, seconds, others)
+                slow = Slow(rank, ranks[rank].host, part, seconds, others)
         profiled = Profiled(n, means, slow)
-        self.cost += max(cost for _, cost, *_ in ranks)
+        self.cost += max(of.cost for of in ranks)
         if 0 < len(self.suspects) < CONFIRMED:
             self.next = n + 1
         else:
-            steps = max(1, math.ceil(self.cost / COST / profiled.seconds))
+            steps = max(1, math.ceil(self.cost / COST / min(of.usual for of in ranks)))
             self.next = self._due(n + steps)
             self.suspects, self.cost = [], 0.0
         return profiled
