@@ -234,7 +234,7 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert kind == "tp 2, recompute none"
     assert predictions([unread]) == []
     files = {file.name for file in figures([measured, {**measured, "tp": "4", "step_time_s": "2"}], tmp_path)}
-    assert files == {"predicted.png", "tensor_pipeline.png"}
+    assert files == {"predicted.png", "tensor_pipeline.png", "sequence_parallel.png"}
 
 
 def test_every_setting_of_the_paper_can_be_an_axis() -> None:

@@ -35,7 +35,7 @@ def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
     before = timed[0][0].software.constants
 
     def logs(constants: Constants) -> list[float]:
-        return [math.log(_with(case, constants) / seconds) for case, seconds in timed]
+        return [math.log(predict(with_constants(case, constants)).step / seconds) for case, seconds in timed]
 
     def error(constants: Constants) -> float:  # as `score` counts it
         return sum(abs(math.expm1(log)) for log in logs(constants)) / len(timed)
@@ -79,8 +79,9 @@ def _scaled(constants: Constants, key: str, by: float) -> Constants:
     return replace(constants, **{key: max(value, _TINY)})
 
 
-def _with(case: Case, constants: Constants) -> float:
-    return predict(replace(case, software=replace(case.software, constants=constants))).step
+def with_constants(case: Case, constants: Constants) -> Case:
+    """The same of software with these constants."""
+    return replace(case, software=replace(case.software, constants=constants))
 
 
 def calibrate_file(source: str, target: str, cluster: str) -> str:
