@@ -45,7 +45,7 @@ def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         return median(seconds_of(work, settings.steps, device))
 
     times = take_turns([partial(turn, work) for work, _ in loops], settings.rounds)
-    peak = peak_flops(device, compute_dtype(config.training, device))
+    peak = peak_flops(device, compute_dtype(config.training, device), runtime.ranks_on_node)
     rows = [
         {"loop": name, **speed(config, median(seconds), peak and peak * runtime.world_size), "peak_memory_gib": gib}
         for name, seconds, (_, gib) in zip(builders, times, loops, strict=True)

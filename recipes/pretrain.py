@@ -119,7 +119,7 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
         config.training,
         device=device,
         world_size=runtime.world_size,
-        peak_flops=peak_flops(device, dtype),
+        peak_flops=peak_flops(device, dtype, runtime.ranks_on_node),
         sinks=open_sinks(runtime.folder, config.metrics, steps=config.training.steps, start=start)
         if runtime.is_main
         else [],

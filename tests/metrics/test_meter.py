@@ -1,4 +1,5 @@
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,13 @@ def test_measured_peak_is_above_what_a_product_reaches_and_quick() -> None:
     # 0.5: what else runs on the machine may slow either measurement.
     assert peak > 0.5 * reached
     assert peak < 1e15
+
+
+def test_ranks_that_share_cores_do_not_add_up_to_more_than_the_machine() -> None:
+    cores = os.cpu_count() or 1
+    alone, crowded = measured_peak_flops(ranks_on_node=1), measured_peak_flops(ranks_on_node=100 * cores)
+    # 100 ranks a core, of so many threads. 0.5: what else runs on the machine may slow either measurement.
+    assert crowded == pytest.approx(alone / 100 / torch.get_num_threads(), rel=0.5)
 
 
 @pytest.mark.parametrize(

@@ -235,26 +235,28 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS: bytes, and the highest so far
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1) -> float | None:
     """FLOP/s that a rank's matrix products of `dtype` can reach at most; None where it is not known.
 
     A GPU's is its data sheet's: bfloat16, or float32 if TF32 is on (no tensor core computes in full float32: None). A
     CPU's is measured.
     """
     if device.type != "cuda":
-        return measured_peak_flops(dtype)
+        return measured_peak_flops(dtype, ranks_on_node)
     name = torch.cuda.get_device_name(device)
     if dtype == torch.bfloat16:
         return device_peak_flops(name, "bfloat16")
     return None if torch.get_float32_matmul_precision() == "highest" else device_peak_flops(name, "tf32")
 
 
-def measured_peak_flops(dtype: torch.dtype = torch.float32, seconds: float = 0.3) -> float:
+def measured_peak_flops(dtype: torch.dtype = torch.float32, ranks_on_node: int = 1, seconds: float = 0.3) -> float:
     """FLOP/s of the fastest square matrix product that this process's threads were seen to run on this CPU.
 
     Sizes double from 256 until the next would not fit into `seconds`. Ranks of one machine share its cores: call it on
-    all of them at once, so that each measures its share and their sum is the machine's.
+    all of them at once. Of more threads than cores each is seen with a core of its own, for a moment; it has its share.
     """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    share = min(1.0, cores / (ranks_on_node * torch.get_num_threads()))
     best, size, end = 0.0, 256, time.perf_counter() + seconds
     while True:
         left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
@@ -262,7 +264,7 @@ def measured_peak_flops(dtype: torch.dtype = torch.float32, seconds: float = 0.3
         fastest = min(_seconds(lambda a=left, b=right: torch.mm(a, b)) for _ in range(3))  # type: ignore[misc]
         best = max(best, 2 * size**3 / fastest)
         if time.perf_counter() + 4 * 8 * fastest > end:
-            return best
+            return best * share
         size *= 2
 
 
