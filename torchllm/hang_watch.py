@@ -35,6 +35,8 @@ PATIENCE = 3.0
 """seconds in which the others should have told what they know"""
 GRACE = 10.0
 """seconds by which the process groups' time-out is longer"""
+ASKED = 20_000
+"""questions a second that all ranks together ask the store; it answers 70,000 on two cores"""
 TOLD = 20_000
 """records of a group that all ranks together tell; their files have all"""
 WAITS = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
@@ -120,10 +122,11 @@ class HangWatch:
         writer.start()
         deadline = time.monotonic() + PATIENCE
         while self.store.add("told", 0) < world and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(max(0.05, world / ASKED))
         writer.join(max(0.5, deadline - time.monotonic()))
         if next(filter(self._has_told, range(world))) == self.rank and self.store.add("speakers", 1) == 1:
-            dumps = [read_dump(bytes(self.store.get(f"rank_{r}")).decode()) for r in range(world) if self._has_told(r)]
+            told = self.store.multi_get([f"rank_{r}" for r in range(world) if self._has_told(r)])
+            dumps = [read_dump(bytes(dump).decode()) for dump in told]
             log.error("%s", report(dumps, self.hosts, self.timeout, folder))
             self.store.set("said", "")
         else:
