@@ -1,5 +1,6 @@
 """What the README tells a reader to type works, and what it shows is what comes out."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from torchllm.config_file import load_config
+from torchllm.planner.calibrate import calibrate_file
+from torchllm.planner.cluster import read_cluster
+from torchllm.planner.measurements import read_rows
+from torchllm.planner.score import score_files
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.S)
 COMMANDS = [line.strip().split("  #")[0].strip() for line in PROSE.splitlines() if line.startswith("    ")]
+RUNS = [c.removeprefix("NPROC=8 ") for c in COMMANDS]
+RUNS = [command for command in RUNS if command.startswith("./run_train.sh train_configs")]
 
 
 def check_config(arguments: list[str], recipe: str = "pretrain.py") -> subprocess.CompletedProcess[str]:
@@ -26,12 +33,12 @@ def check_config(arguments: list[str], recipe: str = "pretrain.py") -> subproces
 
 
 def test_every_command_is_known() -> None:
-    starts = ("pip install", "./run_train.sh", "python recipes/", "cp ", "RECIPE=", "sbatch ")
+    starts = ("pip install", "./run_train.sh", "NPROC=8 ./run_train.sh", "python recipes/", "cp ", "RECIPE=", "sbatch ")
     assert COMMANDS
     assert [command for command in COMMANDS if not command.startswith(starts)] == []
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("./run_train.sh train_configs")])
+@pytest.mark.parametrize("command", RUNS)
 def test_run_command_is_a_valid_run(command: str) -> None:
     checked = check_config(shlex.split(command)[1:])
     assert checked.returncode == 0, checked.stderr
@@ -61,3 +68,27 @@ def test_errors_are_as_shown() -> None:
     checked = check_config(shlex.split(command))
     assert checked.returncode == 2
     assert checked.stderr == shown
+
+
+def test_pictures_are_there() -> None:
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert len(pictures) == 5
+    assert [name for name in pictures if not (ROOT / name).is_file()] == []
+
+
+def test_the_sweeps_figures_are_as_shown(tmp_path: Path) -> None:
+    rows = read_rows(str(ROOT / "docs/sweep/results.csv"))
+    assert [len(rows), sum(row.seconds is not None for row in rows)] == [72, 52]
+    fitted = tmp_path / "fitted.toml"
+    said = calibrate_file(str(ROOT / "docs/sweep/results.csv"), str(fitted), "")
+    assert said.replace(str(fitted), "docs/sweep/fitted.toml") in README
+    kept = read_cluster(str(ROOT / "docs/sweep/fitted.toml"), [])
+    now = read_cluster(str(fitted), [])
+    assert kept is not None
+    assert kept == now
+    before, after = (
+        json.loads(score_files([str(ROOT / "docs/sweep/results.csv")], True, cluster))["sweep"]
+        for cluster in ("", str(fitted))
+    )
+    assert f"{after['spearman']:.2f} instead of {before['spearman']:.2f}" in README
+    assert f"slower by {before['groups']['sweep/s128/8']['regret_seconds']:.0%}".replace("%", " %") in README

@@ -101,9 +101,11 @@ def _constants(scored: Sequence[Scored]) -> list[str]:
     """The fitted constants of every framework in these rows, side by side."""
     software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
     names = [key.name for key in fields(Constants)]
-    lines = [f"{'constants':34s}" + "".join(f"{f'{name}, {UNITS[name]}':>15s}" for name in names)]
+    titles = [f"  {name}, {UNITS[name]}" for name in names]
+    lines = [f"{'constants':22s}" + "".join(titles)]
     for stack, of in software.items():
-        lines.append(f"{stack:34s}" + "".join(f"{getattr(of.constants, name):15.3g}" for name in names))
+        values = [f"{getattr(of.constants, name):{len(title)}.3g}" for name, title in zip(names, titles, strict=True)]
+        lines.append(f"{stack:22s}" + "".join(values))
     return lines
 
 
