@@ -1,5 +1,6 @@
 """The dry run against eight real ranks: what they hold by purpose, what autograd saves, what is sent."""
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -97,6 +98,7 @@ def really_held(settings: Settings) -> dict[str, Any]:
     left: list[int] = []
 
     def end(module: nn.Module, args: Any, output: Tensor) -> None:
+        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after it has been waited for
         weights = storages(module.parameters())  # gathered ones, where they stay so
         here = {s.data_ptr(): s.nbytes() for s in (reference() for reference in born.storages) if s is not None}
         left.append(sum(size for at, size in here.items() if at not in weights))
