@@ -16,7 +16,7 @@ from tests.tiny_run import ROOT, SMALL
 
 sys.path.insert(0, str(ROOT / "recipes"))
 from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
-from sweep_figures import best_of_the_rest, figures, markdown, predictions
+from sweep_figures import FIGURES, best_of_the_rest, figures, markdown, predictions
 from sweep_job import COLUMNS, cells_of, examine, measure, of_a_cpu, read_outcome
 
 from torchllm.planner.auto import planned
@@ -233,8 +233,9 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert (seconds, expected) == (0.2, pytest.approx(prediction.step / 16))
     assert kind == "tp 2, recompute none"
     assert predictions([unread]) == []
-    files = {file.name for file in figures([measured, {**measured, "tp": "4", "step_time_s": "2"}], tmp_path)}
-    assert files == {"predicted.png", "tensor_pipeline.png", "sequence_parallel.png"}
+    other = {"tp": "4", "step_time_s": "2", "attn_impl": "eager", "act_ckpt": "full", "micro_batch": "1"}
+    files = {file.name for file in figures([measured, {**measured, **other}], tmp_path)}
+    assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
 
 
 def test_every_setting_of_the_paper_can_be_an_axis() -> None:
