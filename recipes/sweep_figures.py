@@ -35,6 +35,8 @@ WORDS = {
     "seq_parallel": "sequence parallel",
 }
 """columns that are called otherwise in a figure"""
+TITLES = {"before": False, "constants fitted to these": True}
+"""of the two panels with the planner's predictions -> whether `calibrate` comes first"""
 
 
 def summarize(rows: Rows, folder: Path) -> list[Path]:
@@ -93,10 +95,6 @@ def figures(rows: Rows, folder: Path) -> list[Path]:
     for file, figure in zip(files, drawn.values(), strict=True):
         figure.savefig(file)
     return files
-
-
-TITLES = {"before": False, "constants fitted to these": True}
-"""title -> whether `calibrate` comes first"""
 
 
 def _bars(axes: "Axes", best: dict[str, dict[str, str]]) -> None:

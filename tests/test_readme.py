@@ -13,7 +13,7 @@ from torchllm.config_file import load_config
 from torchllm.planner.calibrate import calibrate_file
 from torchllm.planner.cluster import read_cluster
 from torchllm.planner.measurements import read_rows
-from torchllm.planner.score import score_files
+from torchllm.planner.score import score_files, score_rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -76,6 +76,14 @@ def test_pictures_are_there() -> None:
     assert [name for name in pictures if not (ROOT / name).is_file()] == []
 
 
+def place_of_the_best(cluster: str) -> int:
+    """Where the planner has the measured best of the sweep, from 1."""
+    rows = score_rows(row for row in read_rows(str(ROOT / "docs/sweep/results.csv"), cluster) if row.seconds)
+    expected = {row.row.cells["layout"]: row.prediction.step for row in rows if row.prediction}
+    measured = {row.row.cells["layout"]: row.row.seconds or 0.0 for row in rows}
+    return sorted(expected, key=expected.__getitem__).index(min(measured, key=measured.__getitem__)) + 1
+
+
 def test_the_sweeps_figures_are_as_shown(tmp_path: Path) -> None:
     rows = read_rows(str(ROOT / "docs/sweep/results.csv"))
     assert [len(rows), sum(row.seconds is not None for row in rows)] == [72, 52]
@@ -91,4 +99,7 @@ def test_the_sweeps_figures_are_as_shown(tmp_path: Path) -> None:
         for cluster in ("", str(fitted))
     )
     assert f"{after['spearman']:.2f} instead of {before['spearman']:.2f}" in README
+    ranks = [place_of_the_best(cluster) for cluster in ("", str(fitted))]
+    assert ranks[0] > 12
+    assert ranks[1] == 8
     assert f"slower by {before['groups']['sweep/s128/8']['regret_seconds']:.0%}".replace("%", " %") in README

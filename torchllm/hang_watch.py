@@ -53,7 +53,7 @@ class HangWatch:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A client of its own: the process groups' may be busy, for as long as a rank waits there.
         client = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]  # not re-exported there
-        self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # as above
+        self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
         self.groups: dict[str, list[int]] = {}
         self.progress: dict[str, tuple[int, int]] = {}
         self.moved: dict[str, float] = {}

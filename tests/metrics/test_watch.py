@@ -13,6 +13,7 @@ from torchllm.metrics.watch import CONFIRMED, COST, Profiled, Slow, Watch, slowe
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.phase import phase
 from torchllm.train_step import TrainStep
 
 USUAL = {"forward": 0.3, "backward": 0.6, "exposed fsdp": 0.1, "data": 0.0, "checkpoint": 0.0}
@@ -69,6 +70,28 @@ def _watched(steps: int, sleep: tuple[int, float]) -> list[tuple[int, Slow | Non
         if watch.latest:
             found.append((n, watch.latest.slow, watch.latest.seconds))
     return found
+
+
+def _steps_to_the_next_profile(stretch: str) -> int:
+    """After one whose step had a stretch of 0.5 s that no other step had."""
+    config = tiny({})
+    mesh, _ = build(config)
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    watch = Watch(1, mesh, group, CPU, start=8)
+    watch.next = 20
+    for n in range(9, 21):
+        with watch.step(n), phase("forward_backward"):
+            time.sleep(0.02)
+            if n == 20:
+                with phase(stretch):
+                    time.sleep(0.5)
+    return watch.next - 20
+
+
+def test_a_profiled_step_that_is_slower_costs_and_one_that_evaluates_does_not() -> None:
+    assert run(_steps_to_the_next_profile, 1, "optimizer")[0] > 0.5 / COST / 0.1  # 0.02 s meant
+    assert run(_steps_to_the_next_profile, 1, "evaluate")[0] < 0.5 / COST / 0.1
 
 
 def test_a_sleeping_rank_is_named_within_twenty_steps() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from torchllm.planner.case import Case
-from torchllm.planner.cluster import FOLDER, unknown_cluster
+from torchllm.planner.cluster import FOLDER
 from torchllm.planner.measurements import Row, cluster_of, read_rows
 from torchllm.planner.predict import predict
 from torchllm.planner.software import UNITS, Constants
@@ -90,12 +90,10 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such
     file, nothing timed in it, no such cluster.
     """
-    if cluster and not _file(cluster).is_file():
-        raise ValueError(unknown_cluster(cluster))
     rows = read_rows(source, cluster)
     constants, before, after = calibrate(rows)
     cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
-    base = _file(cluster)
+    base = Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
     lines = [
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
     ]
@@ -104,7 +102,3 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
         lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
     Path(target).write_text("\n".join(lines) + "\n")
     return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"
-
-
-def _file(cluster: str) -> Path:
-    return Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"

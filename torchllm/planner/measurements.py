@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
 from torchllm.metrics.flops import parameter_count
 from torchllm.planner.case import Case
-from torchllm.planner.cluster import FOLDER, Hardware, read_cluster
+from torchllm.planner.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
 from torchllm.planner.compute import Kernels
 from torchllm.planner.schedule import PUBLISHED
 from torchllm.planner.software import Attention
@@ -77,8 +77,10 @@ class Row(NamedTuple):
 def read_rows(file: str, cluster: str = "") -> list[Row]:
     """The rows of a CSV file. OSError if there is none, ValueError if it is not such a table.
 
-    cluster: a cluster file that all of them are of, whatever they say.
+    cluster: a cluster that all of them are of, whatever they say; ValueError if there is none of this name.
     """
+    if cluster and (unknown := unknown_cluster(cluster)):
+        raise ValueError(unknown)
     with open(file, newline="") as opened:
         reader = csv.DictReader(opened)
         if not reader.fieldnames or not {"hidden", "layers", "gpus"} <= set(reader.fieldnames):

@@ -83,7 +83,7 @@ def _predicted(one: Scored) -> dict[str, str]:
 def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
     """Errors of every data set and every group in it. OSError, ValueError for a file that is no such table.
 
-    cluster: a cluster file that all rows are of. What a sweep found to be no layout is left out.
+    cluster: one that all rows are of. What a sweep found to be no layout is left out.
     """
     rows = [row for file in files for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
     scored = score_rows(rows)
@@ -102,10 +102,10 @@ def _constants(scored: Sequence[Scored]) -> list[str]:
     software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
     names = [key.name for key in fields(Constants)]
     titles = [f"  {name}, {UNITS[name]}" for name in names]
-    lines = [f"{'constants':22s}" + "".join(titles)]
+    lines = [f"{'constants':34s}" + "".join(titles)]
     for stack, of in software.items():
         values = [f"{getattr(of.constants, name):{len(title)}.3g}" for name, title in zip(names, titles, strict=True)]
-        lines.append(f"{stack:22s}" + "".join(values))
+        lines.append(f"{stack:34s}" + "".join(values))
     return lines
 
 
