@@ -102,7 +102,7 @@ if [ "$per_gpu" = 1 ]; then # Slurm started the ranks: be one
     export MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@")
 else
-    launch=("$python" -m torchllm.launch --nproc-per-node="$NPROC") # torchrun
+    launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" = 1 ]; then
         launch+=(--standalone)
     else

@@ -5,8 +5,7 @@ python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [-
 
 import sys
 
-from torchllm.config import Config
-from torchllm.config_file import load_config
+from torchllm.config import Config, load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)
@@ -15,13 +14,13 @@ import math
 
 import torch
 
-from torchllm.checkpoint import find_checkpoint, load_weights
+from torchllm.checkpoint.checkpointer import find_checkpoint, load_weights
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.evaluate import evaluate
-from torchllm.initialize import initialize
 from torchllm.models.decoder import build_model
+from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import OneStage
-from torchllm.runtime import choose_device, compute_dtype, report_errors
+from torchllm.runtime.process import choose_device, compute_dtype, report_errors
+from torchllm.train.evaluate import evaluate
 
 
 def main(config: Config) -> float:

@@ -7,8 +7,7 @@ A run folder's config.toml names the run; its newest checkpoint that verifies is
 
 import sys
 
-from torchllm.config import Config, Generate
-from torchllm.config_file import load_config
+from torchllm.config import Config, Generate, load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)
@@ -16,12 +15,12 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint import find_checkpoint, load_weights
+from torchllm.checkpoint.checkpointer import find_checkpoint, load_weights
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.initialize import initialize
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.runtime import choose_device, compute_dtype, report_errors
+from torchllm.parallel.initialize import initialize
+from torchllm.runtime.process import choose_device, compute_dtype, report_errors
 
 
 def main(config: Config) -> str:

@@ -8,8 +8,7 @@ same order, sharded over ranks, and trains the same model (tested).
 
 import sys
 
-from torchllm.config import Config
-from torchllm.config_file import load_config
+from torchllm.config import Config, load_config
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)
@@ -19,13 +18,13 @@ import time
 import torch
 
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.grad_norm import clip, grad_norm
-from torchllm.initialize import initialize
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
+from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.runtime import choose_device, compute_dtype, report_errors
+from torchllm.parallel.initialize import initialize
+from torchllm.runtime.process import choose_device, compute_dtype, report_errors
 
 
 def main(config: Config) -> list[float]:

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import get_args
 
 from torchllm.config import Config
-from torchllm.config_toml import read_files, toml_value
-from torchllm.config_types import read_table
-from torchllm.errors import UserError
-from torchllm.planner.cluster import Hardware, read_cluster, unknown_cluster
-from torchllm.planner.explain import (
+from torchllm.config.errors import UserError
+from torchllm.config.read import read_table
+from torchllm.config.toml import read_files, toml_value
+from torchllm.planner.search.explain import (
     divides_nowhere,
     figures,
     fits_nowhere,
@@ -39,9 +38,10 @@ from torchllm.planner.explain import (
     table,
     why,
 )
-from torchllm.planner.layouts import Job
-from torchllm.planner.search import Found, Objective, Ranked, search
-from torchllm.planner.validity import judge
+from torchllm.planner.search.layouts import Job
+from torchllm.planner.search.search import Found, Objective, Ranked, search
+from torchllm.planner.search.validity import judge
+from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
 
 MODELS = Path(__file__).parents[1] / "train_configs" / "models"
 
@@ -124,7 +124,7 @@ def rank(given: argparse.Namespace) -> None:
     if given.write:
         write(Path(given.write), file, config, given.cluster, job, found.best[0], given.tokens)
     if given.plot:
-        from torchllm.planner.plot import plot
+        from torchllm.planner.search.plot import plot
 
         plot(job, found, given.plot)
 
@@ -246,7 +246,7 @@ def read_hardware(name: str) -> Hardware:
 
 def predict(given: argparse.Namespace) -> None:
     """One layout a row."""
-    from torchllm.planner.score import predict_file
+    from torchllm.planner.evidence.score import predict_file
 
     print(predict_file(given.source, given.output))
 
@@ -254,18 +254,18 @@ def predict(given: argparse.Namespace) -> None:
 def score(given: argparse.Namespace) -> None:
     """Errors of whole files."""
     if given.leave_out:
-        from torchllm.planner.cross_validation import cross_validate
+        from torchllm.planner.evidence.cross_validation import cross_validate
 
         print(cross_validate(given.sources, given.leave_out, given.json))
         return
-    from torchllm.planner.score import score_files
+    from torchllm.planner.evidence.score import score_files
 
     print(score_files(given.sources, given.json, given.cluster))
 
 
 def calibrate(given: argparse.Namespace) -> None:
     """Constants of a cluster file."""
-    from torchllm.planner.calibrate import calibrate_file
+    from torchllm.planner.evidence.calibrate import calibrate_file
 
     print(calibrate_file(given.source, given.output, given.cluster))
 

@@ -9,8 +9,7 @@ the end it prints the [[data.sources]] tables that read what it wrote.
 import sys
 from dataclasses import dataclass, field
 
-from torchllm.config import Config, Natural, Positive
-from torchllm.config_file import load_config
+from torchllm.config import Config, Natural, Positive, load_config
 
 
 @dataclass(frozen=True)

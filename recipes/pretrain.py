@@ -8,8 +8,7 @@ To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.p
 
 import sys
 
-from torchllm.config import Config
-from torchllm.config_file import load_configs, write_config
+from torchllm.config import Config, load_configs, write_config
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     CONFIGS = load_configs(sys.argv[1:])
@@ -19,30 +18,30 @@ from dataclasses import asdict
 
 import torch
 
-from torchllm.adapt import Adapter
-from torchllm.checkpoint import Checkpointer
+from torchllm.adapt.adapter import Adapter
+from torchllm.adapt.out_of_memory import explain_out_of_memory
+from torchllm.adapt.tune import fastest
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.data.cache import cache_root
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.dry_run.run import dry_run
-from torchllm.evaluate import evaluate
-from torchllm.initialize import initialize
-from torchllm.mesh import build_mesh
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
-from torchllm.metrics.out_of_memory import explain_out_of_memory
 from torchllm.metrics.sinks import open_sinks
 from torchllm.metrics.trace import Traces, steps_of
 from torchllm.metrics.watch import Watch
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.planner.auto import planned
-from torchllm.planner.cluster import tensor_parallel_warning
-from torchllm.runtime import Runtime, compute_dtype, start_runtime
-from torchllm.train_step import TrainStep, check_finite
-from torchllm.tune import fastest
+from torchllm.planner.search.auto import planned
+from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
+from torchllm.spec.cluster import tensor_parallel_warning
+from torchllm.train.evaluate import evaluate
+from torchllm.train.step import TrainStep, check_finite
 
 log = logging.getLogger("torchllm")
 

@@ -3,7 +3,7 @@
 A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
 schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`
 at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
-`torchllm.config_problems.problems`.
+`torchllm.config.checks.problems`.
 
 Two groups of settings: those of LAYOUT are all combined with each other, which is `lattice()`; of OPTIONS every layout
 that is drawn (`lattice_sampler.py`) gets some. One that failed is run again from its TOML by
@@ -23,10 +23,10 @@ from tests import workers
 from tests.parity import Settings, check, tiny, with_settings, world_size
 from torchllm import config as c
 from torchllm.config import SCHEDULES, Config
-from torchllm.config_file import dump_toml
-from torchllm.config_problems import problems
-from torchllm.config_toml import read_files
-from torchllm.config_types import Fault, read_table
+from torchllm.config.checks import problems
+from torchllm.config.load import dump_toml
+from torchllm.config.read import Fault, read_table
+from torchllm.config.toml import read_files
 
 Layout = Settings
 MOST_RANKS = 8

@@ -20,17 +20,17 @@ from tests.workers import run
 from torchllm import config as c
 from torchllm.config import Config
 from torchllm.data.batch import Batch
-from torchllm.grad_norm import gradients
-from torchllm.initialize import initialize
-from torchllm.layout import canonical_name, row_of
-from torchllm.mesh import Mesh, build_mesh
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.torch_compat import local_region
-from torchllm.train_step import TrainStep
+from torchllm.runtime.torch_compat import local_region
+from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.train.step import TrainStep
 
 STEPS = 3
 CPU = torch.device("cpu")

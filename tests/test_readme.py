@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config_file import load_config
-from torchllm.planner.calibrate import calibrate_file
-from torchllm.planner.cluster import read_cluster
-from torchllm.planner.measurements import read_rows
-from torchllm.planner.score import score_files, score_rows
+from torchllm.config import load_config
+from torchllm.planner.evidence.calibrate import calibrate_file
+from torchllm.planner.evidence.measurements import read_rows
+from torchllm.planner.evidence.score import score_files, score_rows
+from torchllm.spec.cluster import read_cluster
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -19,11 +19,11 @@ from tests.workers import run
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.replay import Traced
 from torchllm.dry_run.trace import trace
-from torchllm.grad_norm import gradients
+from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.train_step import TrainStep
+from torchllm.train.step import TrainStep
 
 LAYOUTS: dict[str, Settings] = {
     "fsdp, ring and sequence parallel": {

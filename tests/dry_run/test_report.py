@@ -10,8 +10,8 @@ import torch
 from tests.parity import Settings, tiny
 from torchllm.dry_run.report import Report, as_json, as_text, size, warnings
 from torchllm.dry_run.run import examine
-from torchllm.planner import cluster
-from torchllm.planner.cluster import tensor_parallel_bytes
+from torchllm.spec import cluster
+from torchllm.spec.cluster import tensor_parallel_bytes
 
 LAYOUT: Settings = {
     "model.layers": 8,

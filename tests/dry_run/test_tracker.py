@@ -12,8 +12,8 @@ from torchllm.config import Parallel
 from torchllm.dry_run.memory import spans
 from torchllm.dry_run.trace import CPU, fake_ranks
 from torchllm.dry_run.tracker import Tracker
-from torchllm.mesh import build_mesh
-from torchllm.torch_compat import FakeTensorMode
+from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.torch_compat import FakeTensorMode
 
 KIB = 1024
 

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.workers import run
 from torchllm.metrics.breakdown import split
-from torchllm.phase import MESSAGES, PREFIX, phase
-from torchllm.torch_compat import Event, Sent, flight_record, profiled_events
+from torchllm.runtime.phase import MESSAGES, PREFIX, phase
+from torchllm.runtime.torch_compat import Event, Sent, flight_record, profiled_events
 
 MS = 1_000_000
 

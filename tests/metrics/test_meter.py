@@ -9,12 +9,12 @@ import torch
 
 import torchllm.metrics.meter as meter_module
 from torchllm.config import Metrics, Model, Recompute, Training
-from torchllm.metrics.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.metrics.watch import Profiled, Slow
-from torchllm.train_step import StepResult
+from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
+from torchllm.train.step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
 TRAINING = Training(steps=7, global_batch_size=8, sequence_length=16)

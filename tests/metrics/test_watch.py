@@ -13,8 +13,8 @@ from torchllm.metrics.watch import CONFIRMED, COST, Profiled, Slow, Watch, slowe
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.phase import phase
-from torchllm.train_step import TrainStep
+from torchllm.runtime.phase import phase
+from torchllm.train.step import TrainStep
 
 USUAL = {"forward": 0.3, "backward": 0.6, "exposed fsdp": 0.1, "data": 0.0, "checkpoint": 0.0}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from torchllm.config import Model
-from torchllm.errors import UserError
+from torchllm.config.errors import UserError
 from torchllm.models import attention
 from torchllm.models.attention import CORES, Attention, CachedAttention, EagerAttention, document_mask
 from torchllm.models.layers import rotary_angles

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from torchllm.config import Model
-from torchllm.initialize import initialize
 from torchllm.models import attention
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.initialize import initialize
 
 CPU = torch.device("cpu")
 LLAMA = Model(layers=3, hidden=32, heads=4, kv_heads=2, ffn=52, vocab=61, max_sequence_length=64)

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm.config import Compile, Model, Optimizer, Parallel, Recompute
-from torchllm.initialize import initialize
-from torchllm.layout import canonical_name
-from torchllm.mesh import build_mesh
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.torch_compat import local_region
+from torchllm.runtime.torch_compat import local_region
+from torchllm.spec.parameters import canonical_name
 
 CPU = torch.device("cpu")
 # k and v have 2 rows: over 4 ranks some hold nothing of them

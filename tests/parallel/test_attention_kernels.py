@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchllm.errors import UserError
+from torchllm.config.errors import UserError
 from torchllm.parallel.attention_kernels import (
     UNSEEN,
     BlockKernel,

@@ -15,23 +15,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchllm.parallel.context
 import torchllm.parallel.ring
-import torchllm.train_step
+import torchllm.train.step
 from tests.parallel.test_compile import TRACED, train_compiled
 from tests.parity import CPU, Settings, Trained, build, check, compare, my_batches, reference, step_batch, tiny, train
 from tests.parity import world_size as ranks_of
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.data.batch import Batch
-from torchllm.evaluate import evaluate
-from torchllm.mesh import build_mesh
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, shard_sequence
+from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.ring import RingAttention
-from torchllm.train_step import TrainStep
+from torchllm.train.evaluate import evaluate
+from torchllm.train.step import TrainStep
 
 RING2: Settings = {"parallel.cp": 2, "training.micro_batch_size": 2}
 ULYSSES2: Settings = {**RING2, "parallel.cp_method": "ulysses"}
@@ -224,7 +224,7 @@ def _with_part(**changed: Callable[[Tensor], Tensor]) -> Any:
 
         return cut
 
-    return _replaced(torchllm.train_step, "shard_sequence", change)
+    return _replaced(torchllm.train.step, "shard_sequence", change)
 
 
 def positions_counted_from_zero_on_every_rank() -> Any:

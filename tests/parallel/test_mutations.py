@@ -14,18 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-import torchllm.grad_norm
-import torchllm.initialize
+import torchllm.optim.grad_norm
+import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
 import torchllm.parallel.pipeline
 import torchllm.parallel.tensor
 import torchllm.parallel.weight_gradients
-import torchllm.train_step
+import torchllm.train.step
 from tests import parity
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
 from tests.workers import run
-from torchllm.layout import canonical_name
 from torchllm.models.decoder import Decoder
+from torchllm.spec.parameters import canonical_name
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
 HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
@@ -95,14 +95,14 @@ def mean_of_means() -> Any:
 
         return reduce
 
-    return _replaced(torchllm.train_step.dist, "all_reduce", change)
+    return _replaced(torchllm.train.step.dist, "all_reduce", change)
 
 
 def _on_reductions_of_the_step(kept: Callable[[Tensor], bool]) -> Any:
     def change(all_reduce: Any) -> Any:
         return lambda tensor, *args, **kwargs: all_reduce(tensor, *args, **kwargs) if kept(tensor) else None
 
-    return _replaced(torchllm.train_step.dist, "all_reduce", change)
+    return _replaced(torchllm.train.step.dist, "all_reduce", change)
 
 
 def gradients_averaged_by_fsdp() -> Any:
@@ -155,7 +155,7 @@ def initialised_from_the_first_offset() -> Any:
     def change(real: Any) -> Any:
         return lambda parameter: (real(parameter)[0], (0,) * parameter.dim())
 
-    return _replaced(torchllm.initialize, "local_region", change)
+    return _replaced(torchllm.parallel.initialize, "local_region", change)
 
 
 def norm_gradient_taken_as_whole() -> Any:
@@ -177,7 +177,7 @@ def tied_embeddings_untied() -> Any:
 
 def replicated_gradients_counted_by_every_rank() -> Any:
     """In the gradient norm: what several ranks hold whole counts several times."""
-    return _replaced(torchllm.grad_norm, "_counted_here", lambda real: lambda gradient: gradient.to_local())
+    return _replaced(torchllm.optim.grad_norm, "_counted_here", lambda real: lambda gradient: gradient.to_local())
 
 
 def norm_of_the_local_shards() -> Any:
@@ -186,7 +186,7 @@ def norm_of_the_local_shards() -> Any:
     def change(all_reduce: Any) -> Any:
         return lambda tensor, *a, **k: None if tensor.dtype == torch.float64 else all_reduce(tensor, *a, **k)
 
-    return _replaced(torchllm.grad_norm.dist, "all_reduce", change)
+    return _replaced(torchllm.optim.grad_norm.dist, "all_reduce", change)
 
 
 def divided_by_the_micro_batches() -> Any:
@@ -227,7 +227,7 @@ def tied_gradients_not_added() -> Any:
 
 def tied_gradient_counted_by_both_stages() -> Any:
     """In the gradient norm."""
-    return _replaced(torchllm.grad_norm, "_is_copy", lambda real: lambda stage, gradient: False)
+    return _replaced(torchllm.optim.grad_norm, "_is_copy", lambda real: lambda stage, gradient: False)
 
 
 def a_product_put_off_for_good() -> Any:

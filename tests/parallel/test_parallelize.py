@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import torchllm.parallel.parallelize
 from tests.parity import CPU, Settings, tiny
 from tests.workers_preload import clear_dtensor_caches
-from torchllm.layout import canonical_name
-from torchllm.mesh import build_mesh
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
+from torchllm.spec.parameters import canonical_name
 
 TECHNIQUES = ("apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
 EVERYTHING: Settings = {

@@ -12,11 +12,11 @@ from tests.parallel.trace import Sent, traced
 from tests.parity import CPU, Settings, build, check, my_batches, of_all_stages, step_batch, tiny, whole
 from tests.workers import run
 from torchllm.config import SCHEDULES
-from torchllm.grad_norm import grad_norm
-from torchllm.initialize import initialize
-from torchllm.layout import canonical_name
 from torchllm.models.decoder import build_model
+from torchllm.optim.grad_norm import grad_norm
+from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.spec.parameters import canonical_name
 
 SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches on each of 2 ranks
 SCALE = 0.25

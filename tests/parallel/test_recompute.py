@@ -17,11 +17,11 @@ from tests.parallel.trace import Sent, traced
 from tests.parity import CPU, Settings
 from tests.workers import run
 from torchllm.config import Model, Recompute
-from torchllm.initialize import initialize
-from torchllm.layout import canonical_name
-from torchllm.metrics.flops import recompute_interval
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.initialize import initialize
 from torchllm.parallel.recompute import apply_recompute
+from torchllm.spec.flops import recompute_interval
+from torchllm.spec.parameters import canonical_name
 
 MODES = [
     Recompute(),
@@ -174,7 +174,7 @@ CALLS: dict[str, tuple[int, int, int]] = {
 
 @pytest.mark.parametrize("recompute", MODES, ids=ids)
 def test_what_is_computed_again(recompute: Recompute) -> None:
-    """The products in it are compared with metrics/flops.py in tests/metrics/test_flops.py."""
+    """The products in it are compared with metrics/flops.py in tests/spec/test_flops.py."""
     decoder = built(SMALL, recompute)
     calls = {"Block": 0, "ScaledDotProductAttention": 0, "SwiGLU": 0}
 

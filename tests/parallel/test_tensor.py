@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.trace import Sent, Trace, module_named, traced
 from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
-from torchllm.layout import canonical_name, row_of
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
+from torchllm.spec.parameters import canonical_name, row_of
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}

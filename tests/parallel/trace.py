@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.parity import Settings, build, my_batches, tiny
-from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
+from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import build_forward_backward
 
 KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "send": "send"}
@@ -96,6 +96,6 @@ def traced(
 
 def module_named(stage: nn.Module, name: str) -> nn.Module:
     """By canonical name, whatever wraps it."""
-    from torchllm.layout import canonical_name
+    from torchllm.spec.parameters import canonical_name
 
     return {canonical_name(n + "."): m for n, m in stage.named_modules()}[name + "."]

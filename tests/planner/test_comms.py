@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchllm.planner.cluster import Hardware, read_cluster
 from torchllm.planner.comms import Group, group
+from torchllm.spec.cluster import Hardware, read_cluster
 
 
 def dgx_a100() -> Hardware:

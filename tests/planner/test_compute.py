@@ -21,7 +21,7 @@ from torchllm.planner.compute import (
     products,
     recomputed,
 )
-from torchllm.planner.stacks import STACKS
+from torchllm.planner.evidence.stacks import STACKS
 
 A100 = dgx_a100()
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from torchllm import config as c
 from torchllm.dry_run.run import examine
-from torchllm.metrics.flops import parameter_count
 from torchllm.planner.activations import block
 from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, stage_parameters
 from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
-from torchllm.planner.software import Software
-from torchllm.planner.split import balanced_split, stage_of_rank
-from torchllm.planner.stacks import STACKS
+from torchllm.spec.flops import parameter_count
+from torchllm.spec.software import Software
+from torchllm.spec.stages import balanced_split, stage_of_rank
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from tests.planner.test_comms import dgx_a100
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.metrics.flops import flops_per_token
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
+from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.memory import StageSize
 from torchllm.planner.predict import hardware_flops, pipeline_seconds, predict
-from torchllm.planner.schedule import orders
 from torchllm.planner.simulate import simulate
-from torchllm.planner.stacks import STACKS
 from torchllm.planner.stage import stage_cost
+from torchllm.spec.flops import flops_per_token
+from torchllm.spec.schedules import orders
 
 LLAMA = Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000)
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
-from torchllm.planner.schedule import Action, Entry, orders
 from torchllm.planner.simulate import (
     Peak,
     Simulated,
@@ -18,6 +17,7 @@ from torchllm.planner.simulate import (
     peaks,
     simulate,
 )
+from torchllm.spec.schedules import Action, Entry, orders
 
 NAMES = list(SCHEDULES)
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny_run import ROOT, SMALL
 
-RECIPE = str(ROOT / "recipes" / "benchmark.py")
+RECIPE = str(ROOT / "recipes" / "benchmark")
 SHORT = [*SMALL, "--benchmark.rounds=2", "--benchmark.steps=2", "--benchmark.warmup=1", "--benchmark.seconds=0.001"]
 
 
@@ -94,8 +94,8 @@ def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
 
 
 def test_data_compares_with_tiktoken_and_times_the_wait(tmp_path: Path) -> None:
-    for name in ("config.py", "config_file.py"):
-        (tmp_path / name).write_bytes((ROOT / "torchllm" / name).read_bytes())
+    for name in ("schema.py", "load.py"):
+        (tmp_path / name).write_bytes((ROOT / "torchllm" / "config" / name).read_bytes())
     source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.py", f"--data.cache={tmp_path}/cache")
     found = measured("data", tmp_path / "run", *source)
     ours, bare = found["tokenizing, one thread"]

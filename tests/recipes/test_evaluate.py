@@ -6,7 +6,7 @@ import pytest
 from recipes import evaluate
 from tests.recipes.warm import alone
 from tests.tiny_run import metrics
-from torchllm.checkpoint_manifest import CheckpointError
+from torchllm.checkpoint.manifest import CheckpointError
 
 
 @pytest.mark.parametrize(("step", "overrides"), [(8, []), (4, ["--checkpoint.resume={}/checkpoints/step-00000004"])])

@@ -7,11 +7,11 @@ import torch
 
 from recipes import generate
 from tests.recipes.warm import alone
-from torchllm.checkpoint import find_checkpoint, load_weights
-from torchllm.checkpoint_manifest import CheckpointError
+from torchllm.checkpoint.checkpointer import find_checkpoint, load_weights
+from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Generate, Model
-from torchllm.initialize import initialize
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.initialize import initialize
 
 VOCAB, END = 258, 257
 

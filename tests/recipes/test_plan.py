@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.plan import main, read_hardware
-from torchllm.config_file import load_config
-from torchllm.errors import UserError
+from torchllm.config import load_config
+from torchllm.config.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32"]

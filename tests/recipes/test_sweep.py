@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from recipes.sweep.figures import FIGURES, best_of_the_rest, figures, markdown, predictions
+from recipes.sweep.job import COLUMNS, cells_of, examine, measure, of_a_cpu, read_outcome
+from recipes.sweep.sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
-
-sys.path.insert(0, str(ROOT / "recipes"))
-from sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
-from sweep_figures import FIGURES, best_of_the_rest, figures, markdown, predictions
-from sweep_job import COLUMNS, cells_of, examine, measure, of_a_cpu, read_outcome
-
-from torchllm.planner.auto import planned
-from torchllm.planner.measurements import read_row
+from torchllm.planner.evidence.measurements import read_row
+from torchllm.planner.search.auto import planned
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
@@ -150,7 +147,7 @@ def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: P
 def test_a_sweep_that_is_ended_ends_its_job(hanging: Path, tmp_path: Path) -> None:
     axis = '[[sweep.axes]]\nkey = "run.seed"\nvalues = ["1", "2"]\n'
     file = written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{axis}')
-    command = [sys.executable, "recipes/sweep.py", file, f"--output={tmp_path / 'out'}"]
+    command = [sys.executable, "recipes/sweep", file, f"--output={tmp_path / 'out'}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sweep:
         until = time.monotonic() + 60
         while len(list(hanging.iterdir())) < 2 and time.monotonic() < until:
@@ -291,7 +288,7 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     small = "\n".join(f'[[sweep.axes]]\nkey = "{key}"\nvalues = ["{value}"]' for key, value in settings)
     text = f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{small}\n'
     file = written(tmp_path, text + '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2", "3"]\n')
-    command = [sys.executable, "recipes/sweep.py", file, f"--output={tmp_path / 'out'}"]
+    command = [sys.executable, "recipes/sweep", file, f"--output={tmp_path / 'out'}"]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
     with open(tmp_path / "out" / "results.csv", newline="") as opened:

@@ -11,17 +11,23 @@ import torch.distributed as dist
 
 from tests import workers
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
-from torchllm.config import Config
-from torchllm.config_file import load_config, load_configs
-from torchllm.errors import UserError
+from torchllm.config import Config, load_config, load_configs
+from torchllm.config.errors import UserError
 
 Change = Callable[[Any, int], None]
 """what to do to the module recipes.pretrain on a rank before it runs"""
 
 
-def pretrain(ranks: int, folder: Path, *overrides: str, change: Change | None = None) -> list[str]:
+def pretrain(
+    ranks: int,
+    folder: Path,
+    *overrides: str,
+    change: Change | None = None,
+    config: Path = ROOT / DEBUG,
+    settings: Sequence[str] = SMALL,
+) -> list[str]:
     """Train; each rank's UserError, "" where it has none."""
-    arguments = [str(ROOT / DEBUG), *SMALL, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
+    arguments = [str(config), *settings, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
     return workers.run(_pretrain, ranks, _merged(arguments, overrides), free_port(), change)
 
 

@@ -1,6 +1,6 @@
 """The one error of this package that is meant for the user."""
 
-from torchllm.errors import UserError
+from torchllm.config.errors import UserError
 
 
 class DataError(UserError, ValueError):

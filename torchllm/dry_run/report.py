@@ -13,10 +13,10 @@ import torch
 
 from torchllm.config import Config
 from torchllm.dry_run.memory import PURPOSES, Bytes
-from torchllm.mesh import AXES, Axis
-from torchllm.metrics.flops import parameter_count
-from torchllm.planner.cluster import Hardware, Link, slow_tensor_parallel
-from torchllm.planner.split import balanced_split, stage_of_rank
+from torchllm.parallel.mesh import AXES, Axis
+from torchllm.spec.cluster import Hardware, Link, slow_tensor_parallel
+from torchllm.spec.flops import parameter_count
+from torchllm.spec.stages import balanced_split, stage_of_rank
 
 TIGHT = 0.9
 """share of a device's memory over which a peak only just fits: the rest goes to what is not counted"""

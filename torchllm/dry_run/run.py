@@ -20,11 +20,11 @@ from torchllm.config import Config, Parallel, gradient_accumulation
 from torchllm.dry_run.replay import Key, Step, Traced, keys, replay
 from torchllm.dry_run.report import Kind, Report, as_json, as_text
 from torchllm.dry_run.trace import CPU, fake_ranks, ranks_of, trace, true_orders
-from torchllm.mesh import build_mesh
-from torchllm.metrics.flops import recompute_interval
-from torchllm.planner.cluster import read_cluster
-from torchllm.planner.split import balanced_split, stage_of_rank
-from torchllm.runtime import compute_dtype, report_errors
+from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.process import compute_dtype, report_errors
+from torchllm.spec.cluster import read_cluster
+from torchllm.spec.flops import recompute_interval
+from torchllm.spec.stages import balanced_split, stage_of_rank
 
 LONGEST_PIPELINE = 7
 """to trace in place of a longer one: enough for every schedule's actions, with those before them"""

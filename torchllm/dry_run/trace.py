@@ -25,18 +25,18 @@ from torchllm.data.batch import Batch
 from torchllm.dry_run.memory import left_by_forwards, of_each_micro_batch, spans
 from torchllm.dry_run.replay import Traced, keys
 from torchllm.dry_run.tracker import Tracker
-from torchllm.grad_norm import gradients
-from torchllm.initialize import materialize
-from torchllm.mesh import Mesh, build_mesh
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.initialize import materialize
+from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import ForwardBackward, Pipeline, build_forward_backward
-from torchllm.planner.schedule import flat, orders
-from torchllm.planner.split import stage_of_rank
-from torchllm.torch_compat import FakeTensorMode, skip_pipeline_vote
-from torchllm.train_step import TrainStep
+from torchllm.runtime.torch_compat import FakeTensorMode, skip_pipeline_vote
+from torchllm.spec.schedules import flat, orders
+from torchllm.spec.stages import stage_of_rank
+from torchllm.train.step import TrainStep
 
 CPU = torch.device("cpu")
 

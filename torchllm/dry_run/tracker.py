@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchllm.mesh import Axis
-from torchllm.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+from torchllm.parallel.mesh import Axis
+from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 NEVER = 1 << 62
 """a time after all others"""

@@ -16,8 +16,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
-from torchllm.phase import MESSAGES, PREFIX
-from torchllm.torch_compat import Event, Sent
+from torchllm.runtime.phase import MESSAGES, PREFIX
+from torchllm.runtime.torch_compat import Event, Sent
 
 SHORT = 100_000
 """ns; a gap between two operators of a CPU that is no wait: Python's"""

@@ -38,14 +38,14 @@ import torch
 
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.device import device_meter
-from torchllm.metrics.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.metrics.watch import Profiled
-from torchllm.phase import phase
+from torchllm.runtime.phase import phase
+from torchllm.spec.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
 
 if TYPE_CHECKING:
-    from torchllm.train_step import StepResult
+    from torchllm.train.step import StepResult
 
 log = logging.getLogger("torchllm")
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from torchllm.mesh import Mesh
 from torchllm.metrics.breakdown import ASIDE, COMPUTING, split
 from torchllm.metrics.trace import Traces
-from torchllm.phase import phase
-from torchllm.torch_compat import flight_record, profiled_events
+from torchllm.parallel.mesh import Mesh
+from torchllm.runtime.phase import phase
+from torchllm.runtime.torch_compat import flight_record, profiled_events
 
 COST = 0.01
 """share of the run's time that profiling may take"""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
-from torchllm.errors import UserError
+from torchllm.config.errors import UserError
 from torchllm.models.layers import Rotary, rotate
 
 

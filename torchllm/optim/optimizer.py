@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 from torchllm.config import Optimizer as OptimizerConfig
-from torchllm.layout import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, row_of
 
 
 def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:

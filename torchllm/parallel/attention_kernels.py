@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchllm.errors import UserError
+from torchllm.config.errors import UserError
 
 UNSEEN = -1e30
 """added to the score of a key that a query may not see"""

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.data.batch import Batch
-from torchllm.mesh import Mesh
 from torchllm.models.attention import Attention
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.attention_kernels import block_kernel, check_kernel
+from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.ring import RingAttention, of_all_ranks
-from torchllm.torch_compat import all_to_all
+from torchllm.runtime.torch_compat import all_to_all
 
 
 def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str) -> None:

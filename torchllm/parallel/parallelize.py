@@ -10,11 +10,11 @@ import logging
 import torch
 
 from torchllm.config import Compile, Parallel, Recompute
-from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.context import apply_context_parallel
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
+from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import apply_scatter_gather, split_into_stages
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.parallel.tensor import apply_tensor_parallel

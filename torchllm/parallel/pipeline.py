@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchllm.config import SCHEDULES, Parallel, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.mesh import Mesh
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free_after_backward
+from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
-from torchllm.planner.split import balanced_split, stage_of_rank
+from torchllm.spec.stages import balanced_split, stage_of_rank
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchllm.config import Recompute
-from torchllm.metrics.flops import recompute_interval
 from torchllm.models.decoder import Decoder, run_blocks
 from torchllm.parallel.kept import Kept
 from torchllm.parallel.ring import RingAttention
-from torchllm.torch_compat import checkpoint_wrapper
+from torchllm.runtime.torch_compat import checkpoint_wrapper
+from torchllm.spec.flops import recompute_interval
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,

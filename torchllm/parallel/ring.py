@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.parallel.attention_kernels import BlockKernel, document_bias
 from torchllm.parallel.kept import computed_once
-from torchllm.phase import messages
+from torchllm.runtime.phase import messages
 
 
 class RingAttention(nn.Module):

@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchllm.layout import canonical_name, row_of
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
-from torchllm.torch_compat import local_region
+from torchllm.runtime.torch_compat import local_region
+from torchllm.spec.parameters import canonical_name, row_of
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:

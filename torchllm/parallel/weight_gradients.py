@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import Head
 from torchllm.parallel.fsdp import fsdp_modules
-from torchllm.phase import phase
-from torchllm.torch_compat import accumulate_in_reduce_dtype
+from torchllm.runtime.phase import phase
+from torchllm.runtime.torch_compat import accumulate_in_reduce_dtype
 
 Product = tuple[Tensor, Tensor, Tensor]
 """a weight (N, M), the inputs (..., M) and output gradients (..., N) of which its gradient is the product"""

@@ -10,9 +10,9 @@ Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-val
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute
-from torchllm.metrics.flops import matrices, recompute_interval
 from torchllm.planner.compute import Kernels, Piece
-from torchllm.planner.software import Software
+from torchllm.spec.flops import matrices, recompute_interval
+from torchllm.spec.software import Software
 
 
 class Phase(NamedTuple):

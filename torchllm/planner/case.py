@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.planner.cluster import Hardware
 from torchllm.planner.compute import Kernels, Piece
-from torchllm.planner.software import Software
+from torchllm.spec.cluster import Hardware
+from torchllm.spec.software import Software
 
 PP, REPLICATE, SHARD, CP, TP = range(5)
 """dimensions of `Case.mesh`"""

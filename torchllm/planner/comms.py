@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.planner.cluster import Hardware
+from torchllm.spec.cluster import Hardware
 
 
 class Group(NamedTuple):

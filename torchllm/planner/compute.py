@@ -7,8 +7,8 @@ that is longer; elementwise work takes its bytes. Nothing here waits for another
 from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
-from torchllm.planner.cluster import Hardware
-from torchllm.planner.software import Attention, Software
+from torchllm.spec.cluster import Hardware
+from torchllm.spec.software import Attention, Software
 
 TILE = 128 * 128
 """elements of a product that one multiprocessor computes at a time (the common tile of cuBLAS and CUTLASS)"""

@@ -18,12 +18,12 @@ from operator import add, mul
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.metrics.flops import matrices
 from torchllm.planner.activations import Block, Kept, block, kept
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.moments import Moment, totals
-from torchllm.planner.schedule import Kind
-from torchllm.planner.software import Software
+from torchllm.spec.flops import matrices
+from torchllm.spec.schedules import Kind
+from torchllm.spec.software import Software
 
 
 class Memory(NamedTuple):

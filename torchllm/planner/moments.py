@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from torchllm.config import Parallel
-from torchllm.planner.schedule import Entry, Kind, flat, rank_order
+from torchllm.spec.schedules import Entry, Kind, flat, rank_order
 
 
 class Moment(NamedTuple):

@@ -9,16 +9,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
-from torchllm.metrics.flops import flops_per_token, matrices, recompute_interval
 from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
 from torchllm.planner.compute import MEMORY_RATE
 from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parameters
 from torchllm.planner.moments import of_rank
-from torchllm.planner.schedule import PUBLISHED
 from torchllm.planner.simulate import StageTimes, played, simulate_played
-from torchllm.planner.split import balanced_split, stage_of_rank
 from torchllm.planner.stage import StageCost, block_cost, boundary, exposed, stage_cost
+from torchllm.spec.flops import flops_per_token, matrices, recompute_interval
+from torchllm.spec.schedules import PUBLISHED
+from torchllm.spec.stages import balanced_split, stage_of_rank
 
 
 class Prediction(NamedTuple):

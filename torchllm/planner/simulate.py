@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchllm.config import Parallel, PipelineSchedule
-from torchllm.planner.schedule import Action, Entry, flat, orders, rank_order
+from torchllm.spec.schedules import Action, Entry, flat, orders, rank_order
 
 
 class StageTimes(NamedTuple):

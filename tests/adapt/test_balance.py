@@ -1,0 +1,67 @@
+"""The split that evens out measured stage times."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchllm.adapt.balance import StageClock, better_split, partition
+
+
+def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
+    ends = list(itertools.accumulate(split, initial=0))
+    return max(sum(blocks[a:b]) + own for (a, b), own in zip(itertools.pairwise(ends), fixed, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_split_is_better(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    stages = 2 + seed % 3
+    blocks = torch.rand(stages + 1 + seed % 5, generator=generator).tolist()
+    fixed = torch.rand(stages, generator=generator).tolist()
+    every = [split for split in itertools.product(range(1, len(blocks)), repeat=stages) if sum(split) == len(blocks)]
+    best = min(slowest(split, blocks, fixed) for split in every)
+    assert slowest(partition(blocks, fixed), blocks, fixed) == pytest.approx(best)
+
+
+def test_even_stages_stay() -> None:
+    assert better_split((4, 4), (1.0, 1.04), (0.0, 0.1)) is None  # 2 % over the mean
+    assert better_split((1, 1), (1.0, 3.0), (0.0, 0.0)) is None  # nothing to move
+
+
+def test_blocks_leave_a_slow_stage() -> None:
+    assert better_split((4, 4), (1.0, 3.0), (0.0, 0.0)) == (5, 3)  # 2, 2.25: 6 of 1/4 and 2 of 3/4 would be 3
+    # Half of the last stage's time is the head's, which stays there.
+    assert better_split((4, 4), (1.0, 2.0), (0.0, 0.5)) == (6, 2)  # 6 quarters; 2 and the head's 4
+    moved = better_split((2, 2, 2, 2), (4.0, 1.0, 1.0, 1.0), (0.0, 0.0))
+    assert moved is not None
+    assert slowest(moved, [2.0, 2.0, *[0.5] * 6], [0.0] * 4) == 2.0  # a heavy block each
+
+
+class Sleeps(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x
+
+
+def test_the_clock_takes_the_median_of_each_stage() -> None:
+    stages = [Sleeps(0.01), Sleeps(0.03)]
+    clock = StageClock(stages, (1, 2), torch.device("cpu"))
+    for _ in range(3):
+        for stage in stages:
+            stage(torch.ones(1))
+    stages[0].seconds = 0.5  # once: no median
+    stages[0](torch.ones(1))
+    clock.close()
+    stages[0](torch.ones(1))
+    found = clock.seconds()
+    assert found.keys() == {1, 2}
+    assert found[1] == pytest.approx(0.01, abs=0.01)
+    assert found[2] == pytest.approx(0.03, abs=0.01)
+    assert len(clock.marks[1]) == 4

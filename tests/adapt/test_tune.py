@@ -1,0 +1,126 @@
+"""Layouts measured in one launch: the fastest trains, and is remembered."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity import tiny
+from tests.recipes.warm import pretrain, trained
+from tests.tiny_run import curve
+from tests.workers import run
+from torchllm.adapt import tune
+from torchllm.adapt.tune import fastest
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.planner.search.layouts import layout_of
+
+__all__ = ["trained"]
+
+
+def _runtime() -> Any:
+    group = dist.new_group(backend="gloo")
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        world_size=dist.get_world_size(),
+        is_main=dist.get_rank() == 0,
+        host_group=group,
+        barrier=lambda: dist.barrier(group=group),
+    )
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"parallel.tp": 4, "parallel.sequence_parallel": True},
+    {"parallel.dp_shard": 4, "parallel.zero_stage": 1},
+    {"parallel.pp": 2, "parallel.dp_shard": 2, "data.document_mask": True},
+]
+
+
+def text_of(config: Config) -> str:
+    return layout_of(config).text()
+
+
+def _layouts() -> list[Config]:
+    return [tiny(settings) for settings in SETTINGS]
+
+
+def _real(cache: Path) -> str:
+    return text_of(fastest(_layouts(), _runtime(), cache))
+
+
+def test_real_layouts_are_measured_alike_on_all_ranks(tmp_path: Path) -> None:
+    found = run(_real, 4, tmp_path)
+    [times] = json.loads((tmp_path / "tuned.json").read_text()).values()
+    assert times.keys() == {text_of(config) for config in _layouts()}
+    assert all(0 < seconds < 60 for seconds in times.values())
+    assert found == [min(times, key=times.get)] * 4
+
+
+def _pretended(cache: Path, seconds: list[float], ends: int | None = None) -> tuple[str, list[str]]:
+    """With measurements that take no time; `ends`: the one of these layouts that ends the job."""
+    measured: list[str] = []
+
+    def pretend(config: Config, runtime: Any) -> float:
+        measured.append(text_of(config))
+        which = [text_of(one) for one in _layouts()].index(measured[-1])
+        if which == ends:
+            raise RuntimeError("out of memory")
+        return seconds[which]
+
+    kept, tune.measure = tune.measure, pretend
+    try:
+        return text_of(fastest(_layouts(), _runtime(), cache)), measured
+    except (RuntimeError, UserError) as error:
+        return str(error), measured
+    finally:
+        tune.measure = kept
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    tp, dp, pp = map(text_of, _layouts())
+    assert run(_pretended, 2, tmp_path, [3.0, 2.0, 1.0]) == [(pp, [tp, dp, pp])] * 2
+    assert run(_pretended, 2, tmp_path, [1.0, 1.0, 9.0]) == [(pp, [])] * 2
+    assert run(_pretended, 1, tmp_path, [1.0, 2.0, 9.0]) == [(tp, [tp, dp, pp])]  # another number of ranks
+
+
+def test_a_layout_that_ended_a_job_is_not_tried_again(tmp_path: Path) -> None:
+    tp, dp, pp = map(text_of, _layouts())
+    assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [("out of memory", [tp])] * 2
+    assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [(dp, [dp, pp])] * 2
+
+
+def test_all_of_them_ended_a_job(tmp_path: Path) -> None:
+    run(_pretended, 1, tmp_path, [float("inf")] * 3)
+    [(said, measured)] = run(_pretended, 1, tmp_path, [1.0] * 3)
+    file = tmp_path / "tuned.json"
+    assert said == f"parallel.layout: each of the planner's layouts has ended a job; {file} remembers it"
+    assert measured == []
+
+
+def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:
+    for text in ("{", "[]", ""):
+        (tmp_path / "tuned.json").write_text(text)
+        tp = text_of(_layouts()[0])
+        assert run(_pretended, 1, tmp_path, [1.0, 2.0, 3.0])[0][0] == tp
+
+
+def test_one_layout_is_not_measured() -> None:
+    config = _layouts()[0]
+    assert fastest([config], None, Path("/nowhere")) is config
+
+
+def test_a_run_of_two_ranks_tunes_itself_and_trains_the_same_model(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = ["--parallel.layout=tune", f"--data.cache={tmp_path / 'cache'}"]
+    assert pretrain(2, tmp_path / "run", *tuned) == ["", ""]
+    text = (tmp_path / "run/config.toml").read_text()
+    assert 'layout = "manual"' in text
+    [times] = json.loads((tmp_path / "cache/tuned.json").read_text()).values()
+    assert len(times) == 4
+    for one, other in zip(curve(tmp_path / "run"), curve(trained), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)

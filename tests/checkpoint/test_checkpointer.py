@@ -1,0 +1,298 @@
+"""Decisions of the Checkpointer, in one process; `test_tensors.py` has the layouts and the ranks."""
+
+import logging
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchllm import config
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import tensors as checkpoint_tensors
+from torchllm.checkpoint.checkpointer import Checkpointer, find_checkpoint, load_weights, verify
+from torchllm.checkpoint.manifest import CheckpointError
+
+
+def checkpointer(folder: Path, model: nn.Module | None = None, **settings: Any) -> Checkpointer:
+    model = model or nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return Checkpointer(config.Checkpoint(**settings), folder, [model], optimizer, record={"run": "test"})
+
+
+def steps(folder: Path) -> list[int]:
+    return [manifests.step_of(path) for path in manifests.step_folders(folder / "checkpoints")]
+
+
+def damage(folder: Path, step: int) -> None:
+    path = manifests.step_folder(folder / "checkpoints", step) / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_step_data_record_and_tensors_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    saving = checkpointer(tmp_path, model)
+    saving.save(7, {"sequences": 56, "epochs": [0, 1]})
+    loaded = nn.Linear(3, 2)
+    resuming = checkpointer(tmp_path, loaded)
+    manifest = resuming.resume()
+    assert manifest is not None
+    assert (manifest.step, manifest.data, manifest.record) == (7, {"sequences": 56, "epochs": [0, 1]}, {"run": "test"})
+    theirs, ours = saving._tensors(), resuming._tensors()
+    assert theirs.keys() == ours.keys()
+    assert len(theirs) == 2 + 2 * 3
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    assert torch.equal(loaded.weight, model.weight)
+
+
+def test_random_generators_continue(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, {})
+    expected = torch.rand(5)
+    resuming = checkpointer(tmp_path)
+    torch.manual_seed(1)
+    resuming.resume()
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, {"sequences": 3})
+    folder = manifests.step_folder(tmp_path / "checkpoints", 1)
+    verify(None, folder)
+    paths = sorted(folder.iterdir())
+    assert [path.name for path in paths] == [".metadata", "__0_0.distcp", manifests.MANIFEST]
+    generator = random.Random(0)
+    for flip in range(200):
+        path = paths[flip % len(paths)]
+        content = path.read_bytes()
+        changed = bytearray(content)
+        changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            verify(None, folder)
+        path.write_bytes(content)
+    verify(None, folder)
+
+
+def test_auto_starts_fresh_only_without_any_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "checkpoints" / (".step-00000009." + "0" * 32 + ".tmp")).mkdir(parents=True)
+    assert checkpointer(tmp_path).resume() is None
+    assert "starting fresh" in caplog.text
+    assert list((tmp_path / "checkpoints").iterdir()) == []  # what a killed save left is swept
+
+
+def test_auto_takes_the_newest_that_verifies_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+    damage(tmp_path, 3)
+    (manifests.step_folder(tmp_path / "checkpoints", 2) / manifests.MANIFEST).unlink()
+    resuming = checkpointer(tmp_path)
+    manifest = resuming.resume()
+    assert manifest is not None
+    assert manifest.step == 1
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert "step-00000003" in warned[0]
+    assert "step-00000002" in warned[1]
+    resuming.save(3, {"again": True})  # the damaged one makes way and is kept
+    assert verify(None, manifests.step_folder(tmp_path / "checkpoints", 3)).data == {"again": True}
+    assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000003.*"))) == 1
+
+
+def test_auto_stops_when_checkpoints_exist_but_none_verifies(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, {})
+    damage(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint in .*__0_0\.distcp: damaged"):
+        checkpointer(tmp_path).resume()
+
+
+def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
+    assert checkpointer(tmp_path, resume="none").resume() is None
+    checkpointer(tmp_path).save(1, {})
+    with pytest.raises(CheckpointError, match=r'checkpoint\.resume = "none", but .*step-00000001 exists'):
+        checkpointer(tmp_path, resume="none").resume()
+
+
+def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
+    named = manifests.step_folder(tmp_path / "old" / "checkpoints", 5)
+    with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
+        checkpointer(tmp_path / "new", resume=str(named)).resume()
+    checkpointer(tmp_path / "old").save(5, {})
+    manifest = checkpointer(tmp_path / "new", resume=str(named)).resume()
+    assert manifest is not None
+    assert manifest.step == 5
+    checkpointer(tmp_path / "new").save(6, {})
+    with pytest.raises(CheckpointError, match="step-00000006 is newer"):
+        checkpointer(tmp_path / "new", resume=str(named)).resume()
+    damage(tmp_path / "old", 5)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged"):
+        checkpointer(tmp_path / "fresh", resume=str(named)).resume()
+
+
+def test_find_checkpoint_takes_the_newest_that_verifies(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    saving = checkpointer(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+    assert find_checkpoint(tmp_path, "none").name == "step-00000002"
+    damage(tmp_path, 2)
+    assert find_checkpoint(str(tmp_path), "auto").name == "step-00000001"
+    assert find_checkpoint(tmp_path, "else/where") == Path("else/where")
+    with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
+        load_weights(Path("else/where"), nn.Linear(3, 2))
+
+
+def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path)
+    saving.save(1, {})
+    with pytest.raises(CheckpointError, match="exists already"):
+        saving.save(1, {})
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpointer(tmp_path).save(1, {})
+    assert steps(tmp_path) == [1]
+
+
+def test_keep_counts_and_deletes_only_verified_ones(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=0)
+    for step in range(1, 6):
+        saving.save(step, {})
+    assert steps(tmp_path) == [5, 4, 3, 2, 1]
+    damage(tmp_path, 5)
+    damage(tmp_path, 2)
+    later = checkpointer(tmp_path, keep=2)
+    later.resume()
+    later.save(6, {})
+    assert steps(tmp_path) == [6, 5, 4, 2]  # 6 and 4 are kept, 3 and 1 deleted; 5 and 2 are damaged
+    later.save(7, {})
+    assert steps(tmp_path) == [7, 6, 5, 2]
+    assert checkpointer(tmp_path).resume() is not None
+
+
+def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+        assert steps(tmp_path) == [step]
+        verify(None, manifests.step_folder(tmp_path / "checkpoints", step))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(3, 4), r"model\.weight: \(2, 3\) in the checkpoint, \(4, 3\) here"),
+        (nn.Linear(3, 2).double(), r"model\.weight: torch\.float32 in the checkpoint, torch\.float64 here"),
+        (nn.Linear(3, 2, bias=False), r"model\.bias: in the checkpoint only"),
+        (nn.Sequential(nn.Linear(3, 2)), r"model\.0\.weight: missing in the checkpoint"),
+    ],
+)
+def test_another_model_is_refused_by_name(tmp_path: Path, other: nn.Module, message: str) -> None:
+    checkpointer(tmp_path).save(1, {})
+    before = [parameter.clone() for parameter in other.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), other)
+    assert all(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
+
+
+def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, {})
+    model = nn.Linear(3, 2)
+    resuming = Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"optimizer\.bias\.exp_avg: in the checkpoint only"):
+        resuming.resume()
+
+
+def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = nn.Sequential(checkpoint_wrapper(torch.compile(nn.Linear(3, 2))))
+    optimizer = torch.optim.SGD(wrapped.parameters())
+    Checkpointer(config.Checkpoint(), tmp_path, [wrapped], optimizer).save(1, {})
+    plain = nn.Sequential(nn.Linear(3, 2))
+    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), plain)
+    assert torch.equal(plain[0].weight, next(wrapped.parameters()))
+
+
+def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    keys = checkpoint_tensors.of_model([model]).keys()
+    assert keys == {"model.embed.weight"}
+
+
+def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    saving = checkpointer(tmp_path, model, asynchronous=True)
+    go, write = threading.Event(), checkpoint_tensors.write
+
+    def late(*arguments: Any) -> None:
+        assert go.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint_tensors, "write", late)
+    expected = {key: tensor.clone() for key, tensor in saving._tensors().items()}
+    saving.save(1, {})
+    for tensor in saving._tensors().values():
+        tensor.zero_()
+    assert steps(tmp_path) == []
+    go.set()
+    saving.close()
+    resuming = checkpointer(tmp_path)
+    resuming.resume()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in resuming._tensors().items())
+
+
+def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = checkpointer(tmp_path, asynchronous=True)
+    published, write = [], checkpoint_tensors.write
+
+    def note(*arguments: Any) -> None:
+        published.append(steps(tmp_path))
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint_tensors, "write", note)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+    saving.close()
+    assert published == [[], [1], [2, 1]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_failed_write_is_raised_and_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    saving = checkpointer(tmp_path, asynchronous=asynchronous)
+    saving.save(1, {})
+    saving._finish()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    if asynchronous:
+        saving.save(2, {})
+        assert saving._executor is not None
+        saving._executor.shutdown()
+        assert saving.failed
+    with pytest.raises(CheckpointError, match=r"step-00000002.*No space left.*needs \d+ bytes, \d+ are free; earlier"):
+        saving.close() if asynchronous else saving.save(2, {})
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert checkpointer(tmp_path).resume() is not None
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = checkpointer(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))  # type: ignore
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs \d+ bytes, 100 are free"):
+        saving.save(1, {})
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -1,0 +1,130 @@
+"""A run that changes its layout at every checkpoint, 8 ranks down to 1 and up again, is the run that never stopped."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.parity import CPU, Settings, build, tiny, world_size
+from tests.workers import run
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.config import Checkpoint, Data, Source
+from torchllm.data.loader import DataRanks, build_loader
+from torchllm.models.decoder import Decoder
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.spec.parameters import canonical_name
+from torchllm.train.step import TrainStep
+
+DATA = Data(sources=(Source(kind="synthetic"),), document_mask=True, workers=0)
+HOPS: list[Settings] = [
+    {"pp": 2, "dp_shard": 2, "tp": 2, "schedule": "ZBVZeroBubble", "zero_stage": 3},
+    {"cp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
+    {"pp": 2, "schedule": "DualPipeV"},
+    {},
+    {"dp_shard": 2, "zero_stage": 0},
+    {"pp": 4, "schedule": "1F1B"},
+    {"pp": 2, "dp_replicate": 2, "cp": 2, "schedule": "Interleaved1F1B", "cp_method": "ulysses", "zero_stage": 1},
+]
+"""one step on each, so that no state is read that the layout before has not changed"""
+RANKS = [8, 4, 2, 1, 2, 4, 8]
+
+
+class Hop(NamedTuple):
+    """What one layout did."""
+
+    loaded: dict[str, str]
+    """sha256 of each whole parameter and of its optimizer state, before the first step"""
+    samples: list[str]
+    """sha256 of the tokens of each step, in the order of the data"""
+    losses: list[float]
+    saved: dict[str, str]
+    """as `loaded`, after the last step"""
+
+
+def tensors(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of this rank and its state, copies of a tied embedding too."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            yield canonical_name(name), parameter
+            for entry, value in sorted(optimizer.state[parameter].items()):
+                yield f"{canonical_name(name)}.{entry}", value
+
+
+def digests(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """sha256 of the whole tensors of all ranks, by name; those of one name must be the same."""
+    mine = []
+    for name, tensor in tensors(stages, optimizer):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        mine.append((name, digest(whole)))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    found: dict[str, str] = {}
+    for name, value in (pair for pairs in of_ranks for pair in pairs):
+        assert found.setdefault(name, value) == value, f"{name}: its copies differ"
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def step_digest(batches: Sequence[Any], rank: int) -> str:
+    """sha256 of the tokens that all data ranks read in a step: micro batch a of rank r is number a * ranks + r."""
+    mine = [(index, rank, digest(batch.tokens)) for index, batch in enumerate(batches)]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return "".join(value for *_, value in sorted({entry for entries in of_ranks for entry in entries}))
+
+
+def train(settings: Settings, steps: range, folder: str | None) -> Hop:
+    """The steps on this layout, from the newest checkpoint of the folder; saved there after the last one."""
+    config = tiny(settings)
+    mesh, stages = build(config)
+    optimizer = build_optimizer(stages, config.optimizer)
+    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
+    data = build_loader(DATA, config.training, config.model, 0, DataRanks(mesh.data_rank, mesh.data_size))
+    if folder is not None:
+        settings_of_checkpoints = Checkpoint(asynchronous=config.parallel.pp == 4)  # one of them in the background
+        checkpoints = Checkpointer(
+            settings_of_checkpoints, Path(folder), stages, optimizer, host_group=dist.group.WORLD
+        )
+        if manifest := checkpoints.resume():
+            assert manifest.step == steps[0] - 1
+            data.load_state(manifest.data)
+    loaded, samples, losses = digests(stages, optimizer), [], []
+    for number in steps:
+        batches = data.next_step()
+        samples.append(step_digest(batches, mesh.data_rank))
+        losses.append(step(number, batches).loss.item())
+    if folder is not None:
+        checkpoints.save(steps[-1], data.state())
+        checkpoints.close()
+    return Hop(loaded, samples, losses, digests(stages, optimizer))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool) -> None:
+    common = {"model.tied_embeddings": tied, "training.steps": len(HOPS), "data.document_mask": True}
+    (whole,) = run(train, 1, common, range(1, len(HOPS) + 1), None)
+    before = whole.loaded
+    for number, (hop, ranks) in enumerate(zip(HOPS, RANKS, strict=True)):
+        settings = common | {f"parallel.{key}": value for key, value in hop.items()}
+        assert world_size(tiny(settings)) == ranks
+        for done in run(train, ranks, settings, range(number + 1, number + 2), str(tmp_path)):
+            assert done.loaded == before, f"after {hop}"
+            assert done.samples == whole.samples[number : number + 1]
+            # Other orders of float32 sums, through up to seven steps of AdamW.
+            assert done.losses == pytest.approx(whole.losses[number : number + 1], rel=1e-5)
+            after = done.saved
+        assert after != before
+        before = after

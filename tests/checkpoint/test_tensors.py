@@ -1,0 +1,307 @@
+"""Layouts, and failures of ranks, on live gloo ranks."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests import parity, workers
+from torchllm import config
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import tensors as checkpoint_tensors
+from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.models.decoder import build_model
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.parallelize import parallelize
+
+LAYOUTS = {  # replicate, shard, tp
+    "fsdp2": (1, 2, 1),
+    "fsdp4": (1, 4, 1),
+    "hsdp2x2": (2, 2, 1),
+    "tp2": (1, 1, 2),
+    "fsdp2xtp2": (1, 2, 2),
+}
+
+
+def ranks(layout: str) -> int:
+    replicate, shard, tp = LAYOUTS[layout]
+    return replicate * shard * tp
+
+
+class Tiny(nn.Module):
+    """Sizes that no number of ranks divides, so that shards are uneven and some empty; the head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+        self.norm = nn.LayerNorm(3 * 6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return self.head(self.norm(hidden.flatten(-2)).unflatten(-1, (3, 6)))
+
+
+def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[nn.Module, Any, Checkpointer]:
+    """A model that starts from the seed alike on all ranks, its optimizer with state, its checkpoints."""
+    torch.manual_seed(seed)
+    model = Tiny()
+    model.counts.fill_(seed)
+    if layout is not None:
+        replicate, shard, tp = LAYOUTS[layout]
+        mesh = init_device_mesh("cpu", (replicate, shard, tp), mesh_dim_names=("replicate", "shard", "tp"))
+        if tp > 1:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "embed": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            model.head.weight = model.embed.weight
+        if replicate * shard > 1:
+            fully_shard(model, mesh=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    group = dist.group.WORLD if layout is not None else None
+    return (
+        model,
+        optimizer,
+        Checkpointer(config.Checkpoint(**settings), Path(folder), [model], optimizer, host_group=group),
+    )
+
+
+def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
+    """sha256 of every whole tensor."""
+    tensors = checkpoint_tensors.of_model([model]) | checkpoint_tensors.of_optimizer([model], optimizer)
+    whole = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    return {key: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for key, tensor in whole.items()}
+
+
+def save_on(layout: str | None, folder: str, seed: int = 1, **settings: Any) -> dict[str, str]:
+    model, optimizer, checkpoints = build(layout, folder, seed, **settings)
+    checkpoints.save(seed, {"sequences": 8 * seed})
+    checkpoints.close()
+    return digests(model, optimizer)
+
+
+def load_on(layout: str | None, folder: str) -> tuple[int, Any, dict[str, str]]:
+    model, optimizer, checkpoints = build(layout, folder, seed=5)
+    manifest = checkpoints.resume()
+    assert manifest is not None
+    return manifest.step, manifest.data, digests(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("fsdp4", ["fsdp2", "tp2", "fsdp2xtp2"]),
+        ("fsdp2xtp2", ["fsdp4"]),
+        ("hsdp2x2", ["hsdp2x2", "tp2"]),
+        ("tp2", ["hsdp2x2"]),
+    ],
+)
+def test_any_layout_loads_any_other_bitwise(tmp_path: Path, source: str, targets: list[str]) -> None:
+    saved = workers.run(save_on, ranks(source), source, str(tmp_path))
+    assert all(rank == saved[0] for rank in saved)
+    assert len(saved[0]) == 7 + 3 * 6  # 6 parameters and a buffer, three entries of AdamW a parameter
+    expected = (1, {"sequences": 8}, saved[0])
+    for target in targets:
+        for loaded in workers.run(load_on, ranks(target), target, str(tmp_path)):
+            assert loaded == expected
+    assert load_on(None, str(tmp_path)) == expected  # and one process without a group
+    model = Tiny()
+    assert load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), model).world_size == ranks(source)
+    unoptimized = {key for key in saved[0] if key.startswith("model.")}
+    weights = digests(model, torch.optim.SGD(model.parameters()))
+    assert weights == {key: saved[0][key] for key in unoptimized}
+
+
+def test_one_process_is_loaded_by_many(tmp_path: Path) -> None:
+    saved = save_on(None, str(tmp_path))
+    for loaded in workers.run(load_on, 4, "fsdp2xtp2", str(tmp_path)):
+        assert loaded == (1, {"sequences": 8}, saved)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[str]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(13, (2, 3), generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+        loss = model(tokens).square().mean() * torch.rand(())  # the generator's state matters, too
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def resume_bitwise(folder: str, asynchronous: bool) -> None:
+    model, optimizer, checkpoints = build("fsdp4", folder, seed=1, asynchronous=asynchronous)
+    assert checkpoints.resume() is None
+    torch.manual_seed(dist.get_rank())
+    train(model, optimizer, range(1, 3))
+    with torch.no_grad():
+        model.set_reshard_after_forward(False)
+        model(torch.zeros(1, 3, dtype=torch.int64))  # leaves the weights gathered: saving must not mind
+    checkpoints.save(2, {})
+    losses = train(model, optimizer, range(3, 6))  # collectives on the default group while the save is under way
+    expected = digests(model, optimizer)
+    checkpoints.close()
+    model, optimizer, checkpoints = build("fsdp4", folder, seed=1)
+    manifest = checkpoints.resume()
+    assert manifest is not None
+    assert train(model, optimizer, range(manifest.step + 1, 6)) == losses
+    assert digests(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_same_layout_resumes_bitwise(tmp_path: Path, asynchronous: bool) -> None:
+    workers.run(resume_bitwise, 4, str(tmp_path), asynchronous)
+
+
+def messages_of(layout: str, folder: str, action: Callable[[Checkpointer], Any], seed: int, settings: Any) -> str:
+    """What every rank is told when the action fails."""
+    _, _, checkpoints = build(layout, folder, seed, **settings)
+    try:
+        action(checkpoints)
+        checkpoints.close()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def save_without_room_on_rank_1(checkpoints: Checkpointer) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        checkpoints.save(2, {})
+        checkpoints.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_full_disk_of_one_rank_reaches_all(tmp_path: Path, asynchronous: bool) -> None:
+    saved = workers.run(save_on, 2, "fsdp2", str(tmp_path))
+    settings = {"asynchronous": asynchronous}
+    told = workers.run(messages_of, 2, "fsdp2", str(tmp_path), save_without_room_on_rank_1, 2, settings)
+    for message in told:
+        assert "step-00000002" in message
+        assert "rank 1: " in message
+        assert "rank 0: " not in message
+        assert "bytes" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
+        assert loaded == (1, {"sequences": 8}, saved[0])
+
+
+def resume(checkpoints: Checkpointer) -> None:
+    checkpoints.resume()
+
+
+def test_damage_in_one_ranks_share_reaches_all(tmp_path: Path) -> None:
+    workers.run(save_on, 4, "fsdp4", str(tmp_path))
+    path = manifests.step_folder(tmp_path / "checkpoints", 1) / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[::-1])
+    for message in workers.run(messages_of, 4, "fsdp4", str(tmp_path), resume, 1, {}):
+        assert "__2_0.distcp: damaged" in message
+
+
+def test_missing_checkpoint_reaches_all(tmp_path: Path) -> None:
+    settings = {"resume": str(tmp_path / "step-00000001")}
+    for message in workers.run(messages_of, 2, "fsdp2", str(tmp_path), resume, 1, settings):
+        assert "there is no such checkpoint folder" in message
+
+
+def kill_at(point: str, layout: str, folder: str) -> None:
+    """Save step 2, keeping one, but die where `point` says."""
+
+    def kill(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saved = torch.save
+    _, _, checkpoints = build(layout, folder, seed=2, keep=1)
+    if point == "in a shard" and dist.get_rank() == 1:
+        torch.save = lambda data, stream: (saved(data, stream), stream.flush(), kill())
+    elif point == "before hashing":
+        checkpoint_tensors.written_by = kill
+    elif point == "before the manifest":
+        manifests.publish = kill
+    elif point == "before the rename":
+        manifests.os.rename = kill
+    elif point == "after the rename":
+        manifests._sync_folder = lambda path: None if path.name.endswith(".tmp") else kill()
+    elif point == "in a deletion":
+        manifests.shutil.rmtree = kill
+    checkpoints.save(2, {"sequences": 16})
+
+
+@pytest.mark.parametrize(
+    ("point", "steps"),
+    [
+        ("in a shard", [1]),
+        ("before hashing", [1]),
+        ("before the manifest", [1]),
+        ("before the rename", [1]),
+        ("after the rename", [2, 1]),
+        ("in a deletion", [2]),
+    ],
+)
+def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path, point: str, steps: list[int]) -> None:
+    saved = {seed: workers.run(save_on, 2, "fsdp2", str(tmp_path), seed)[0] for seed in (1, 2)}
+    manifests.remove(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
+    with pytest.raises(workers.WorkerFailed):
+        workers.run(kill_at, 2, point, "fsdp2", str(tmp_path))
+    left = manifests.step_folders(tmp_path / "checkpoints")
+    assert [manifests.step_of(folder) for folder in left] == steps
+    for folder in left:
+        manifests.verify(folder)
+    for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
+        assert loaded == (steps[0], {"sequences": 8 * steps[0]}, saved[steps[0]])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(path.name for path in left)
+
+
+def decoder_on(settings: dict[str, Any], folder: str) -> dict[str, str]:
+    """Save the library's own model after one update under a layout, or load it where a checkpoint is there."""
+    config_ = parity.tiny(settings)
+    mesh = build_mesh(config_.parallel, parity.CPU)
+    with torch.device("meta"):
+        model = build_model(config_.model)
+    stages = parallelize(model, mesh, config_.parallel, config_.recompute, config_.compile, torch.float32, 32)
+    initialize(stages, config_.model, parity.CPU, config_.run.seed)
+    optimizer = build_optimizer(stages, config_.optimizer)
+    checkpoints = Checkpointer(config.Checkpoint(), Path(folder), stages, optimizer, host_group=dist.group.WORLD)
+    if checkpoints.resume() is None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() + 0.1
+        apply_if_finite(optimizer, 0.01, torch.tensor(True))
+        checkpoints.save(1, {})
+    return digests(model, optimizer)
+
+
+def test_decoder_keeps_its_keys_under_every_wrapper(tmp_path: Path) -> None:
+    model = {"model.tied_embeddings": True}
+    layout = {"parallel.dp_shard": 2, "parallel.tp": 2, "recompute.mode": "segment", "compile.block": True}
+    saved = workers.run(decoder_on, 4, model | layout, str(tmp_path))[0]
+    other = {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "recompute.mode": "full"}
+    assert workers.run(decoder_on, 2, model | other, str(tmp_path))[0] == saved
+    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), build_model(parity.tiny(model).model))

@@ -1,0 +1,53 @@
+"""Runs that version 0.1 wrote, before its files and names were moved, go on bit for bit.
+
+`tests/fixtures/version_0_1` holds two runs of 8 steps on 2 ranks (torch 2.13.0, AVX512): a Llama under FSDP with ZeRO
+stage 1, and a GPT cut into two pipeline stages. Of each it keeps the resolved config, the metrics of all 8 steps, the
+checkpoint of step 4, and the manifest of step 8 with the sha256 of every file of tensors.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.warm import pretrain
+from tests.tiny_run import ROOT, curve, tensor_files
+from torchllm.config import load_config
+
+FIXTURE = ROOT / "tests" / "fixtures" / "version_0_1"
+RUNS = ["llama", "gpt"]
+SAME_ARITHMETIC = torch.__version__.startswith("2.13.0") and torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Another torch or another CPU sums in another order: weights then differ in the last bits, as in any two runs."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_its_resolved_config_loads_without_a_line(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config([str(FIXTURE / name / "config.toml")])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_its_run_goes_on_as_if_nothing_had_changed(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    shutil.copytree(FIXTURE / name, folder)
+    written = curve(folder)
+    assert [step for step, *_ in written] == list(range(1, 9))
+    (folder / "metrics.jsonl").unlink()
+
+    errors = pretrain(2, folder, f"--data.cache={tmp_path / 'cache'}", config=folder / "config.toml", settings=())
+
+    assert errors == ["", ""]
+    resumed = curve(folder)
+    assert [step for step, *_ in resumed] == [5, 6, 7, 8]
+    for before, now in zip(written[4:], resumed, strict=True):
+        assert now == pytest.approx(before, rel=1e-5)  # another CPU: float32 sums in another order, over four steps
+    if SAME_ARITHMETIC:
+        assert resumed == written[4:]
+        manifest = json.loads((FIXTURE / name / "step-00000008.json").read_text())
+        saved = {file: record for file, record in manifest["files"].items() if file.endswith(".distcp")}
+        assert tensor_files(folder, 8) == saved

@@ -1,0 +1,148 @@
+"""The checks between keys, the degrees, and the docstrings of the settings."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from torchllm.config import Config, Parallel, Source, data_ranks, gradient_accumulation
+from torchllm.config.checks import Problem, problems, resolve_degrees
+from torchllm.config.help import field_docs
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def change(**keys: Any) -> Config:
+    """A config of one rank with `section__key=value` changed."""
+    config = replace(Config(), parallel=Parallel(dp_shard=1))
+    for name, value in keys.items():
+        section, key = name.split("__")
+        changed: Any = {section: replace(getattr(config, section), **{key: value})}
+        config = replace(config, **changed)
+    return config
+
+
+def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
+    for world in (1, 2, 4, 8):
+        assert list(problems(Config(), world)) == []
+
+
+ULYSSES = {"parallel__cp_method": "ulysses"}
+PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
+    ({"model__heads": 3}, None, ["model.heads", "model.head_dim"]),
+    ({"model__heads": 3, "model__head_dim": 2}, None, []),
+    ({"model__kv_heads": 3}, None, ["model.kv_heads"]),
+    ({"model__head_dim": 3}, None, ["model.head_dim"]),
+    ({"model__head_dim": 3, "model__family": "gpt"}, None, []),
+    ({"training__sequence_length": 4096}, None, []),
+    ({"training__sequence_length": 4096, "model__family": "gpt"}, None, ["training.sequence_length"]),
+    ({"model__rope_high_frequency_factor": 1.0}, None, ["model.rope_high_frequency_factor"]),
+    ({"model__attention": "flash", "data__document_mask": True}, None, ["model.attention"]),
+    ({"compile__norm": True, "model__family": "gpt"}, None, ["compile.norm"]),
+    ({"compile__norm": True}, None, []),
+    ({"schedule__warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
+    (
+        {"schedule__name": "wsd", "schedule__warmup_steps": 1, "schedule__decay_steps": 1000},
+        None,
+        ["schedule.decay_steps"],
+    ),
+    ({"recompute__mode": "segment", "recompute__k": 5}, None, ["recompute.k"]),
+    ({"recompute__mode": "full", "recompute__k": 2}, None, ["recompute.k"]),
+    ({"evaluate__interval": 1, "data__validation_fraction": 0.0}, None, ["evaluate.interval"]),
+    ({"parallel__sequence_parallel": True}, None, ["parallel.sequence_parallel"]),
+    ({"parallel__sequence_parallel": True, "parallel__tp": 8, "training__sequence_length": 12}, None, ["parallel.tp"]),
+    ({"parallel__tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
+    ({"parallel__tp": 4, "model__kv_heads": 2}, None, ["parallel.tp"]),
+    ({"parallel__tp": 2, "model__vocab": 1}, None, ["parallel.tp"]),
+    ({"parallel__pp": 2}, None, []),
+    ({"parallel__cp": 4}, None, []),
+    ({"parallel__cp": 4, "training__sequence_length": 12}, None, ["parallel.cp"]),  # not into 8 pieces
+    ({"parallel__cp": 4, "training__sequence_length": 12, **ULYSSES}, None, []),
+    ({"parallel__cp": 4, "training__sequence_length": 6, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel__cp": 4, "model__kv_heads": 2}, None, []),
+    ({"parallel__cp": 4, "model__kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel__cp": 4, "parallel__tp": 4, **ULYSSES}, None, ["parallel.cp"]),  # 8 heads / tp 4
+    ({"parallel__cp": 2, "parallel__tp": 4, **ULYSSES}, None, []),
+    ({"parallel__cp": 2, "model__attention": "flash"}, None, ["model.attention"]),
+    ({"parallel__cp": 2, "model__attention": "flex"}, None, ["model.attention"]),
+    ({"parallel__cp": 2, "model__attention": "flex", **ULYSSES}, None, []),
+    *(
+        ({"parallel__cp": 2, "compile__block": True, "recompute__mode": mode}, None, ["compile.block"] * refused)
+        for mode, refused in {"none": 0, "full": 1, "segment": 0, "every_k": 1, "ffn": 0, "selective": 1}.items()
+    ),
+    ({"training__micro_batch_size": 3}, None, ["training.global_batch_size"]),
+    ({"parallel__dp_shard": 3}, None, ["training.global_batch_size"]),
+    ({"parallel__dp_shard": 3}, 4, ["parallel.dp_shard"]),  # and not also the batch
+    ({"data__sources": ()}, None, ["data.sources"]),
+    ({"data__sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
+    ({"data__sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "world", "blamed"), PROBLEMS)
+def test_problems(keys: dict[str, Any], world: int | None, blamed: list[str]) -> None:
+    assert [problem.key for problem in problems(change(**keys), world)] == blamed
+
+
+def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
+    (problem,) = problems(change(parallel__cp=8, parallel__tp=2, model__kv_heads=4, **ULYSSES), None)
+    assert "2 (model.kv_heads 4 / tp 2) do not divide by 8 ranks: set it to 2, or use" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "holds"), [("1F1B", 2, 1), ("DualPipeV", 3, 2), ("ZBVZeroBubble", 1, 2)]
+)
+def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, holds: int) -> None:
+    config = change(parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=stages)
+    assert list(problems(config, 2)) == [
+        Problem("parallel.virtual_stages", f"{schedule} holds {holds} on a rank, not {stages}")
+    ]
+
+
+DEGREES: list[tuple[tuple[int, ...], int | None, tuple[int, ...]]] = [  # degrees, world size, resolved
+    ((1, 1, -1, 1, 1), 8, (1, 1, 8, 1, 1)),
+    ((1, 1, -1, 1, 2), 8, (1, 1, 4, 1, 2)),
+    ((1, -1, 8, 1, 1), 64, (1, 8, 8, 1, 1)),
+    ((2, 3, 4, 5, 6), None, (2, 3, 4, 5, 6)),
+    ((2, 3, 4, 5, 6), 720, (2, 3, 4, 5, 6)),
+]
+
+
+@pytest.mark.parametrize(("degrees", "world", "resolved"), DEGREES)
+def test_degrees(degrees: tuple[int, ...], world: int | None, resolved: tuple[int, ...]) -> None:
+    parallel = Parallel(**dict(zip(AXES, degrees, strict=True)))  # type: ignore[arg-type]
+    assert resolve_degrees(parallel, world) == (dict(zip(AXES, resolved, strict=True)), [])
+
+
+WRONG_DEGREES: list[tuple[tuple[int, ...], int | None, str, str]] = [
+    ((1, 1, 0, 1, 1), 8, "parallel.dp_shard", "at least 1"),
+    ((1, 0, 1, 1, 1), 8, "parallel.dp_replicate", "at least 1"),
+    ((1, -1, -1, 1, 1), 8, "parallel.dp_replicate", "only one"),
+    ((1, 1, -1, 1, 1), None, "parallel.dp_shard", "set NPROC"),
+    ((1, -1, 4, 1, 1), 6, "parallel.dp_replicate", "6 ranks do not divide by pp 1 x dp_shard 4 x cp 1 x tp 1"),
+    ((1, 1, 4, 1, 2), 6, "parallel.dp_shard", "= 8 ranks, but there are 6"),
+]
+
+
+@pytest.mark.parametrize(("degrees", "world", "key", "message"), WRONG_DEGREES)
+def test_wrong_degrees(degrees: tuple[int, ...], world: int | None, key: str, message: str) -> None:
+    parallel = Parallel(**dict(zip(AXES, degrees, strict=True)))  # type: ignore[arg-type]
+    _, found = resolve_degrees(parallel, world)
+    assert [problem.key for problem in found] == [key]
+    assert message in found[0].message
+    assert isinstance(found[0], Problem)
+
+
+def test_accumulation() -> None:
+    degrees, _ = resolve_degrees(Parallel(dp_replicate=2, dp_shard=-1, tp=2), 16)
+    assert data_ranks(degrees) == 8
+    training = replace(Config().training, global_batch_size=64, micro_batch_size=2)
+    assert gradient_accumulation(training, data_ranks(degrees)) == 4
+
+
+@pytest.mark.parametrize("section", [*fields(Config), Source], ids=lambda section: getattr(section, "name", "source"))
+def test_every_key_has_a_docstring(section: Any) -> None:
+    schema = section if isinstance(section, type) else type(getattr(Config(), section.name))
+    assert schema.__doc__
+    docs = field_docs(schema)
+    assert {name for name, text in docs.items() if text} == {field.name for field in fields(schema)}

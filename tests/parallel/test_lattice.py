@@ -1,0 +1,268 @@
+"""Every layout trains the same model: loss, every gradient, the norm, the updated weights, against one process.
+
+pytest tests/parallel/test_lattice.py                        # every pair of settings
+pytest -m lattice --count=50 --seed=1               # 50 others
+pytest -m lattice --count=all-meshes --report=FILE  # every mesh x schedule x cp method x sequence parallelism
+"""
+
+import functools
+import itertools
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from tests import lattice as layouts
+from tests.lattice import (
+    AXES,
+    MICRO_BATCH,
+    SIZES,
+    Failed,
+    Layout,
+    compare,
+    describe,
+    is_valid,
+    lattice,
+    read_settings,
+    settings_of,
+)
+from tests.lattice_report import BEGIN, END, README, RESULTS, features, read, sum_up, table
+from tests.lattice_sampler import MESH, at_random, covering, every_mesh
+from tests.parity import Settings, check, tiny
+from tests.workers import run
+from torchllm.config.checks import problems
+from torchllm.runtime.torch_compat import local_region
+
+PARTS = 12
+sample = functools.cache(lambda: covering(seed=0))
+
+REFUSALS = {
+    "parallel.tp: # does not divide model.heads = #",
+    "parallel.tp: # does not divide model.kv_heads = #",
+    "parallel.tp: # does not divide model.ffn = #",
+    "parallel.tp: # does not divide training.sequence_length = #",
+    "parallel.pp: # stages need a block each, but model.layers is #",
+    *(
+        f"parallel.virtual_stages: {schedule} holds # on a rank, not #"
+        for schedule in ("GPipe", "#F#B", "ZBVZeroBubble", "DualPipeV")
+    ),
+    "parallel.cp: training.sequence_length = # does not divide into #",
+    "parallel.cp: training.sequence_length = # does not divide into # (two pieces a rank, so that causal work is even)",
+    "parallel.cp: ulysses gives each rank whole key-value heads, but # do not divide by # ranks: set it to #, or use "
+    'parallel.cp_method = "ring"',
+    "parallel.cp: ulysses gives each rank whole key-value heads, but # (model.kv_heads # / tp #) do not divide by # "
+    'ranks: set it to #, or use parallel.cp_method = "ring"',
+    "training.global_batch_size: # does not divide by micro_batch_size # x # data-parallel ranks = #",
+}
+
+
+def test_all_layouts() -> None:
+    found = lattice()
+    assert len(found.layouts) == 52_944
+    assert len({frozenset(layout.items()) for layout in found.layouts}) == 52_944
+    assert set(found.refusals) == REFUSALS
+
+
+def test_the_sample_has_every_pair_of_settings() -> None:
+    def settings(layout: Layout) -> frozenset[Any]:
+        """Degrees over 2 are one setting, and so are several micro batches."""
+        of_rank = SIZES["training.global_batch_size"] // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
+        one = layout.get(MICRO_BATCH, 1) == of_rank
+        return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: one}.items())
+
+    def pairs(several: Iterable[Layout]) -> set[frozenset[Any]]:
+        return {frozenset(pair) for some in set(map(settings, several)) for pair in itertools.combinations(some, 2)}
+
+    sampled = pairs(sample())
+    assert pairs(lattice().layouts) <= sampled
+    assert pairs(at_random(500, seed=1)) <= sampled  # and their options
+    assert all(map(is_valid, sample()))
+    assert len(sample()) >= 80
+
+
+def test_every_mesh_is_drawn() -> None:
+    def meshes(several: Iterable[Layout]) -> set[Any]:
+        return {tuple(map(layout.get, MESH)) for layout in several}
+
+    drawn = every_mesh(seed=2)
+    assert all(map(is_valid, drawn))
+    assert meshes(drawn) == meshes(lattice().layouts)
+    rest = every_mesh(seed=2, done=drawn[:400])
+    assert meshes(rest) | meshes(drawn[:400]) == meshes(drawn)
+    assert len(rest) < len(drawn) - 350
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_sample_trains_the_same_model(part: int) -> None:
+    failed = []
+    for layout in sample()[part::PARTS]:
+        try:
+            compare(layout)
+        except Failed as error:
+            failed.append(str(error))
+    assert not failed, "\n\n".join(failed)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The layouts that the command line asks for, where it asks."""
+    if "drawn" in metafunc.fixturenames:
+        option = metafunc.config.option
+        drawn: list[Layout] = []
+        if "not lattice" not in option.markexpr:
+            if option.count == "all-meshes":
+                done = [record["layout"] for record in read(option.report) if "error" in record]
+                drawn = every_mesh(option.seed, done)
+            else:
+                drawn = at_random(int(option.count), option.seed)
+        metafunc.parametrize("drawn", drawn, ids=describe)
+
+
+@pytest.mark.lattice
+def test_drawn_layouts_train_the_same_model(drawn: Layout, request: pytest.FixtureRequest) -> None:
+    started, record = time.monotonic(), {"layout": drawn, "torch": torch.__version__}
+    try:
+        record["error"] = compare(drawn)
+    except Failed as error:
+        record["failed"] = str(error)
+        raise
+    finally:
+        record["seconds"] = time.monotonic() - started
+        if request.config.option.report:
+            with open(request.config.option.report, "a") as report:
+                report.write(json.dumps(record) + "\n")
+
+
+def test_a_failure_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(settings: Settings, ragged: bool) -> float:
+        raise AssertionError("step 1, lm_head.weight: gradient differs")
+
+    monkeypatch.setattr(layouts, "check", wrong)
+    (layout,) = at_random(1, seed=3)
+    with pytest.raises(Failed, match=r"step 1, lm_head\.weight") as failure:
+        compare(layout)
+    said, toml = str(failure.value).split("\n\n", 1)
+    assert "python -m tests.lattice FILE.toml" in said
+    (tmp_path / "FILE.toml").write_text(toml)
+    again = tiny(read_settings(str(tmp_path / "FILE.toml")))
+    assert again == tiny(settings_of(layout))
+
+
+def rows_misplaced(ranks: int, vocabularies: Sequence[int]) -> list[int]:
+    """Those of which torch says that this rank, of dp x tp 2, holds other rows than it does."""
+    wrong = []
+    for vocab in vocabularies:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        embedding = nn.Embedding(vocab, 1)
+        embedding.weight.data = torch.arange(vocab, dtype=torch.float32).unsqueeze(1)
+        parallelize_module(embedding, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
+        fully_shard(embedding, mesh=mesh["dp"])
+        (rows, _), (first, _) = local_region(embedding.weight)
+        held = embedding.weight.to_local().flatten().tolist()
+        wrong += [vocab] * (held != list(range(first, first + rows)))
+    return wrong
+
+
+UNEVEN: Settings = {"parallel.tp": 2, "training.global_batch_size": 24}
+
+
+@pytest.mark.parametrize(("shards", "misplaced"), [(2, set()), (3, {91, 97, 103}), (4, {89, 97})])
+def test_vocabularies_that_torch_misplaces_are_refused(shards: int, misplaced: set[int]) -> None:
+    vocabularies = range(88, 104)
+    assert set().union(*run(rows_misplaced, 2 * shards, 2 * shards, vocabularies)) == misplaced
+    settings = {**UNEVEN, "parallel.dp_shard": shards}
+    refused = {v for v in vocabularies for _ in problems(tiny({**settings, "model.vocab": v}), 2 * shards)}
+    assert refused == (set(range(89, 104, 2)) if shards > 2 else set())
+    assert misplaced <= refused
+
+
+def test_uneven_vocabularies_that_let_copies_drift_are_refused() -> None:
+    """gloo sums a buffer in pieces, in another order each; tp's ranks have the same weights at other places in it."""
+    settings = {**UNEVEN, "parallel.dp_shard": 3, "parallel.zero_stage": 0, "parallel.sequence_parallel": True}
+    settings |= {"model.vocab": 97, "model.family": "gpt", "model.tied_embeddings": True}
+    settings |= {"training.micro_batch_size": 8, "training.sequence_length": 48}
+    assert [problem.key for problem in problems(tiny(settings), 6)] == ["model.vocab"]
+    with pytest.raises(AssertionError, match="ranks differ"):
+        check(settings, ragged=True)
+
+
+def test_results_are_summed_up() -> None:
+    base = dict.fromkeys(AXES, 1) | {"recompute.mode": "none", "model.family": "gpt", "model.tied_embeddings": False}
+    one = {**base, "parallel.dp_shard": 2, "parallel.zero_stage": 2, "data.document_mask": True}
+    two = {**base, "parallel.dp_replicate": 2, "recompute.mode": "full", "data.document_mask": False}
+    three = {
+        **two,
+        "parallel.pp": 2,
+        "parallel.schedule": "GPipe",
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+    }
+    four = {**two, "parallel.cp": 2, "parallel.cp_method": "ulysses", "parallel.zero_stage": 1}
+    of = {"seconds": 1.6, "torch": "2.13.0"}
+    results = sum_up(
+        [
+            {"layout": one, "error": 1e-6, **of},
+            {"layout": two, "error": 3e-6, **of},
+            {"layout": three, "error": 2e-6, **of},
+            {"layout": four, "failed": "why", **of},
+        ]
+    )
+    assert results.pop("together") == {
+        "DDP & GPT": 2,
+        "DDP & GPipe": 1,
+        "DDP & TP + SP": 1,
+        "DDP & full": 2,
+        "DDP & no pipeline": 1,
+        "GPT & GPipe": 1,
+        "GPT & TP + SP": 1,
+        "GPT & ZeRO 2": 1,
+        "GPT & documents": 1,
+        "GPT & full": 2,
+        "GPT & no pipeline": 2,
+        "GPT & none": 1,
+        "GPipe & TP + SP": 1,
+        "GPipe & full": 1,
+        "TP + SP & full": 1,
+        "ZeRO 2 & documents": 1,
+        "ZeRO 2 & no pipeline": 1,
+        "ZeRO 2 & none": 1,
+        "documents & no pipeline": 1,
+        "documents & none": 1,
+        "full & no pipeline": 1,
+        "no pipeline & none": 1,
+    }
+    assert results == {
+        "layouts": 3,
+        "failed": 1,
+        "worst_gradient_error": 3e-6,
+        "seconds": 6,
+        "torch": ["2.13.0"],
+    }
+    assert features(four) == ["no pipeline", "full", "ZeRO 1", "HSDP", "Ulysses", "GPT"]
+    lines = table({"together": {"GPipe & ZeRO 3": 7, "DDP & TP": 5}}).splitlines()
+    heads, gpipe, ddp = (lines[row].split(" | ") for row in (0, 3, 10))
+    assert (gpipe[0], gpipe[heads.index("ZeRO 3")], gpipe[heads.index("ring")]) == ("| GPipe", "7", "–")
+    assert (ddp[0], ddp[heads.index("TP")]) == ("| DDP", "5")
+
+
+def test_a_report_has_the_last_record_of_each_valid_layout(tmp_path: Path) -> None:
+    one, two = at_random(2, seed=4)
+    refused = {**one, "parallel.tp": 5}
+    records = [{"layout": layout, "seconds": second} for second, layout in enumerate((one, two, refused, one))]
+    (tmp_path / "report.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read(str(tmp_path / "report.jsonl")) == [records[3], records[1]]
+    assert read(str(tmp_path / "none.jsonl")) == []
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="the lattice has not been run yet")
+def test_the_readme_shows_what_composes() -> None:
+    _, rest = README.read_text().split(BEGIN)
+    assert rest.split(END)[0] == table(json.loads(RESULTS.read_text()))

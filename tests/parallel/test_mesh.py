@@ -1,0 +1,80 @@
+"""Degrees to meshes, on torch's fake process group: every rank of a layout in this one process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchllm.config import Parallel
+from torchllm.parallel.mesh import Mesh, build_mesh
+
+
+@contextmanager
+def on_rank(rank: int, world_size: int, **degrees: Any) -> Iterator[Mesh]:
+    """The mesh as one rank of many sees it; nothing is sent."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        yield build_mesh(Parallel(**{"dp_shard": 1, **degrees}), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks_of(mesh: DeviceMesh, axis: int = 0) -> list[int]:
+    """The ranks that this rank shares an axis with."""
+    return sorted(dist.get_process_group_ranks(mesh.get_group(axis)))
+
+
+def test_every_axis_at_once() -> None:
+    """HSDP 2 x 2 with tp 2: ranks are numbered with tp innermost, dp_replicate outermost."""
+    for rank in range(8):
+        replica, shard, tp = rank // 4, rank // 2 % 2, rank % 2
+        with on_rank(rank, 8, dp_replicate=2, dp_shard=2, tp=2) as mesh:
+            assert ranks_of(mesh.tp) == [rank - tp, rank - tp + 1]
+            assert mesh.fsdp.shape == (2, 2)
+            assert ranks_of(mesh.fsdp, 0) == [4 * other + 2 * shard + tp for other in range(2)]  # replicate
+            assert ranks_of(mesh.fsdp, 1) == [4 * replica + 2 * other + tp for other in range(2)]  # shard
+            assert ranks_of(mesh.loss) == list(range(tp, 8, 2))
+            assert dist.get_process_group_ranks(mesh.loss_group) == ranks_of(mesh.loss)
+            assert (mesh.data_rank, mesh.data_size) == (2 * replica + shard, 4)
+            assert mesh.describe() == "pp 1 x dp_replicate 2 x dp_shard 2 x cp 1 x tp 2"
+
+
+def test_ranks_that_share_tp_or_cp_read_the_same_data_and_others_do_not() -> None:
+    parts: dict[tuple[int, int], list[int]] = {}
+    for rank in range(8):
+        with on_rank(rank, 8, dp_shard=2, cp=2, tp=2) as mesh:
+            assert mesh.data_size == 2
+            assert 0 <= mesh.data_rank < 2
+            assert ranks_of(mesh.loss) == list(range(rank % 2, 8, 2))  # cp ranks hold other tokens: their losses add up
+            assert mesh.fsdp.shape == (4,)  # FSDP shards over dp_shard x cp
+            parts.setdefault((mesh.data_rank, mesh.data_size), []).append(rank)
+    assert parts == {(0, 2): [0, 1, 2, 3], (1, 2): [4, 5, 6, 7]}
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1)])
+def test_zero_stage_0_replicates_everything(replicate: int, shard: int) -> None:
+    for rank in range(4):
+        with on_rank(rank, 4, dp_replicate=replicate, dp_shard=shard, zero_stage=0) as mesh:
+            assert mesh.fsdp.shape == (4, 1)
+            assert ranks_of(mesh.fsdp, 0) == [0, 1, 2, 3]
+            assert ranks_of(mesh.fsdp, 1) == [rank]
+            assert (mesh.data_rank, mesh.data_size) == (rank, 4)  # the sequences do not depend on it
+
+
+def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:
+    with on_rank(3, 8, dp_shard=8) as mesh:
+        assert mesh.fsdp.shape == (8,)
+        assert ranks_of(mesh.tp) == [3]
+    with on_rank(0, 1) as mesh:
+        assert (mesh.fsdp.shape, mesh.tp.shape, mesh.data_rank, mesh.data_size) == ((1,), (1,), 0, 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_warns_the_user() -> None:
+    for degrees in ({"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}, {"dp_shard": 4, "tp": 2}, {"dp_replicate": 8}):
+        with on_rank(0, 8, **degrees) as mesh:
+            assert mesh.loss.size() == 8 // degrees.get("tp", 1)

@@ -1,0 +1,36 @@
+"""A config's row is read back as the same layout."""
+
+import pytest
+
+from tests.parity import Settings, tiny
+from torchllm.planner.evidence.measurements import read_row
+from torchllm.planner.evidence.rows import row_of
+
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "HSDP": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 3}),
+    "tensor and sequence": (2, {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"}),
+    "pipeline": (2, {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "training.micro_batch_size": 1}),
+    "context": (4, {"parallel.cp": 4, "parallel.cp_method": "ulysses", "model.attention": "eager"}),
+    "grouped heads": (1, {"model.kv_heads": 2, "model.tied_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_row_is_the_layout(name: str) -> None:
+    gpus, settings = LAYOUTS[name]
+    config = tiny(settings)
+    row = read_row({**row_of(config, gpus), "cluster": "this_cpu"})
+    assert row.case is not None, row.problem
+    case = row.case
+    assert case.ranks == gpus
+    for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel"):
+        assert getattr(case.parallel, key) == getattr(config.parallel, key), key
+    if config.parallel.pp > 1:
+        assert (case.parallel.schedule, case.parallel.stages) == (config.parallel.schedule, config.parallel.stages)
+    if config.parallel.cp > 1:
+        assert case.parallel.cp_method == config.parallel.cp_method
+    for key in ("family", "layers", "hidden", "heads", "kv", "ffn", "vocab", "tied_embeddings"):
+        assert getattr(case.model, key) == getattr(config.model, key), key
+    for key in ("micro_batch_size", "global_batch_size", "sequence_length"):
+        assert getattr(case.training, key) == getattr(config.training, key), key
+    assert case.recompute.mode == config.recompute.mode

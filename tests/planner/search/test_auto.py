@@ -1,0 +1,75 @@
+"""A run that leaves its layout to the planner."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.warm import pretrain
+from tests.tiny_run import DEBUG, ROOT
+from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training, load_config
+from torchllm.config.checks import problems
+from torchllm.config.errors import UserError
+from torchllm.planner.search.auto import choose, cluster_of, device
+
+CONFIG = Config(
+    cluster=Cluster("dgx_a100"),
+    model=Model(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000),
+    training=Training(global_batch_size=64, sequence_length=2048, micro_batch_size=4),
+    parallel=Parallel(layout="auto", tp=2, keep_last_block=False),
+    recompute=Recompute("full"),
+)
+
+
+def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
+    [free], line = choose(CONFIG, 16, ())
+    assert free.parallel.layout == "manual"
+    assert free.parallel.keep_last_block is False
+    assert not list(problems(free, 16))
+    assert "layouts of 16 ranks on dgx_a100" in line
+    assert free.recompute.mode == "none"
+    [kept], _ = choose(CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"})
+    assert (kept.parallel.tp, kept.recompute.mode, kept.training.micro_batch_size) == (2, "full", 4)
+    assert kept.parallel.dp_shard > 0  # -1 is open
+    assert replace(kept, parallel=CONFIG.parallel) == CONFIG  # and nothing else has changed
+
+
+def test_two_ranks_come_to_the_same() -> None:
+    assert choose(CONFIG, 16, ()) == choose(CONFIG, 16, ())
+
+
+def test_a_clusters_name_from_the_drivers() -> None:
+    assert cluster_of("NVIDIA A100-SXM4-80GB") == "dgx_a100"
+    assert cluster_of("NVIDIA A100-SXM4-40GB") == "mosaic_a100_40gb"
+    assert cluster_of("NVIDIA H100 80GB HBM3") == "dgx_h100"
+    assert cluster_of("NVIDIA H200") == "hgx_h200"
+    assert cluster_of("NVIDIA B200") == "hgx_b200"
+    assert cluster_of("") == "this_cpu"
+    for gpu in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090"):
+        with pytest.raises(UserError, match=f"has a {gpu}: set cluster.name"):
+            cluster_of(gpu)
+
+
+def test_the_drivers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchllm.planner.search.auto.DRIVER", tmp_path)
+    assert device() == ""
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "information").write_text("IRQ: 1\nModel: \t\t NVIDIA H200\nIRQ: 2\n")
+    assert device() == "NVIDIA H200"
+
+
+def test_no_layout_is_an_error_of_the_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("NPROC", "7")
+    with pytest.raises(SystemExit, match="2"):
+        load_config([str(ROOT / DEBUG), "--parallel.layout=auto", "--check"])
+    assert "--parallel.layout: 7 GPUs: no layout divides the model and the batch" in capsys.readouterr().err
+
+
+def test_a_run_of_two_ranks_writes_what_was_chosen(tmp_path: Path) -> None:
+    assert pretrain(2, tmp_path, "--parallel.layout=auto", "--run.device=cpu") == ["", ""]
+    resolved = load_config([str(tmp_path / "config.toml"), "--run.dry_run=true"])
+    assert resolved.parallel.layout == "manual"
+    degrees = resolved.parallel
+    assert degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp == 2
+    assert (tmp_path / "metrics.jsonl").read_text()

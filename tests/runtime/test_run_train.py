@@ -1,0 +1,641 @@
+"""run_train.sh: what it starts (with a stand-in for Python that only takes notes), and real runs from end to end."""
+
+import fcntl
+import itertools
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, metrics, tensor_files
+from torchllm.config import load_config
+
+SCRIPT = str(ROOT / "run_train.sh")
+QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
+PATIENCE = 120.0
+STAND_IN = """#!/usr/bin/env bash
+# Answers --check as Python does; of anything else it notes the arguments and the environment, then does $PRETEND.
+for word; do [ "$word" != --check ] || exec {python} "$@"; done
+notes=$(mktemp -d {notes}/XXXXXX)
+printf '%s\\0' "$@" >"$notes/words"
+env -0 >"$notes/environment"
+eval "${{PRETEND:-}}"
+"""
+
+
+class Started:
+    """run_train.sh as a process, and what it and its ranks say."""
+
+    def __init__(self, place: Path, arguments: tuple[str, ...], **environment: str) -> None:
+        place.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = place / "out", place / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            command = [SCRIPT, *arguments]
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=clean(environment),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                # A test suite in the background ignores Ctrl-C, and so would all that it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def until(self, found: Callable[[], object]) -> None:
+        """Wait for something while it runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not found():
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline, self.err.read_text()
+            time.sleep(0.02)
+
+    def kill_everything(self) -> None:
+        family = [self.process.pid]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # or it would start others meanwhile
+            family += children(pid)
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def children(pid: int) -> list[int]:
+    if Path("/proc/self/status").exists():  # `ps` is not everywhere
+        found = []
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with suppress(OSError):  # ended meanwhile
+                if f"\nPPid:\t{pid}\n" in status.read_text():
+                    found.append(int(status.parent.name))
+        return found
+    listed = subprocess.run(["ps", "-A", "-o", "pid=", "-o", "ppid="], capture_output=True, text=True, check=True)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if line.split()[1] == str(pid)]
+
+
+def clean(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what schedulers and launchers put into one."""
+    foreign = re.compile(
+        r"SLURM|PET_|TORCHELASTIC|(NPROC|NPROC_IS_DEFAULT|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$"
+    )
+    kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    return kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Starts run_train.sh in the background; whatever is left of it at the end of the test is killed."""
+    started: list[Started] = []
+
+    def start(*arguments: str, **environment: str) -> Started:
+        started.append(Started(tmp_path / f"said-{len(started)}", arguments, **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.kill_everything()
+
+
+class Notes:
+    """What run_train.sh started, according to the stand-in for Python."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
+        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+        self.started: list[tuple[list[str], dict[str, str]]] = []
+        for notes in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+            words, variables = ((notes / name).read_text().split("\0")[:-1] for name in ("words", "environment"))
+            self.started.append((words, dict(variable.partition("=")[::2] for variable in variables)))
+            shutil.rmtree(notes)
+
+    @property
+    def torchrun(self) -> list[str]:
+        """The arguments of the one torchrun that was started, and after which at most a sample was made."""
+        (words, _), *samples = self.started
+        assert all(sample[0].endswith("/generate.py") for sample, _ in samples)
+        assert words[:2] == ["-m", "torchllm.runtime.launch"]
+        return words[2:]
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Callable[..., Notes]:
+    """Runs run_train.sh with the stand-in for Python, and tools of that name that print the given text."""
+    notes, tools = tmp_path / "notes", tmp_path / "tools"
+    notes.mkdir()
+    tools.mkdir()
+
+    def tool(name: str, text: str) -> str:
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+        return str(tools / name)
+
+    python = tool("python-stand-in", STAND_IN.format(python=sys.executable, notes=notes))
+    tool("scontrol", '#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"\n')
+
+    def run(*arguments: str, gpus: int = 0, **environment: str) -> Notes:
+        tool("nvidia-smi", "#!/bin/sh\n" + "".join(f'echo "GPU {n}: a device (UUID: x)"\n' for n in range(gpus)))
+        everything = clean({"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python, **environment})
+        if "CUDA_VISIBLE_DEVICES" not in environment:
+            del everything["CUDA_VISIBLE_DEVICES"]
+        done = subprocess.run([SCRIPT, *arguments], cwd=ROOT, env=everything, capture_output=True, text=True)
+        return Notes(done, notes)
+
+    return run
+
+
+# ---- what it starts
+
+
+def test_the_script_is_clean() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Callable[..., Notes]) -> None:
+    found = noted()
+    *launch, config, folder = found.torchrun
+    assert launch == ["--nproc-per-node=2", "--standalone", f"{ROOT}/recipes/pretrain.py"]
+    assert config == f"{ROOT}/{DEBUG}"
+    assert re.fullmatch(r"--run\.folder=runs/debug-[\w-]+", folder)
+    assert found.status == 0
+    assert found.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
+    assert found.out == ""
+    assert noted("--training.steps=99").torchrun[3:5] == [config, "--training.steps=99"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "processes"),
+    [
+        ({"NPROC": "4"}, 8, 4),
+        ({}, 8, 8),
+        ({}, 0, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,2,5,7"}, 8, 4),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 8, 1),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 8, 2),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 8, 2),
+    ],
+)
+def test_processes_on_a_node(
+    noted: Callable[..., Notes], environment: dict[str, str], gpus: int, processes: int
+) -> None:
+    found = noted(gpus=gpus, **environment)
+    assert found.torchrun[0] == f"--nproc-per-node={processes}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert found.started[0][1]["OMP_NUM_THREADS"] == str(max(1, cores // processes))
+
+
+def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
+    found = noted(DEBUG, NPROC="3")
+    assert found.torchrun[0] == "--nproc-per-node=2"
+    assert "3 processes do not divide the batch of 16 sequences: starting 2" in found.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "line"),
+    [
+        (["--training.stps=5"], {}, "--training.stps: unknown key; did you mean training.steps?"),
+        (["--parallel.tp=3"], {"NPROC": "3"}, "--parallel.tp: 3 does not divide model.heads = 8"),
+        (["nowhere.toml"], {}, "nowhere.toml: no such file"),
+        ([], {"NPROC": "two"}, "environment: NPROC: must be a whole number of at least 1, not \"two\""),
+        ([], {"RECIPE": "recipes/none.py"}, "run_train.sh: RECIPE=recipes/none.py: there is no such file"),
+        ([], {"NNODES": "2"}, "run_train.sh: NNODES=2, but not under Slurm or Kubernetes: set PET_NNODES, "
+         "PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_started(
+    noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], line: str
+) -> None:
+    found = noted(*arguments, **environment)
+    assert (found.status, found.started, found.out) == (2, [], "")
+    assert line in found.err.splitlines()
+    assert "Traceback" not in found.err
+
+
+def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
+    found = noted(DEBUG, "--check", "--run.folder=runs/a=b=")
+    assert (found.status, found.started) == (0, [])
+    assert found.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\n"
+    # The stand-in only knows --check: that --help reached the recipe is enough here.
+    assert [words[-2:] for words, _ in noted(DEBUG, "--help").started] == [[DEBUG, "--help"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "processes"),
+    [
+        (["--parallel.dp_shard=16"], {}, "16"),  # not the default of the script, which is said to be one
+        ([], {"NPROC": "8", "NNODES": "2"}, "8"),
+    ],
+)
+def test_a_dry_run_is_one_process_of_any_layout(
+    noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], processes: str
+) -> None:
+    found = noted(DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1", *arguments, **environment)
+    assert (found.status, found.err) == (
+        0,
+        "global batch 16 sequences = 16 data ranks x 1 micro batch x 1 accumulated\n",
+    )
+    ((words, seen),) = found.started  # no torchrun
+    assert words == [
+        f"{ROOT}/recipes/pretrain.py",
+        DEBUG,
+        "--run.dry_run=true",
+        "--training.micro_batch_size=1",
+        *arguments,
+    ]
+    assert seen["NPROC"] == processes
+    assert ("NPROC_IS_DEFAULT" in seen) == (not environment)
+    assert not {"WORLD_SIZE", "RANK"} & seen.keys()
+    assert not (ROOT / "runs" / "debug").exists()
+
+
+def test_a_dry_run_under_slurm_is_one_process(noted: Callable[..., Notes]) -> None:
+    for node in (0, 1):
+        found = noted(
+            DEBUG,
+            "--run.dry_run=true",
+            "--parallel.dp_shard=2",
+            gpus=4,
+            **SLURM,
+            SLURM_NODEID=str(node),
+            SLURM_LOCALID="0",
+        )
+        assert (found.status, len(found.started)) == (0, 1 - node)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NNODES": "4",  # the job's: this step runs on two of them
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+}
+
+
+def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
+    for node in (0, 1):
+        found = noted(DEBUG, gpus=4, **SLURM, SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURM_LOCALID="0")
+        assert found.status == 0
+        assert found.torchrun == [
+            "--nproc-per-node=4",
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--master-addr=node1",
+            "--master-port=30123",
+            f"{ROOT}/recipes/pretrain.py",
+            DEBUG,
+            "--run.folder=runs/debug-70123",
+        ]
+        said = "global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated\n"
+        assert found.err == ("" if node else said)
+
+
+def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
+    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    said = []
+    for rank in range(4):
+        task = {"SLURM_NODEID": str(rank // 2), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}
+        found = noted(DEBUG, gpus=2, **tasks, **task)
+        words, environment = found.started[0]
+        assert words == [f"{ROOT}/recipes/pretrain.py", DEBUG, "--run.folder=runs/debug-70123"]
+        wanted = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
+        wanted |= {"MASTER_ADDR": "node1", "MASTER_PORT": "30123"}
+        assert {name: environment[name] for name in wanted} == wanted
+        said.append(found.err)
+    assert said == ["global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n", "", "", ""]
+
+
+def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -> None:
+    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
+    found = noted(DEBUG, **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert (found.status, found.started) == (2, [])
+    assert found.err == (
+        "run_train.sh: 4 tasks on 2 nodes, 3,1: use the same number on each (--ntasks-per-node), or one task a node\n"
+    )
+    found = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="2", SLURM_NTASKS="2")
+    assert (found.status, found.started) == (2, [])
+    assert found.err == (
+        "run_train.sh: this is Slurm's batch script, which runs on one of 2 nodes: start me with srun ./run_train.sh\n"
+    )
+    assert noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1").torchrun[:2] == ["--nproc-per-node=2", "--standalone"]
+
+
+POD = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "run-master-0",
+    "PET_MASTER_PORT": "23456",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+}
+
+
+def test_kubernetes(noted: Callable[..., Notes]) -> None:
+    found = noted(DEBUG, "--run.folder=/shared/run", **POD)
+    wanted = ["--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=run-master-0", "--master-port=23456"]
+    assert found.torchrun == [*wanted, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
+    assert not {"RANK", "WORLD_SIZE"} & found.started[0][1].keys()  # the pod's numbers are no rank's
+    assert (found.status, found.err) == (0, "")
+
+    for word in ("gpu", "auto"):
+        found = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
+        assert found.torchrun[0] == "--nproc-per-node=2"
+    one = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
+    assert noted(DEBUG, **one).started[0][0][2:4] == ["--nproc-per-node=4", "--standalone"]
+
+    elastic = noted(DEBUG, **(POD | {"PET_NNODES": "1:4"}))
+    assert (elastic.status, elastic.started) == (2, [])
+    assert elastic.err == "run_train.sh: PET_NNODES=1:4: only a fixed number of nodes\n"
+    nameless = noted(DEBUG, **POD)
+    assert (nameless.status, nameless.started) == (2, [])
+    assert "run.folder: set it: there is no job id to name the folder after" in nameless.err
+
+
+def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [DEBUG, f"--run.folder={folder}"]
+    sampler = [f"{ROOT}/recipes/generate.py", f"{folder}/config.toml", "--checkpoint.resume=auto"]
+    folder.mkdir()
+    (folder / "stopped.json").touch()  # of a run before: must not turn this one's failure into success
+    (folder / "stop").touch()
+    failed = noted(*arguments, PRETEND="exit 7")
+    assert (failed.status, len(failed.started)) == (7, 1)
+    assert not (folder / "stop").exists()
+    done = noted(*arguments)
+    assert done.status == 0
+    assert [words for words, _ in done.started[1:]] == [sampler]
+    assert len(noted(*arguments, "--generate.after_training=false").started) == 1
+    failed = noted(*arguments, PRETEND=f'[ "$1" != {sampler[0]} ] || exit 5')
+    assert failed.status == 5
+    stopped = noted(*arguments, PRETEND=f"touch {folder}/stopped.json; exit 1")
+    assert (stopped.status, len(stopped.started)) == (0, 1)
+    assert stopped.out == f"stopped early, with a checkpoint; the same command with --run.folder={folder} goes on\n"
+
+
+def test_a_second_signal_ends_everything_at_once(
+    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
+) -> None:
+    stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
+    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND="exec sleep 60")
+    run.until(lambda: any((tmp_path / "notes").glob("*/environment")))
+    time.sleep(0.2)
+    for number in (signal.SIGINT, signal.SIGTERM):  # as good as one
+        run.process.send_signal(number)
+        run.until((folder / "stop").exists)
+        time.sleep(0.1)
+    run.until(lambda: run.err.read_text().count("stopping: the ranks save at the next step boundary") == 1)
+    time.sleep(6.1)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGUSR2
+
+
+# ---- real runs
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """The main job, smaller and shorter, to its end; its run folder is `run` beside what it said."""
+    place = tmp_path_factory.mktemp("whole")
+    run = Started(place, (DEBUG, *SMALL, f"--run.folder={place / 'run'}"))
+    try:
+        assert run.wait() == 0, run.err.read_text()
+    finally:
+        if run.process.poll() is None:
+            run.kill_everything()
+    return run
+
+
+def folder_of(run: Started) -> Path:
+    return run.out.parent / "run"
+
+
+def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(whole)
+    lines = whole.out.read_text().splitlines()
+    for number, line in enumerate(lines[:STEPS], start=1):
+        evaluated = r"validation [\d.]+  " if number in (4, 8) else ""
+        record = rf"step {number}/{STEPS}  loss [\d.]+  {evaluated}gradient .* left \d+:\d\d:\d\d"
+        assert re.fullmatch(record, line), line
+    assert lines[STEPS] == f"--- step {STEPS}, 20 tokens at temperature 0.8 ---"
+    assert lines[STEPS + 1].startswith("def ")
+
+    said = whole.err.read_text().splitlines()
+    assert said[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
+    assert f"no checkpoint in {folder}/checkpoints: starting fresh" in said
+    assert f"saved {folder}/checkpoints/step-00000008" in said
+    assert len(said) == len(set(said))  # one rank speaks
+    assert not [line for line in said if re.search(r"rank 1:|Warning|Traceback|W\d{4}", line)]
+
+    records = metrics(folder)
+    keys = "step loss grad_norm learning_rate tokens tokens_per_second step_seconds data_seconds mfu hfu memory_gib"
+    assert all(set(keys.split()) <= record.keys() for record in records)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["tokens"] for record in records] == [16 * 32 * n for n in range(1, STEPS + 1)]
+    assert [record["step"] for record in records if "validation_loss" in record] == [4, 8]
+    assert 5.4 < records[0]["loss"] < 5.75  # ln(264) = 5.58
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert records[-1]["validation_loss"] < records[3]["validation_loss"] < 5.4
+    assert all(0 < record["mfu"] <= record["hfu"] < 1 for record in records)
+
+    assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
+    assert list(folder.glob("tensorboard/events.*"))
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} == files
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_config([str(folder / "config.toml")]) == load_config([DEBUG, *SMALL, f"--run.folder={folder}"])
+
+
+def test_on_a_terminal_and_with_too_many_processes_it_is_the_same_run(whole: Started, tmp_path: Path) -> None:
+    """Without a config file and with NPROC=3, of which 2 start."""
+    try:
+        ours, theirs = pty.openpty()
+    except OSError as error:
+        pytest.skip(f"no pseudo terminal can be had here: {error}")
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    command = [SCRIPT, *SMALL, *QUICK, f"--run.folder={tmp_path / 'run'}"]
+    environment = clean({"NPROC": "3"})
+    shown = b""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with suppress(OSError):  # EIO: the last process with the terminal has ended
+            while piece := os.read(ours, 65536):
+                shown += piece
+        os.close(ours)
+        assert process.wait(PATIENCE) == 0, shown
+    text = shown.decode(errors="replace")
+    assert "3 processes do not divide the batch of 16 sequences: starting 2\r\n" in text
+    bars = re.findall(r"\r *\d+%\|.*?\| (\d)/8 \[[^\r]*loss [\d.]+ +(?:validation [\d.]+ +)?[\d,]+ tokens/s", text)
+    assert {"4", "8"} <= set(bars)
+    assert "step 1/8" not in text
+    assert curve(tmp_path / "run") == curve(folder_of(whole))  # bitwise
+    assert tensor_files(tmp_path / "run", STEPS) == tensor_files(folder_of(whole), STEPS)
+
+
+def test_killed_stopped_while_starting_and_resumed_it_is_the_same_run(
+    whole: Started, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    arguments = (DEBUG, *SMALL, *QUICK, f"--run.folder={folder}")
+    killed = start(*arguments)
+    killed.until((folder / "checkpoints/step-00000004/manifest.json").exists)
+    killed.kill_everything()
+    shutil.rmtree(folder / "checkpoints/step-00000008", ignore_errors=True)  # a quick machine got as far
+
+    stopped = start(*arguments)
+    stopped.until(lambda: "global batch" in stopped.err.read_text())  # torchrun has yet to be imported
+    time.sleep(0.3)
+    os.killpg(stopped.process.pid, signal.SIGINT)  # as Ctrl-C does: to torchrun too
+    assert stopped.wait() == 0, stopped.err.read_text()
+    assert stopped.out.read_text().splitlines()[-1] == (
+        f"stopped early, with a checkpoint; the same command with --run.folder={folder} goes on"
+    )
+    assert f"saved {folder}/checkpoints/step-00000006" in stopped.err.read_text()
+    assert "Traceback" not in stopped.err.read_text()
+    assert (folder / "stopped.json").exists()
+    assert not (folder / "stop").exists()
+
+    resumed = start(*arguments)
+    assert resumed.wait() == 0, resumed.err.read_text()
+    assert f"resuming from {folder}/checkpoints/step-00000006: step 6, written by 2 ranks" in resumed.err.read_text()
+    assert not (folder / "stopped.json").exists()
+    assert curve(folder) == curve(folder_of(whole))  # bitwise, and no step twice
+    assert tensor_files(folder, STEPS) == tensor_files(folder_of(whole), STEPS)
+
+
+def test_two_nodes_stop_together_when_one_is_told(
+    whole: Started, start: Callable[..., Started], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    changed = {f"--training.steps={STEPS}", "--evaluate.interval=4", "--checkpoint.interval=4"}
+    arguments = [word for word in SMALL if word not in changed]
+    arguments += ["--training.steps=5000", *QUICK, f"--run.folder={folder}"]
+    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    nodes = [start(DEBUG, *arguments, **pod, PET_NODE_RANK=str(rank)) for rank in (0, 1)]
+    nodes[0].until(lambda: "step    3/5000" in nodes[0].out.read_text())
+    nodes[1].process.send_signal(signal.SIGTERM)
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].err.read_text() + nodes[1].err.read_text()
+    assert nodes[1].out.read_text() == ""
+    # Where node 0, whose process has the store, ends first, torch complains at length on node 1 that it has gone.
+    said = itertools.takewhile(lambda line: not re.match(r"\[?[WE]\d", line), nodes[1].err.read_text().splitlines())
+    assert list(filter(None, said)) == []
+    assert f"{folder}/stop: saving at the next step boundary" in nodes[0].err.read_text()
+    assert "stopped early, with a checkpoint" in nodes[0].out.read_text()
+    assert (folder / "stopped.json").exists()
+    # At another learning rate, whose first two steps of the warmup are the same.
+    assert [step[1] for step in curve(folder)[:3]] == [step[1] for step in curve(folder_of(whole))[:3]]
+
+
+def test_an_error_of_the_machine_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
+    try:
+        import flash_attn  # noqa: F401
+
+        pytest.skip("flash-attn is installed: this test needs a machine without it")
+    except ImportError:
+        pass
+    run = start(DEBUG, *SMALL, f"--run.folder={tmp_path / 'run'}", "--model.attention=flash")
+    assert run.wait() == 1
+    _, said, *rest = run.err.read_text().splitlines()
+    assert said.startswith('error: model.attention = "flash" cannot be used here: No module named ')
+    assert not rest
+    assert run.out.read_text() == ""
+
+
+FORK = """
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Probe:
+    crash_rank: int = -1
+
+
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    probe: Probe = field(default_factory=Probe)
+
+
+if __name__ == "__main__":"""
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Path:
+    """A copy of pretrain.py with a section of its own, that can crash on a rank or kill it."""
+    source = (ROOT / "recipes/pretrain.py").read_text()
+    for old, new in (
+        ('\nif __name__ == "__main__":', FORK),
+        ("load_configs(sys.argv[1:])", "load_configs(sys.argv[1:], ForkConfig)"),
+        (
+            "            with meter.data_wait():",
+            "            if n == 2 and runtime.rank == config.probe.crash_rank:\n"
+            "                raise RuntimeError('the probe')\n"
+            "            with meter.data_wait():",
+        ),
+    ):
+        assert old in source
+        source = source.replace(old, new, 1)
+    (tmp_path / "mine.py").write_text(source)
+    return tmp_path / "mine.py"
+
+
+def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
+    start: Callable[..., Started], noted: Callable[..., Notes], fork: Path, tmp_path: Path
+) -> None:
+    wrong = noted(DEBUG, "--probe.crash_rnk=1", RECIPE=str(fork))
+    assert (wrong.status, wrong.started) == (2, [])
+    assert wrong.err == "--probe.crash_rnk: unknown key; did you mean probe.crash_rank?\n"
+
+    run = start(DEBUG, *SMALL, *QUICK, "--probe.crash_rank=1", f"--run.folder={tmp_path / 'run'}", RECIPE=str(fork))
+    began = time.monotonic()
+    assert run.wait() == 1
+    assert time.monotonic() - began < 60  # no waiting for collectives that never come
+    said = run.err.read_text()
+    assert "rank 1: failed:\nTraceback" in said
+    assert "RuntimeError: the probe" in said
+    assert "ChildFailedError" not in said
+    assert "crash_rank = 1" in (tmp_path / "run/config.toml").read_text()
+    assert [step[0] for step in curve(tmp_path / "run")] == [1]
+
+
+ENDED = """
+import os, signal, sys, time
+from torchllm.config import load_config
+load_config(sys.argv[1:])
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+if os.environ["RANK"] == "1":
+    END
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", "was killed: SIGKILL"), ("os._exit(3)", "ended with status 3")],
+)
+def test_a_rank_that_ends_without_a_word_is_named(
+    start: Callable[..., Started], tmp_path: Path, end: str, said: str
+) -> None:
+    (tmp_path / "recipe.py").write_text(ENDED.replace("END", end))
+    run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "recipe.py"))
+    assert run.wait() == 1
+    assert run.err.read_text().splitlines()[1:] == [f"rank 1 {said}"]

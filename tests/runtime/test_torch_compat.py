@@ -1,0 +1,276 @@
+"""One test a private torch name or difference between versions: it fails when torch moves it."""
+
+import inspect
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tests.workers import run
+from torchllm.runtime import torch_compat
+from torchllm.runtime.torch_compat import (
+    accumulate_in_reduce_dtype,
+    checkpoint_wrapper,
+    flatten_mesh,
+    flight_record,
+    join_meshes,
+    local_region,
+    profiled_events,
+)
+
+
+def test_every_name_has_a_test_here() -> None:
+    for name in torch_compat.__all__:
+        assert f"def test_{name}" in inspect.getsource(inspect.getmodule(test_every_name_has_a_test_here)), name
+    functions = inspect.getmembers(torch_compat, inspect.isfunction)
+    assert {name for name, f in functions if f.__module__ == torch_compat.__name__} <= set(torch_compat.__all__)
+
+
+def test_flatten_mesh() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = flatten_mesh(mesh["a", "b"], "ab")
+        assert (flat.shape, flat.mesh_dim_names) == ((4,), ("ab",))
+        assert flat.get_local_rank() == 2  # a 1, b 0
+        assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error")
+def test_join_meshes() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        joined = join_meshes(mesh["a"], flatten_mesh(mesh["b", "c"], "bc"))
+        assert (joined.shape, joined.mesh_dim_names) == ((2, 4), ("a", "bc"))
+        assert list(joined.get_coordinate() or ()) == [1, 1]
+        groups = [sorted(dist.get_process_group_ranks(group)) for group in joined.get_all_groups()]
+        assert groups == [[1, 5], [4, 5, 6, 7]]
+    finally:
+        dist.destroy_process_group()
+
+
+def split_backward_in_bfloat16() -> tuple[bool, float]:
+    """A unit whose reduction waits: are three gradients that were put beside its backward summed in float32?"""
+    unit = nn.Linear(4, 4, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy, reshard_after_forward=False)
+    unit.set_requires_gradient_sync(False)
+    unit.set_reshard_after_backward(False)
+    out = unit(torch.ones(1, 4, requires_grad=True))
+    (out * 0).sum().backward()
+    value = 1 + 2**-7  # three of them need more bits than bfloat16 has
+    for _ in range(3):
+        unit.weight.grad = torch.full_like(unit.weight, value)
+        accumulate_in_reduce_dtype(unit)
+    unit.set_requires_gradient_sync(True)
+    unit.set_reshard_after_backward(True)
+    out = unit(torch.ones(1, 4, requires_grad=True))
+    (out * 0).sum().backward()
+    gradient = unit.weight.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.dtype == torch.float32, gradient.to_local()[0, 0].item() - 3 * value
+
+
+def test_accumulate_in_reduce_dtype() -> None:
+    assert run(split_backward_in_bfloat16, 1) == [(True, 0.0)]
+
+
+def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    wrapped = checkpoint_wrapper(Counted(3, 3), preserve_rng_state=False)
+    assert inspect.signature(checkpoint_wrapper).parameters.keys() >= {"module", "checkpoint_impl"}
+    wrapped(torch.ones(2, 3)).square().sum().backward()
+    assert len(calls) == 2  # forward, and again in the backward
+    inner = [name for name, _ in nn.ModuleDict({"m": wrapped}).named_modules()]
+    assert "m._checkpoint_wrapped_module" in inner
+
+
+def local_regions() -> list[dict[str, Any]]:
+    """Of an uneven matrix cut in every way that the library cuts: what this rank holds and where."""
+    whole = torch.arange(13 * 6, dtype=torch.float32).view(13, 6)
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cuts: list[tuple[str, torch.Tensor]] = [("plain", whole)]
+    cuts.append(("four", distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)])))
+    cuts.append(("few rows", distribute_tensor(whole[:3], init_device_mesh("cpu", (4,)), [Shard(0)])))  # one has none
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("whole", Replicate())):
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(whole, world["tp"], [placement]))
+        fully_shard(module, mesh=world["dp"])
+        cuts.append((f"fsdp over tp {name}", module.weight))
+    found = []
+    for name, tensor in cuts:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shape, offset = local_region(tensor)
+        found.append({"cut": name, "shape": shape, "offset": offset, "values": local.detach().numpy().copy()})
+    return found
+
+
+def test_local_region_is_where_the_values_come_from() -> None:
+    whole = np.arange(13 * 6, dtype=np.float32).reshape(13, 6)
+    by_rank = run(local_regions, 4)
+    for cuts in zip(*by_rank, strict=True):
+        held = np.zeros_like(whole)
+        for cut in cuts:
+            (rows, columns), (top, left) = cut["shape"], cut["offset"]
+            assert cut["values"].shape == (rows, columns), cut["cut"]
+            if cut["values"].size:
+                np.testing.assert_array_equal(cut["values"], whole[top : top + rows, left : left + columns], cut["cut"])
+                held[top : top + rows, left : left + columns] += 1
+        copies = {"plain": 4, "fsdp over tp whole": 2}.get(cuts[0]["cut"], 1)
+        assert (held[: 3 if cuts[0]["cut"] == "few rows" else 13] == copies).all(), cuts[0]["cut"]
+
+
+def test_FakeTensorMode_has_shapes_and_no_memory() -> None:
+    with torch_compat.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        product = torch.empty(1 << 30, 1 << 10) @ torch.ones(1 << 10, 8, device="meta").to("cpu")
+    assert isinstance(product, torch_compat.FakeTensor)
+    assert (product.shape, product.device.type) == ((1 << 30, 8), "cpu")
+    assert product.fake_mode is fake
+    assert product.untyped_storage().nbytes() == (1 << 30) * 8 * 4
+
+
+def test_TorchDispatchMode_sees_operations_of_the_backward_pass_too() -> None:
+    seen: list[str] = []
+
+    class See(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    assert "exp.default" in seen
+    assert "mul.Tensor" in seen  # exp's backward
+
+
+def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with torch_compat.FakeTensorMode(allow_non_fake_inputs=True):
+            like = torch.empty(1, 3).requires_grad_()
+            stage = PipelineStage(nn.Linear(3, 3), 0, 2, torch.device("cpu"), input_args=like, output_args=like)
+            schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, target: out.sum())
+            torch_compat.skip_pipeline_vote(schedule)
+            schedule.step(torch.empty(2, 3))
+            assert stage.submod.weight.grad.shape == (3, 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def exchanged() -> list[list[float]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.tensor([[10.0 * rank + to, -1.0] for to in range(ranks)])
+    out = torch_compat.all_to_all(x, dist.group.WORLD)
+    assert type(out) is torch.Tensor  # not one still in flight, which a compiled block would take for a constant
+    return out.tolist()
+
+
+def test_all_to_all() -> None:
+    for rank, found in enumerate(run(exchanged, 3)):
+        assert found == [[10.0 * sender + rank, -1.0] for sender in range(3)]
+
+
+def test_profiled_events() -> None:
+    x = torch.ones(50, 50, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        before = time.time_ns()
+        with record_function("ours"):
+            (x @ x).sum().backward()
+        after = time.time_ns()
+    events = {event.name: event for event in profiled_events(profiler)}
+    assert events.keys() >= {"ours", "aten::mm", "autograd::engine::evaluate_function: MmBackward0", "MmBackward0"}
+    ours, product = events["ours"], events["aten::mm"]
+    assert (ours.annotation, product.annotation) == (True, False)
+    assert (events["MmBackward0"].backward, product.backward) == (True, False)
+    assert ours.thread == product.thread
+    assert before - 1e6 <= ours.start <= product.start < product.end <= ours.end <= after + 1e6  # one clock, to 1 ms
+    assert not any(event.asynchronous or event.kernel for event in events.values())
+
+
+def test_flight_record() -> None:
+    for rank, found in enumerate(run(_recorded, 2)):
+        first, second = found
+        assert (first.name, first.group) == ("gloo:all_reduce", "0")
+        assert second.number == first.number + 1
+        assert second.sequence == first.sequence + 1
+        assert first.where.endswith(f"test_torch_compat.py:{_recorded.__code__.co_firstlineno + 4}"), rank
+        assert second.created > first.created
+
+
+def _recorded() -> list[Any]:
+    dist.barrier()
+    x = torch.ones(3)
+    before = time.time_ns()
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    return flight_record(before, places=True)
+
+
+def progress() -> tuple[int, int, int]:
+    """Operations of a group that are asked for and not done: before, while rank 1 is late for one, after."""
+    group, x = dist.new_group([0, 1]), torch.ones(1)
+    dist.all_reduce(x, group=group)
+    names, before = waiting()
+    works = [dist.all_reduce(x, group=group, async_op=True)] if dist.get_rank() == 0 else []
+    _, meanwhile = waiting()
+    dist.barrier()
+    works = works or [dist.all_reduce(x, group=group, async_op=True)]
+    works[0].wait()
+    _, after = waiting()
+    return before[names[-1]], meanwhile[names[-1]], after[names[-1]]
+
+
+def waiting() -> tuple[list[str], dict[str, int]]:
+    """The groups, youngest last, and how many operations of each are not done, noted a little after a wait ends."""
+    time.sleep(0.2)
+    counts = {name: asked - done for name, (asked, done) in torch_compat.group_progress().items()}
+    return sorted(counts, key=lambda name: int(name.rpartition("/")[2])), counts
+
+
+def test_group_progress() -> None:
+    assert run(progress, 2) == [(0, 1, 0), (0, 0, 0)]
+
+
+def limits() -> tuple[list[list[int]], str]:
+    world, pair = dist.group.WORLD, dist.new_group([0, 1])
+    assert world is not None
+    known = {world.group_name: [0]}  # so it is left alone: rank 1 waits there for longer
+    torch_compat.limit_groups(0.2, known)
+    error = ""
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=pair)
+        except RuntimeError as problem:
+            error = str(problem)
+    dist.barrier()
+    return list(known.values()), error
+
+
+def test_limit_groups() -> None:
+    (known, error), (same, fine) = run(limits, 2)
+    assert known == same == [[0], [0, 1]]
+    assert "Timed out waiting 200ms" in error
+    assert fine == ""
+
+
+def test_dump_memory() -> None:
+    """There is no GPU here: that the name and its argument are there."""
+    assert list(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)[:1] == ["filename"]

@@ -1,0 +1,99 @@
+"""Every file of train_configs/models has the number of parameters that its source publishes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchllm.config import Model
+from torchllm.models.decoder import build_model
+from torchllm.spec.flops import parameter_count
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).parents[2] / "train_configs" / "models"
+
+# Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2); for Hagemann et al. the counts behind their MFU,
+# with both embeddings of 128,000 tokens (30B, of which they print no count: by hand).
+EXACT = {
+    "llama_13b": 13_998_904_320,
+    "llama_30b": 60 * (4 * 6656**2 + 3 * 6656 * 17_888 + 2 * 6656) + 2 * 128_000 * 6656 + 6656,
+    "llama_65b": 66_858_524_672,
+    "llama_1b": 1_235_814_400,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "debug": 1_222_560,
+}
+# Narayanan et al. 2021, table 1: billions of parameters, layers, hidden size, attention heads.
+GPT = {
+    "gpt_1.7b": (1.7, 24, 2304, 24),
+    "gpt_3.6b": (3.6, 30, 3072, 32),
+    "gpt_7.5b": (7.5, 36, 4096, 32),
+    "gpt_18b": (18.4, 40, 6144, 48),
+    "gpt_39b": (39.1, 48, 8192, 64),
+    "gpt_76b": (76.1, 60, 10240, 80),
+    "gpt_145b": (145.6, 80, 12288, 96),
+    "gpt_310b": (310.1, 96, 16384, 128),
+    "gpt_530b": (529.6, 105, 20480, 128),
+    "gpt_1t": (1008.0, 128, 25600, 160),
+}
+
+
+def load(name: str) -> Model:
+    return Model(**tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"])
+
+
+def test_every_file_is_checked() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == EXACT.keys() | GPT.keys()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_published_count(name: str) -> None:
+    assert parameter_count(load(name)) == EXACT[name]
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_gpt_of_narayanan(name: str) -> None:
+    billions, layers, hidden, heads = GPT[name]
+    model = load(name)
+    assert (model.layers, model.hidden, model.heads, model.kv, model.ffn) == (layers, hidden, heads, heads, 4 * hidden)
+    # Equation 2, 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h), leaves the norm after the last block out: 2 h.
+    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51_200 + 2048) * hidden
+    assert parameter_count(model) == equation + 2 * hidden
+    assert round(parameter_count(model) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", EXACT.keys() | GPT.keys())
+def test_the_model_built_has_this_count(name: str) -> None:
+    model = load(name)
+    with torch.device("meta"):
+        built = build_model(model)
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameter_count(model)
+
+
+@pytest.mark.parametrize("name", EXACT.keys() | GPT.keys())
+def test_header_says_what_it_is(name: str) -> None:
+    header = (FOLDER / f"{name}.toml").read_text().split("[model]")[0]
+    assert all(line.startswith("# ") for line in header.splitlines())
+    stated = re.search(r"^# Parameters: ([\d,]+)$", header, re.MULTILINE)
+    assert stated
+    assert int(stated[1].replace(",", "")) == parameter_count(load(name))
+    assert "# Source: " in header
+
+
+def test_debug_can_be_split_every_way() -> None:
+    model = load("debug")
+    assert 1e6 < parameter_count(model) < 3e6
+    assert model.layers >= 4
+    assert model.heads == 8
+    assert not any(size % 4 for size in (model.heads, model.kv, model.ffn))
+    assert model.head_width % 2 == 0

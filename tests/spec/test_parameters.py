@@ -1,0 +1,74 @@
+"""The parameter table: every parameter one row, every wrapper's name canonical."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchllm.config import Compile, Model, Recompute
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.compile import apply_compile
+from torchllm.parallel.recompute import apply_recompute
+from torchllm.spec.parameters import TABLE, canonical_name, row_of
+
+TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
+MODELS = {
+    f"{family}{'-tied' * tied}": replace(TINY, family=family, tied_embeddings=tied)
+    for family, tied in itertools.product(("llama", "gpt"), (False, True))
+}
+
+
+def meta(model: Model) -> Decoder:
+    with torch.device("meta"):
+        return build_model(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_matches_exactly_one_row(name: str) -> None:
+    for parameter, _ in meta(MODELS[name]).named_parameters():
+        matching = [row.pattern for row in TABLE if re.fullmatch(row.pattern, parameter)]
+        assert len(matching) == 1, (parameter, matching)
+        assert row_of(parameter).pattern == matching[0]
+
+
+def test_every_row_has_a_parameter() -> None:
+    names = {name for model in MODELS.values() for name, _ in meta(model).named_parameters()}
+    for row in TABLE:
+        assert any(re.fullmatch(row.pattern, name) for name in names), row.pattern
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(KeyError, match=r"torchllm/spec/parameters.py.*layers\.0\.mystery\.weight"):
+        row_of("layers.0.mystery.weight")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_agree_with_what_the_parameters_are(name: str) -> None:
+    """Matrices but the position table are decayed; vectors start at a constant, matrices at random."""
+    for parameter, value in meta(MODELS[name]).named_parameters():
+        row = row_of(parameter)
+        matrix = value.dim() == 2
+        assert row.decayed == (matrix and parameter != "embed_positions.weight"), parameter
+        assert (row.start in ("normal", "residual")) == matrix, parameter
+        assert (row.start == "residual") == parameter.endswith(("o_proj.weight", "down_proj.weight")), parameter
+        assert (row.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
+
+
+COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=True), Compile(True, True, True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["none", "full", "segment", "every_k", "ffn", "selective"])
+def test_wrappers_do_not_change_canonical_names(name: str, mode: str) -> None:
+    plain = [parameter for parameter, _ in meta(MODELS[name]).named_parameters()]
+    assert [canonical_name(parameter) for parameter in plain] == plain
+    for compile in COMPILED:
+        wrapped = meta(MODELS[name])
+        apply_recompute(wrapped, Recompute(mode=mode), layers=TINY.layers)  # type: ignore[arg-type]
+        apply_compile(wrapped, compile)
+        names = [parameter for parameter, _ in wrapped.named_parameters()]
+        assert [canonical_name(parameter) for parameter in names] == plain, compile
+        if mode not in ("none", "segment") or compile.block:
+            assert names != plain, "no wrapper in the names: this test no longer shows anything"

@@ -1,0 +1,113 @@
+import time
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule, load_config
+from torchllm.planner.simulate import StageTimes, simulate
+from torchllm.spec.flops import forward_flops_per_token
+from torchllm.spec.schedules import orders
+from torchllm.spec.stages import balanced_split, block_cost, end_costs, stage_costs, stage_of_rank
+
+ROOT = Path(__file__).parents[2]
+SMALL_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64)
+LARGE_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=4000)
+
+
+def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    """Every way to give each stage at least one block."""
+    cuts = [(0, *cut, blocks) for cut in combinations(range(1, blocks), stages - 1)]
+    return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
+
+
+@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [("1F1B", pp) for pp in (1, 2, 3, 4, 7, 10)]
+    + [(schedule, pp) for schedule in ("Interleaved1F1B", "ZBVZeroBubble") for pp in (2, 3, 4, 5)],
+)
+def test_no_split_has_a_less_busy_rank_or_is_more_even(model: Model, schedule: PipelineSchedule, pp: int) -> None:
+    parallel = Parallel(pp=pp, schedule=schedule)
+    split = balanced_split(model, parallel, 32)
+    assert sum(split) == model.layers
+    assert min(split) >= 1
+
+    def badness(blocks: tuple[int, ...]) -> tuple[int, int]:
+        costs = stage_costs(model, blocks, 32)
+        ranks = [sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(pp)]
+        return max(ranks), sum(cost**2 for cost in ranks)
+
+    assert badness(split) == min(map(badness, every_split(model.layers, parallel.stages)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "over"), [("1F1B", 1.0), ("Interleaved1F1B", 1.05), ("ZBVZeroBubble", 1.02), ("DualPipeV", 1.0)]
+)
+def test_even_ranks_are_nearly_the_best_split_and_even_stages_are_not(schedule: PipelineSchedule, over: float) -> None:
+    """Figures as found; the head weighs six blocks."""
+    parallel = Parallel(pp=2, schedule=schedule)
+    order = orders(parallel, 8)
+
+    def step(split: tuple[int, ...]) -> float:
+        costs = stage_costs(LARGE_HEAD, split, 32)
+        return simulate(order, [StageTimes(cost, cost, cost) for cost in costs]).step
+
+    best = min(map(step, every_split(LARGE_HEAD.layers, parallel.stages)))
+    assert step(balanced_split(LARGE_HEAD, parallel, 32)) <= best * over
+    if parallel.stages == 4:
+        assert step((3, 3, 3, 1)) > best * 1.08
+
+
+def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:
+    model = load_config([str(ROOT / "train_configs" / "models" / "llama3_8b.toml"), "--parallel.dp_shard=1"]).model
+    assert 1.5 < end_costs(model)[1] / block_cost(model, 8192) < 2.5
+    assert balanced_split(model, Parallel(pp=4), 8192) == (8, 8, 9, 7)
+
+
+def test_405b_is_split_as_its_authors_split_it() -> None:
+    """One block less on the first and the last of 16 ranks (arXiv 2407.21783, section 3.3.2)."""
+    model = load_config([str(ROOT / "train_configs" / "models" / "llama3_405b.toml"), "--parallel.dp_shard=1"]).model
+    assert balanced_split(model, Parallel(pp=16), 8192) == (7, *[8] * 14, 7)
+
+
+def test_equal_blocks_go_to_later_stages_and_to_ranks_with_less() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(pp=4), 32) == (2, 3, 3, 2)
+    looped = Parallel(pp=2, schedule="Interleaved1F1B", virtual_stages=2)
+    assert balanced_split(SMALL_HEAD, looped, 32) == (2, 3, 3, 2)
+
+
+def test_a_given_split_is_taken() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(pp=2, split=(9, 1)), 32) == (9, 1)
+
+
+def test_one_rank_has_one_stage() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(), 32) == (10,)
+    assert stage_of_rank(Parallel(schedule="DualPipeV"), 0) == (0,)
+
+
+@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD])
+def test_costs_are_those_of_the_whole_model(model: Model) -> None:
+    products = forward_flops_per_token(model, 32)
+    vectors = model.hidden + 4 * model.hidden + 5 * model.vocab
+    assert sum(stage_costs(model, (3, 3, 4), 32)) == products + vectors
+
+
+def test_126_blocks_in_112_stages_are_split_at_once() -> None:
+    model = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+    start = time.process_time()
+    split = balanced_split(model, Parallel(pp=16, schedule="Interleaved1F1B", virtual_stages=7), 8192)
+    assert time.process_time() - start < 0.1  # 2 ms on the slowest machine tried
+    assert sorted(split) == [1] * 98 + [2] * 14
+    assert split[-1] == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_ranks_hold_what_torch_expects(schedule: PipelineSchedule, pp: int) -> None:
+    from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
+
+    parallel = Parallel(pp=pp, schedule=schedule)
+    style = "v" if schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1 else "loop"
+    theirs = generate_rank_to_stage_mapping(pp, parallel.stages, style)
+    assert {rank: list(stage_of_rank(parallel, rank)) for rank in range(pp)} == theirs

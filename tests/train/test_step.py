@@ -1,0 +1,257 @@
+"""The step: what is not finite on one rank is applied on none; token counts are global; the policy's errors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.parity import Settings, step_batch, tiny
+from tests.workers import run
+from torchllm.config import Config, Training
+from torchllm.config.errors import UserError
+from torchllm.data.batch import Batch
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.head import IGNORED
+from torchllm.optim.grad_norm import gradients
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import Mesh, build_mesh
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.train.step import StepResult, TrainStep, check_finite
+
+CPU = torch.device("cpu")
+SMALL: Settings = {"model.layers": 1, "training.global_batch_size": 8, "training.sequence_length": 8}
+LAYOUTS: dict[int, dict[str, Settings]] = {
+    2: {
+        "fsdp2": {"parallel.dp_shard": 2},
+        "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "optimizer.name": "sgd", "optimizer.momentum": 0.9},
+        "tp2": {"parallel.tp": 2},
+        "pp2": {"parallel.pp": 2, "training.micro_batch_size": 4, "model.layers": 2, "model.tied_embeddings": True},
+        "cp2": {"parallel.cp": 2},
+    },
+    4: {
+        "hsdp2x2": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2},
+        "fsdp2xtp2+sp": {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.sequence_parallel": True},
+    },
+}
+
+
+class Rig:
+    """Everything of a run but its recipe; `spoil` may change what a step computes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.config: Config = tiny({**SMALL, **settings})
+        self.mesh: Mesh = build_mesh(self.config.parallel, CPU)
+        config = self.config
+        with torch.device("meta"):
+            model = build_model(config.model)
+        self.stages: list[Decoder] = parallelize(
+            model, self.mesh, config.parallel, config.recompute, config.compile, torch.float32, 32
+        )
+        initialize(self.stages, config.model, CPU, config.run.seed)
+        self.optimizer = build_optimizer(self.stages, config.optimizer)
+        self.spoil: Callable[[Tensor], Tensor] = lambda loss: loss
+        rate = LearningRate(config.schedule, config.optimizer.learning_rate, 10)
+        plain = build_forward_backward(self.stages, self.mesh, config.parallel, config.training, torch.float32)
+        self.step = TrainStep(
+            self.stages,
+            lambda batches, scale: self.spoil(plain(batches, scale)),
+            self.optimizer,
+            rate,
+            self.mesh,
+            config.training,
+            CPU,
+        )
+
+    def batches(self, number: int, labels: Callable[[Tensor], Tensor] = lambda labels: labels) -> list[Batch]:
+        """This rank's two micro batches of a step."""
+        whole = step_batch(self.config, number, ragged=False)
+        whole = whole._replace(labels=labels(whole.labels))
+        mine = [x if x is None else x[self.mesh.data_rank :: self.mesh.data_size].chunk(2) for x in whole]
+        return [Batch(*(x if x is None else x[index] for x in mine)) for index in range(2)]
+
+    def bits(self) -> list[bytes]:
+        """Weights, moments and counters of this rank."""
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        tensors: list[Tensor] = list(parameters)
+        for parameter in parameters:
+            tensors += [value for _, value in sorted(self.optimizer.state[parameter].items())]
+        return [(t.to_local() if isinstance(t, DTensor) else t).detach().numpy().tobytes() for t in tensors]
+
+
+def first_norm(rig: Rig) -> torch.nn.Module:
+    """Of this rank's first block; whatever the stage, every block's values reach the loss and its gradients return."""
+    return next(iter(rig.stages[0].layers.values())).input_layernorm
+
+
+def bad_loss(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
+    """The loss that this rank reports is not finite, its gradients are."""
+    rig.spoil = lambda loss: loss + bad if dist.get_rank() == rank else loss
+    return lambda: setattr(rig, "spoil", lambda loss: loss)
+
+
+def bad_gradient(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
+    """The gradients that flow back on this rank are not finite, the loss is."""
+
+    def spoil(module: Any, inputs: Any, output: Tensor) -> None:
+        if dist.get_rank() == rank:
+            output.register_hook(lambda gradient: gradient * bad)
+
+    return first_norm(rig).register_forward_hook(spoil).remove
+
+
+def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
+    """In the second of this rank's micro batches the hidden states overflow."""
+    seen = []
+
+    def spoil(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        seen.append(1)
+        return output * bad if len(seen) == 2 and dist.get_rank() == rank else output
+
+    return first_norm(rig).register_forward_hook(spoil).remove
+
+
+WAYS = {"loss": bad_loss, "gradient": bad_gradient, "micro batch": bad_micro_batch}
+
+
+def skipped_steps(layouts: dict[str, Settings]) -> list[dict[str, Any]]:
+    """Per layout and way to go wrong: what this rank saw of a good, a bad and a good step."""
+    found = []
+    for name, settings in layouts.items():
+        for number, (way, spoil) in enumerate(WAYS.items()):
+            bad = (float("nan"), float("inf"))[number % 2]
+            rig, calm = Rig(settings), Rig(settings)
+            rig.step(1, rig.batches(1))
+            before = rig.bits()
+            mend = spoil(rig, dist.get_world_size() - 1, bad)
+            result = rig.step(2, rig.batches(2))
+            untouched = rig.bits() == before
+            cleared = not list(gradients(rig.stages))
+            mend()
+            after = rig.step(3, rig.batches(3))
+            calm.step(1, calm.batches(1))
+            calm.step(3, calm.batches(3))  # as if the bad step had never been
+            found.append(
+                {
+                    "case": (name, way),
+                    "finite": bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)),
+                    "untouched": untouched,
+                    "cleared": cleared,
+                    "counts": [int(x) for x in (result.skipped, result.consecutive, after.skipped, after.consecutive)],
+                    "moved on": rig.bits() != before,
+                    "as if never": rig.bits() == calm.bits(),
+                }
+            )
+    return found
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_a_step_that_is_not_finite_on_one_rank_is_applied_on_none(ranks: int) -> None:
+    for cases in zip(*run(skipped_steps, ranks, LAYOUTS[ranks]), strict=True):
+        for rank, found in enumerate(cases):
+            expected = {"finite": False, "untouched": True, "cleared": True, "counts": [1, 1, 1, 1]}
+            expected |= {"moved on": True, "as if never": True}
+            assert found == {"case": found["case"], **expected}, f"rank {rank}"
+
+
+def counted_steps() -> list[tuple[int, int]]:
+    """skipped and consecutive after each of: good, bad, bad, good, bad."""
+    rig, out = Rig({}), []
+    for number, bad in enumerate([False, True, True, False, True], start=1):
+        mend = bad_loss(rig, 0, float("nan") if bad else 0.0)
+        result = rig.step(number, rig.batches(number))
+        mend()
+        out.append((int(result.skipped), int(result.consecutive)))
+    return out
+
+
+def test_skipped_steps_are_counted_and_the_longest_run_of_them() -> None:
+    assert run(counted_steps, 1)[0] == [(0, 0), (1, 1), (2, 2), (2, 2), (3, 2)]
+
+
+def ragged_steps(settings: Settings) -> dict[str, list[float]]:
+    """Losses and token counts with labels that leave data rank 1 none, then nobody any."""
+    rig = Rig(settings)
+
+    def only_rank_0(labels: Tensor) -> Tensor:
+        labels = labels.clone()
+        labels[1 :: rig.mesh.data_size] = IGNORED
+        labels[0, 3:] = IGNORED
+        return labels
+
+    def none(labels: Tensor) -> Tensor:
+        return torch.full_like(labels, IGNORED)
+
+    results: Sequence[StepResult] = [rig.step(1, rig.batches(1, only_rank_0)), rig.step(2, rig.batches(2, none))]
+    finite = all(bool(p.to_local().isfinite().all()) for p in rig.stages[0].parameters() if isinstance(p, DTensor))
+    return {
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "tokens": [int(r.tokens) for r in results],
+        "pairs": [int(r.pairs) for r in results],
+        "skipped": [int(r.skipped) for r in results],
+        "finite": [float(finite)],
+    }
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1"])
+def test_ranks_without_targets(layout: str) -> None:
+    settings = LAYOUTS[2][layout]
+    first, second = run(ragged_steps, 2, settings)
+    assert first == second
+    config = tiny({**SMALL, **settings})
+    batch = step_batch(config, 1, ragged=False)
+    labels = batch.labels.clone()
+    labels[1::2] = IGNORED
+    labels[0, 3:] = IGNORED
+    with torch.device("meta"):
+        model = build_model(config.model)
+    initialize([model], config.model, CPU, config.run.seed)
+    count = int((labels != IGNORED).sum())
+    assert count == 4 * 8 - 5
+    expected = model(batch.tokens, batch.positions, None, labels).item() / count
+    assert first["loss"] == pytest.approx([expected, 0.0], rel=1e-6, abs=0.0)  # no targets at all: no loss, and no nan
+    assert first["tokens"] == [count, 0]
+    assert first["norm"][0] > 0
+    assert first["norm"][1] == 0
+    assert first["pairs"] == [8 * (8 * 9 // 2)] * 2
+    assert first["skipped"] == [0, 0]
+    assert first["finite"] == [1.0]
+
+
+def masked_pairs() -> tuple[int, int]:
+    rig = Rig({"data.document_mask": True})
+    documents = step_batch(rig.config, 1, ragged=False).document_ids
+    assert documents is not None
+    same = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril()  # what the attention cores may see
+    return int(rig.step(1, rig.batches(1)).pairs), int(same.sum())
+
+
+def test_pairs_are_those_that_the_masks_leave() -> None:
+    counted, seen = run(masked_pairs, 1)[0]
+    assert counted == seen
+
+
+def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResult:
+    counts = (torch.tensor(n) for n in (skipped, consecutive))
+    return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(8), torch.tensor(36), 1e-3, *counts)
+
+
+def test_the_policy_stop() -> None:
+    training = Training(on_nonfinite="stop")
+    check_finite(training, 20, result(2.0, 1.0, 0, 0))
+    with pytest.raises(UserError, match=r"2 step\(s\) up to step 20 \(loss nan, gradient norm inf\); none was applied"):
+        check_finite(training, 20, result(float("nan"), float("inf"), 2, 1))
+
+
+def test_the_policy_skip_gives_up_after_too_many_in_a_row() -> None:
+    training = Training(on_nonfinite="skip", max_consecutive_nonfinite=3)
+    check_finite(training, 20, result(float("nan"), 1.0, 7, 2))
+    with pytest.raises(UserError, match=r"3 steps in a row up to step 20, the limit of training.max_consecutive_nonf"):
+        check_finite(training, 20, result(2.0, 1.0, 7, 3))

@@ -1,0 +1,404 @@
+"""Every setting of a run, one dataclass a TOML section; the string under a field is what `--help` prints.
+
+No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
+files and overrides into these classes; `checks.py` checks what needs more than one key.
+
+A forked recipe adds a section of its own by subclassing `Config`:
+
+    @dataclass(frozen=True)
+    class MyConfig(Config):
+        distill: Distill = field(default_factory=Distill)
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+
+class Bound(NamedTuple):
+    """Limits of a number, checked when it is read."""
+
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    above: float = -math.inf
+
+
+Count = Annotated[int, Bound(at_least=1)]
+Natural = Annotated[int, Bound(at_least=0)]
+Degree = Annotated[int, Bound(at_least=1)]
+Positive = Annotated[float, Bound(above=0.0)]
+NonNegative = Annotated[float, Bound(at_least=0.0)]
+Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lives and what it is seeded with."""
+
+    folder: str = ""
+    """folder of the run (config, metrics, checkpoints); empty: a new one under runs/"""
+    seed: Annotated[int, Bound(at_least=0, at_most=2**63 - 1)] = 0
+    """seed of the initial weights and of the data order"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto: the GPUs if there are any"""
+    deterministic: bool = False
+    """use only deterministic kernels (slower on a GPU; a CPU run is bitwise repeatable without it)"""
+    lower_ranks: bool = False
+    """let run_train.sh start fewer processes, and say so, when the batch does not divide by all of them"""
+    timeout: Positive = 600.0
+    """seconds a rank may wait for others before the job is ended, with a message that names who held it up"""
+    collect_garbage_interval: Natural = 100
+    """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
+    dry_run: bool = False
+    """do not train: print what every kind of rank would hold and send, whatever their number, and end"""
+    json: bool = False
+    """with dry_run: print it as JSON, sizes in bytes; --json is short for --run.json=true"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines, for the dry run and the planner; a run on them needs no description."""
+
+    name: str = ""
+    """a file of train_configs/clusters (dgx_h100); empty: not known"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of the decoder."""
+
+    family: Literal["llama", "gpt"] = "llama"
+    """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases"""
+    layers: Count = 4
+    """blocks (L)"""
+    hidden: Count = 256
+    """width of the residual stream (D)"""
+    heads: Count = 8
+    """query heads (H)"""
+    kv_heads: Natural = 0
+    """key and value heads (K), a divisor of heads; 0: as many as heads"""
+    head_dim: Natural = 0
+    """width of one head (Q), even; 0: hidden / heads"""
+    ffn: Count = 1024
+    """width of the feed-forward layer (F)"""
+    vocab: Count = 264
+    """rows of the embedding (V); at least the tokenizer's number of tokens"""
+    tied_embeddings: bool = False
+    """use the token embedding as the output projection too"""
+    max_sequence_length: Count = 2048
+    """rows of the learned position table (gpt); the longest text that generate.py writes"""
+    rope_theta: Positive = 10000.0
+    """base of the rotary frequencies"""
+    rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
+    """Llama 3.1 scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
+    rope_low_frequency_factor: Positive = 1.0
+    """Llama 3.1 scaling: wavelengths over rope_original_length / this are scaled in full"""
+    rope_high_frequency_factor: Positive = 4.0
+    """Llama 3.1 scaling: wavelengths under rope_original_length / this are kept"""
+    rope_original_length: Count = 8192
+    """Llama 3.1 scaling: sequence length before it was extended, in tokens"""
+    norm_epsilon: Positive = 1e-5
+    """added to the variance in the norms"""
+    initial_std: Positive = 0.02
+    """standard deviation of the initial matrices, cut at 3 of it; what adds to the residual stream: / sqrt(2 L)"""
+    attention: Literal["eager", "sdpa", "flash", "flex"] = "sdpa"
+    """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
+
+    @property
+    def kv(self) -> int:
+        """Key and value heads, resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of text; several make a mixture."""
+
+    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "tokens", "synthetic"] = "stdlib"
+    """stdlib: the running Python's own source; tokens: shards from recipes/prepare.py; synthetic: random tokens"""
+    path: str = ""
+    """file, glob, hub id or folder of token shards, as kind asks"""
+    text_key: str = "text"
+    """key or column that holds the text (jsonl, parquet, hub)"""
+    split: str = "train"
+    """split of a hub data set"""
+    weight: Positive = 1.0
+    """share of the training sequences, relative to the other sources"""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read, how it is tokenized, packed and ordered."""
+
+    sources: tuple[Source, ...] = (Source(),)
+    """one [[data.sources]] table a source"""
+    tokenizer: str = "bytes"
+    """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
+    pattern: Literal["llama3", "cl100k"] = "llama3"
+    """how a tiktoken rank file splits text before merging, and its special tokens"""
+    document_mask: bool = False
+    """attend within a document only, and count positions from its start"""
+    validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
+    """share of the documents held out for evaluation, never trained on"""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """a record that cannot be read: stop and name it, or count and skip it"""
+    workers: Natural = 1
+    """processes a rank that prefetch batches; 0: in the training process"""
+    cache: str = ""
+    """folder for tokenized raw sources; empty: torchllm under the user's cache folder"""
+    max_raw_mib: Positive = 256.0
+    """raw sources over this many MiB are refused: tokenize them once with recipes/prepare.py"""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one step is made of, and how many there are."""
+
+    steps: Count = 1000
+    """optimizer steps"""
+    micro_batch_size: Count = 1
+    """sequences in one forward pass of one data-parallel rank"""
+    global_batch_size: Count = 8
+    """sequences in one step over all ranks; gradient accumulation follows from it"""
+    sequence_length: Count = 2048
+    """tokens in a sequence (S)"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """type of the computation; weights and reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
+    max_grad_norm: NonNegative = 1.0
+    """gradients are scaled down to this global norm; 0: never"""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """a step with a loss or gradient that is not finite is never applied: go on, or stop at the next logged step"""
+    max_consecutive_nonfinite: Count = 10
+    """with on_nonfinite = skip: give up after this many such steps in a row"""
+    loss_chunk: Natural = 0
+    """tokens whose logits exist at a time; 0: all of a micro batch at once"""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer; norms, biases and embeddings of positions are not decayed."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """which optimizer"""
+    learning_rate: Positive = 3e-4
+    """peak learning rate"""
+    beta1: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.9
+    """adamw: decay of the mean of the gradients"""
+    beta2: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
+    """adamw: decay of the mean of their squares"""
+    epsilon: Positive = 1e-8
+    """adamw: added to the root of the second moment"""
+    momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.0
+    """sgd: momentum"""
+    weight_decay: NonNegative = 0.1
+    """decay of the matrices"""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the steps."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """shape after the warmup; wsd: constant, then linear decay in the last decay_steps"""
+    warmup_steps: Natural = 0
+    """steps over which the rate rises from 0 to its peak"""
+    decay_steps: Natural = 0
+    """wsd: length of the final decay; 0: a tenth of training.steps"""
+    final_fraction: Fraction = 0.1
+    """rate at the last step, as a fraction of the peak"""
+
+
+PipelineSchedule = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+class ScheduleKind(NamedTuple):
+    """What a pipeline schedule asks of a layout."""
+
+    default_stages: int
+    """stages a rank holds"""
+    most_stages: float
+    splits_backward: bool
+    """gradients of inputs and of weights are computed apart"""
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "GPipe": ScheduleKind(1, 1, False),
+    "1F1B": ScheduleKind(1, 1, False),
+    "Interleaved1F1B": ScheduleKind(2, math.inf, False),
+    "LoopedBFS": ScheduleKind(2, math.inf, False),
+    "InterleavedZeroBubble": ScheduleKind(2, math.inf, True),
+    "ZBVZeroBubble": ScheduleKind(2, 2, True),
+    "DualPipeV": ScheduleKind(2, 2, True),
+}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of parallelism; their product is the number of ranks."""
+
+    layout: Literal["manual", "auto", "tune"] = "manual"
+    """auto: what [parallel], recompute.mode and micro_batch_size leave out, the planner chooses for this machine; tune:
+    its best few are measured when the run starts, and the fastest is taken"""
+    pp: Degree = 1
+    """ranks that each hold a part of the blocks (pipeline parallelism)"""
+    dp_replicate: Annotated[int, Bound(at_least=-1)] = 1
+    """groups that each hold all weights (HSDP: nodes); -1: what the other degrees leave"""
+    dp_shard: Annotated[int, Bound(at_least=-1)] = -1
+    """ranks that share one copy of the weights (FSDP); -1: what the other degrees leave"""
+    cp: Degree = 1
+    """ranks that share a sequence (context parallelism)"""
+    tp: Degree = 1
+    """ranks that share each matrix (tensor parallelism)"""
+    sequence_parallel: bool = False
+    """with tp: split the sequence between the matrices too (norms, residuals)"""
+    zero_stage: Annotated[int, Bound(at_least=0, at_most=3)] = 3
+    """3: weights gathered per use; 2: gathered once a step, gradients reduced per micro batch; 1: and gradients once
+    a step; 0: weights whole on every rank (DDP)"""
+    keep_last_block: bool = True
+    """zero_stage 3: do not free the last block's weights between its forward and its backward"""
+    prefetch: Natural = 1
+    """blocks whose weights are gathered ahead of the one that computes"""
+    schedule: PipelineSchedule = "1F1B"
+    """order of the pipeline's forwards and backwards; the last three split the backward to fill the bubble"""
+    virtual_stages: Natural = 0
+    """pipeline stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others"""
+    split: tuple[Count, ...] = ()
+    """blocks of each pipeline stage, first to last; empty: balanced by cost, embedding and head counted in"""
+    rebalance: bool = False
+    """with pp: time the stages in the first steps; where one is 5 % over the mean, split anew at the next checkpoint"""
+    scatter_gather: bool = True
+    """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank some whole heads"""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of a rank, resolved."""
+        kind = SCHEDULES.get(self.schedule)  # the planner knows some that torch has not
+        return 1 if self.pp == 1 else self.virtual_stages or (kind.default_stages if kind else 1)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pp * self.stages_per_rank
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass instead of kept."""
+
+    mode: Literal["none", "full", "segment", "every_k", "ffn", "selective"] = "none"
+    """full: every block; segment: runs of k blocks, only their input kept; every_k: every k-th block; ffn: the
+    feed-forward layers; selective: all but matrix products and attention"""
+    k: Natural = 0
+    """blocks in a segment, or every how many; 0: round(sqrt(L)) for segment, 2 for every_k"""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """What torch.compile fuses; each needs a C++ compiler on a CPU."""
+
+    norm: bool = False
+    """the norms, each one kernel"""
+    block: bool = False
+    """each block (one compilation for all, for they are equal)"""
+    loss: bool = False
+    """the cross entropy"""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When the run is saved and what it starts from."""
+
+    interval: Natural = 500
+    """steps between checkpoints; 0: only the last step"""
+    resume: str = "auto"
+    """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
+    keep: Natural = 3
+    """checkpoints kept, newest first, of those that verify; 0: all"""
+    asynchronous: bool = False
+    """write in the background while training goes on; keeps a copy of this rank's state in host memory"""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is written down."""
+
+    log_interval: Count = 10
+    """steps between logged steps; only these wait for the device"""
+    tensorboard: bool = True
+    """write TensorBoard files beside metrics.jsonl"""
+    breakdown_interval: Natural = 10
+    """steps between those that are profiled to say where the time goes and which rank is slow; more where that would
+    cost over 1 % of the run; 0: none"""
+    profile_steps: str = ""
+    """steps of which a trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Loss on the held-out documents."""
+
+    interval: Natural = 0
+    """steps between evaluations, the last step included; 0: never"""
+    sequences: Count = 64
+    """held-out sequences an evaluation reads, over all ranks"""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """What recipes/generate.py writes."""
+
+    after_training: bool = False
+    """let run_train.sh print a sample of the last checkpoint"""
+    prompt: str = ""
+    """text to continue"""
+    tokens: Count = 200
+    """tokens to write"""
+    temperature: NonNegative = 0.8
+    """0: always the likeliest token"""
+    top_k: Natural = 50
+    """choose among this many likeliest tokens; 0: among all"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    run: Run = field(default_factory=Run)
+    cluster: Cluster = field(default_factory=Cluster)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    parallel: Parallel = field(default_factory=Parallel)
+    recompute: Recompute = field(default_factory=Recompute)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    generate: Generate = field(default_factory=Generate)
+
+
+def data_ranks(degrees: dict[str, int]) -> int:
+    """Ranks that read different sequences."""
+    return degrees["dp_replicate"] * degrees["dp_shard"]
+
+
+def gradient_accumulation(training: Training, ranks: int) -> int:
+    """Micro batches of one step on one of `ranks` data-parallel ranks."""
+    return training.global_batch_size // (training.micro_batch_size * ranks)

@@ -1,0 +1,93 @@
+"""Initial weights as a function of (seed, canonical parameter name, global element index).
+
+Every layout therefore starts from bitwise the same weights on one kind of device, and a rank computes only what it
+holds. torch's own generators give the n-th number of a stream, which depends on who drew before; a counter-based
+generator hashes the index itself. Here: SplitMix64's output function (Steele, Lea, Flood 2014) over the index, its top
+53 bits as a uniform number, and the inverse of the normal distribution, cut at 3 standard deviations.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchllm.config import Model
+from torchllm.models.decoder import Decoder
+from torchllm.runtime.torch_compat import local_region
+from torchllm.spec.parameters import canonical_name, row_of
+
+_CUT = 3.0  # in standard deviations
+_ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, 8 bytes an element a few times over
+
+
+def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, seed: int) -> None:
+    """Give every parameter of stages built on the meta device its memory and its initial value.
+
+    Call it after sharding: a rank makes only its shards.
+    """
+    materialize(stages, device)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            with torch.no_grad():
+                fill(parameter, canonical_name(name), model, seed)
+
+
+def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
+    """Give every parameter of stages built on the meta device its memory, with whatever is in it."""
+    for stage in stages:
+        stage.to_empty(device=device)
+        stage.tie_embeddings()
+
+
+def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
+    """Write this rank's part of the initial value of the parameter called `name` (canonical)."""
+    shape, offset = local_region(parameter)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    start = row_of(name).start
+    if start in ("ones", "zeros"):
+        local.fill_(float(start == "ones"))
+        return
+    std = model.initial_std / (math.sqrt(2 * model.layers) if start == "residual" else 1.0)
+    columns = math.prod(parameter.shape[1:])  # row-major index of the whole parameter
+    width = math.prod(shape[1:])
+    if local.numel() == 0:
+        return
+    column_index = torch.arange(width, device=local.device) + (offset[1] if len(shape) > 1 else 0)
+    rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // width)
+    for first in range(0, shape[0], rows_at_a_time):
+        rows = local[first : first + rows_at_a_time]
+        row_index = torch.arange(rows.shape[0], device=local.device) + (offset[0] + first)
+        index = (row_index.unsqueeze(1) * columns + column_index).flatten()
+        rows.copy_(normal(index, key_of(seed, name)).mul_(std).view_as(rows))
+
+
+def key_of(seed: int, name: str) -> int:
+    """64 bits that tell one parameter's numbers from another's, as a signed integer."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+
+
+def normal(index: Tensor, key: int) -> Tensor:
+    """The index-th standard normal numbers of the stream `key`, cut at +-3: int64 (N) -> float64 (N).
+
+    float64 throughout: a vectorised kernel may round an element differently by its place in the buffer, and the
+    rounding to float32 afterwards hides such a last bit.
+    """
+    tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))
+    uniform = (_hash(index, key).to(torch.float64) + 0.5) * 2.0**-53
+    return torch.special.ndtri(tail + uniform * (1.0 - 2.0 * tail))
+
+
+def _hash(index: Tensor, key: int) -> Tensor:
+    """SplitMix64's output for state key + index * golden ratio, top 53 bits. int64 products wrap like unsigned ones."""
+    z = index * -0x61C8864680B583EB + key
+    z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
+    return _shift(z ^ _shift(z, 31), 11)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; torch's is arithmetic on int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

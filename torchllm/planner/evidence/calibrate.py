@@ -1,0 +1,104 @@
+"""Fit a framework's six constants to a sweep of one's own. No torch.
+
+The least mean of |log(predicted / measured)|, rounded near zero, plus a pull to where the constants were, so that few
+measurements move them little and one that does not matter stays. Coordinate by coordinate, in ever smaller steps.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.measurements import Row, cluster_of, read_rows
+from torchllm.planner.predict import predict
+from torchllm.spec.cluster import FOLDER
+from torchllm.spec.software import UNITS, Constants
+
+PULL = 0.001
+"""what a constant that is e times what it was adds to the error"""
+KINK = 0.03
+"""log of a ratio under which errors count by their square: one coordinate at a time gets stuck in kinks"""
+STEPS = (2.0, 1024.0)
+"""largest steps, each tried from the start: near by, or far off, as a CPU's waits of milliseconds are"""
+TIMES = ("launch", "traffic", "exposed", "wait", "flush")
+"""constants that a step time shows; those of memory are fitted to peaks"""
+
+
+def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
+    """The fitted constants, and the mean error before and after. ValueError where nothing is timed."""
+    timed = [(row.case, row.seconds) for row in rows if row.case is not None and row.seconds]
+    if not timed:
+        raise ValueError("no row has a step time that can be predicted")
+    before = timed[0][0].software.constants
+
+    def logs(constants: Constants) -> list[float]:
+        return [math.log(predict(with_constants(case, constants)).step / seconds) for case, seconds in timed]
+
+    def error(constants: Constants) -> float:  # as `score` counts it
+        return sum(abs(math.expm1(log)) for log in logs(constants)) / len(timed)
+
+    def cost(constants: Constants) -> float:
+        old, new = asdict(before), asdict(constants)
+        rounded = sum(math.hypot(log, KINK) for log in logs(constants)) / len(timed)
+        return rounded + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
+
+    def descend(factor: float) -> Constants:
+        now, least = before, cost(before)
+        while factor > 1.01:
+            start = least
+            for key in TIMES:
+                for by in (factor, 1 / factor):
+                    while (new := cost(tried := _scaled(now, key, by))) < least - 1e-7:
+                        least, now = new, tried
+            if least > start - 1e-4:
+                factor = math.sqrt(factor)
+        return now
+
+    now = min(map(descend, STEPS), key=cost)
+    peaks = [
+        (predict(row.case).memory, float(row.cells["peak_memory_gib"]) * 2**30)
+        for row in rows
+        if row.case is not None and row.cells.get("peak_memory_gib") and not row.case.software.peaks_allocated
+    ]
+    if peaks:
+        ratios = sorted(1 + (peak - memory.live) / max(memory.under_way, 1.0) for memory, peak in peaks)
+        now = replace(now, allocator=max(1.0, ratios[len(ratios) // 2]))
+    return now, error(before), error(now)
+
+
+_TINY = 1e-7
+
+
+def _scaled(constants: Constants, key: str, by: float) -> Constants:
+    value = getattr(constants, key) * by
+    if key == "exposed":
+        value = min(1.0, value)
+    return replace(constants, **{key: max(value, _TINY)})
+
+
+def with_constants(case: Case, constants: Constants) -> Case:
+    """The same of software with these constants."""
+    return replace(case, software=replace(case.software, constants=constants))
+
+
+def calibrate_file(source: str, target: str, cluster: str) -> str:
+    """Fit to a CSV file, and write a cluster file that is `cluster` with these constants; what was done, as text.
+
+    cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such
+    file, nothing timed in it, no such cluster.
+    """
+    rows = read_rows(source, cluster)
+    constants, before, after = calibrate(rows)
+    cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
+    base = Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
+    lines = [
+        f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
+    ]
+    lines += [f"# {after:.1%} after.", f'base = "{os.path.relpath(base, Path(target).parent)}"', "", "[constants]"]
+    for key in fields(Constants):
+        lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
+    Path(target).write_text("\n".join(lines) + "\n")
+    return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"

@@ -1,0 +1,50 @@
+"""A run's config as a row of measurements, in the columns and words that `measurements` reads. No torch."""
+
+from typing import Any
+
+from torchllm.config import Config, gradient_accumulation
+from torchllm.spec.flops import parameter_count
+
+
+def row_of(config: Config, gpus: int) -> dict[str, str]:
+    """What a resolved config says of its layout on so many GPUs, by column."""
+    model, training, parallel = config.model, config.training, config.parallel
+    dp = parallel.dp_replicate * parallel.dp_shard
+    attention = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}[model.attention]
+    found: dict[str, Any] = {
+        "dataset": "sweep",
+        "stack": "torchllm",
+        "group": f"sweep/s{training.sequence_length}/{gpus}",
+        "model": model.family,
+        "n_params": parameter_count(model),
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv,
+        "ffn": model.ffn,
+        "vocab": model.vocab,
+        "tied_emb": int(model.tied_embeddings),
+        "seq_len": training.sequence_length,
+        "cluster": config.cluster.name,
+        "gpus": gpus,
+        "dp": dp,
+        "dp_replicate": parallel.dp_replicate,
+        "dp_shard": parallel.dp_shard,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "cp": parallel.cp,
+        "cp_method": parallel.cp_method if parallel.cp > 1 else "",
+        "schedule": parallel.schedule if parallel.pp > 1 else "",
+        "interleave_v": parallel.stages_per_rank if parallel.pp > 1 else "",
+        "micro_batch": training.micro_batch_size,
+        "grad_accum": gradient_accumulation(training, dp),
+        "global_batch_seqs": training.global_batch_size,
+        "zero_stage": parallel.zero_stage,
+        "seq_parallel": int(parallel.sequence_parallel),
+        "act_ckpt": config.recompute.mode,
+        "attn_impl": attention,
+        "rmsnorm_kernel": int(config.compile.norm or config.compile.block),
+        "compile": int(config.compile.block),
+        "precision": config.training.dtype,
+    }
+    return {key: str(value) for key, value in found.items()}

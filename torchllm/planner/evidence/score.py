@@ -1,0 +1,254 @@
+"""Predicted against measured: errors, ranks, regret, what ran out of memory. No torch.
+
+Errors are of step times, predicted over measured less one; `scaled` ones after one factor a data set, the median. Ties
+count at their worst: of layouts predicted alike, the slowest measured one is taken to be chosen. Rows that cannot be
+predicted are counted and named.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from torchllm.planner.evidence.layer import layer_seconds
+from torchllm.planner.evidence.measurements import Row, read_rows
+from torchllm.planner.memory import counted
+from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.search.validity import Verdict, judge
+from torchllm.spec.software import UNITS, Constants
+
+
+class Scored(NamedTuple):
+    """A row and what is predicted of it."""
+
+    row: Row
+    prediction: Prediction | None
+    verdict: Verdict | None
+
+    @property
+    def error(self) -> float | None:
+        """Of the step time; None where there is nothing to compare."""
+        if self.prediction is None or self.row.seconds is None:
+            return None
+        return self.prediction.step / self.row.seconds - 1
+
+
+def score_rows(rows: Iterable[Row]) -> list[Scored]:
+    """Predict each row."""
+    found = []
+    for row in rows:
+        prediction = predict(row.case) if row.case is not None else None
+        found.append(Scored(row, prediction, judge(row.case, prediction) if row.case and prediction else None))
+    return found
+
+
+def predict_file(source: str, target: str) -> str:
+    """Write a table of layouts with what is predicted of each; what was assumed, as text. OSError, ValueError."""
+    scored = score_rows(read_rows(source))
+    names = list(dict.fromkeys([*(name for one in scored for name in one.row.cells), *PREDICTED]))
+    with open(target, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**one.row.cells, **_predicted(one)} for one in scored)
+    return "\n".join(_said(scored))
+
+
+PREDICTED = tuple(
+    f"predicted_{name}"
+    for name in ("step_time_s", "low_s", "high_s", "mfu_pct", "hfu_pct", "memory_gib", "fits", "verdict", "note")
+)
+"""columns that `predict_file` adds: the step and its interval, utilisation, memory, 1 if it fits, how surely, and what
+was assumed or why there is no prediction"""
+
+
+def _predicted(one: Scored) -> dict[str, str]:
+    row, prediction, verdict = one.row, one.prediction, one.verdict
+    if row.case is None or prediction is None or verdict is None:
+        return {"predicted_note": row.problem}
+    low, high = verdict.seconds
+    values = (
+        *(f"{seconds:.6g}" for seconds in (prediction.step, low, high)),
+        *(f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)),
+        f"{counted(prediction.memory, row.case.software) / 2**30:.1f}",
+        str(int(prediction.fits)),
+        verdict.fits,
+        "; ".join([verdict.range, *row.assumed]),
+    )
+    return dict(zip(PREDICTED, values, strict=True))
+
+
+def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
+    """Errors of every data set and every group in it. OSError, ValueError for a file that is no such table.
+
+    cluster: one that all rows are of. What a sweep found to be no layout is left out.
+    """
+    rows = [row for file in files for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
+    scored = score_rows(rows)
+    sets = {name: _summary(of, groups=True) for name, of in _by(scored, "dataset").items()}
+    if as_json:
+        return json.dumps(sets, indent=1)
+    lines = [_HEADER]
+    for name, summary in sets.items():
+        lines.append(_line(name, summary))
+        lines += [_line("  " + group, inner) for group, inner in summary["groups"].items()]
+    return "\n".join([*lines, "", *_constants(scored), "", *_said(scored)])
+
+
+def _constants(scored: Sequence[Scored]) -> list[str]:
+    """The fitted constants of every framework in these rows, side by side."""
+    software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
+    names = [key.name for key in fields(Constants)]
+    titles = [f"  {name}, {UNITS[name]}" for name in names]
+    lines = [f"{'constants':34s}" + "".join(titles)]
+    for stack, of in software.items():
+        values = [f"{getattr(of.constants, name):{len(title)}.3g}" for name, title in zip(names, titles, strict=True)]
+        lines.append(f"{stack:34s}" + "".join(values))
+    return lines
+
+
+def _said(scored: Sequence[Scored]) -> list[str]:
+    """What cannot be read, and what was assumed, each once with the number of rows."""
+    counted: dict[str, int] = {}
+    for one in scored:
+        for line in [f"refused: {one.row.problem}"] if one.row.problem else [f"assumed: {x}" for x in one.row.assumed]:
+            counted[line] = counted.get(line, 0) + 1
+    return [f"{line} ({count} rows)" for line, count in counted.items()]
+
+
+def _by(scored: Iterable[Scored], key: str) -> dict[str, list[Scored]]:
+    found: dict[str, list[Scored]] = {}
+    for one in scored:
+        found.setdefault(one.row.cells.get(key, "") or "-", []).append(one)
+    return found
+
+
+def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
+    timed = [one for one in scored if one.error is not None]
+    out: dict[str, Any] = {
+        "rows": len(scored),
+        "timed": len(timed),
+        "refused": sum(bool(o.row.problem) for o in scored),
+    }
+    if timed:
+        ratios = [one.prediction.step / one.row.seconds for one in timed if one.prediction and one.row.seconds]
+        factor = median(ratios)
+        out |= _errors([ratio - 1 for ratio in ratios])
+        out["scaled"] = {"factor": 1 / factor, **_errors([ratio / factor - 1 for ratio in ratios])}
+        out["spearman"] = spearman(
+            [o.prediction.step for o in timed if o.prediction], [o.row.seconds or 0.0 for o in timed]
+        )
+    layers = [error for one in scored for error in _layer_errors(one)]
+    if layers:
+        out["layers"] = _errors(layers)
+    of_memory = [one for one in scored if one.prediction and one.row.cells.get("peak_memory_gib")]
+    if of_memory:
+        out["memory"] = _errors(
+            [
+                counted(o.prediction.memory, o.row.case.software) / 2**30 / float(o.row.cells["peak_memory_gib"]) - 1
+                for o in of_memory
+                if o.prediction and o.row.case
+            ]
+        )
+    known = [one for one in scored if one.prediction and one.row.out_of_memory is not None]
+    if known:
+        counts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
+        for one in known:
+            admitted = "fits" if one.prediction and one.prediction.fits else "refused"
+            counts[f"{admitted}_{'oom' if one.row.out_of_memory else 'ok'}"] += 1
+        out["out_of_memory"] = {**counts, "right": (counts["fits_ok"] + counts["refused_oom"]) / len(known)}
+    if groups:
+        out["groups"] = {name: {**_summary(of), **regret(of)} for name, of in _by(scored, "group").items()}
+    return out
+
+
+def _layer_errors(one: Scored) -> list[float]:
+    """Of rows that time one layer (Korthikanti et al. 2022), forward and backward."""
+    cells = one.row.cells
+    if one.row.case is None or not cells.get("layer_fwd_ms"):
+        return []
+    forward, backward = layer_seconds(one.row.case)
+    return [1e3 * forward / float(cells["layer_fwd_ms"]) - 1, 1e3 * backward / float(cells["layer_bwd_ms"]) - 1]
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float]:
+    sizes = sorted(map(abs, errors))
+    return {
+        "median": median(sizes),
+        "mean": mean(sizes),
+        "p90": sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)],
+        "bias": mean(errors),
+    }
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Correlation of the ranks, ties at their mean; None for fewer than three."""
+    if len(one) < 3:
+        return None
+    a, b = _ranks(one), _ranks(other)
+    middle = (len(a) + 1) / 2
+    above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    below = math.sqrt(sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b))
+    return above / below if below else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    places: dict[float, list[int]] = {}
+    for place, value in enumerate(sorted(values), start=1):
+        places.setdefault(value, []).append(place)
+    return [mean(places[value]) for value in values]
+
+
+def regret(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Of the layout that would be chosen: predicted fastest per sequence among those predicted to fit; its measured MFU
+    and time against the best measured. One that ran out of memory is said so."""
+    known = [one for one in scored if one.prediction and (one.row.seconds or one.row.out_of_memory)]
+    timed = [one for one in known if one.row.seconds]
+    admitted = [one for one in known if one.prediction and one.prediction.fits]
+    if len(timed) < 2 or not admitted:
+        return {}
+
+    def per_sequence(one: Scored, seconds: float) -> float:
+        assert one.row.case is not None
+        return seconds / one.row.case.training.global_batch_size
+
+    def predicted(one: Scored) -> float:
+        return per_sequence(one, one.prediction.step if one.prediction else math.inf)
+
+    def measured(one: Scored) -> float:
+        return per_sequence(one, one.row.seconds) if one.row.seconds else math.inf
+
+    least = min(map(predicted, admitted))
+    chosen = max((one for one in admitted if predicted(one) <= least * (1 + 1e-9)), key=measured)
+    if not chosen.row.seconds:
+        return {"chosen_ran_out_of_memory": True}
+    best = min(timed, key=measured)
+    found: dict[str, Any] = {"chosen_ran_out_of_memory": False, "regret_seconds": measured(chosen) / measured(best) - 1}
+    if best.row.cells.get("mfu_pct") and chosen.row.cells.get("mfu_pct"):
+        found["regret_points"] = float(best.row.cells["mfu_pct"]) - float(chosen.row.cells["mfu_pct"])
+    return found
+
+
+_COLUMNS = ("rows", "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
+_HEADER = " " * 54 + "".join(f"{name:>8s}" for name in _COLUMNS)
+
+
+def _line(name: str, of: dict[str, Any]) -> str:
+    """One line: errors, shares and regret in percent."""
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f}"
+
+    errors = of if "mean" in of else of.get("layers", {})
+    rho = of.get("spearman")
+    cells = [
+        str(of["rows"]),
+        str(of["timed"]),
+        *(percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")),
+    ]
+    cells += [percent(of.get("scaled", {}).get("mean")), "-" if rho is None else f"{rho:.3f}"]
+    cells += [percent(of.get("memory", {}).get("mean")), percent(of.get("out_of_memory", {}).get("right"))]
+    cells.append("OOM" if of.get("chosen_ran_out_of_memory") else percent(of.get("regret_seconds")))
+    return f"{name:54s}" + "".join(f"{cell:>8s}" for cell in cells)

@@ -1,0 +1,115 @@
+"""`[parallel] layout = "auto"` or "tune": layouts of a run that leaves degrees open, for the machine it is started on.
+
+A function of the config, the number of ranks and the name of the machine, so that all ranks come to the same. No torch.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.stacks import STACKS
+from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.search.explain import GIB, divides_nowhere, fits_nowhere
+from torchllm.planner.search.layouts import Job, Layout, kernels_of
+from torchllm.planner.search.search import search
+from torchllm.spec.cluster import FOLDER, Hardware, read_cluster
+
+C = TypeVar("C", bound=Config)
+DRIVER = Path("/proc/driver/nvidia/gpus")
+CPU = "this_cpu"
+
+
+def choose(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
+    """The config with each of the `count` fastest layouts in it, fastest first, and a line that says which that is.
+
+    written: keys ("parallel.tp", "recompute.mode") that the run gives, which stay; -1 and a default do not count.
+    UserError where nothing fits, or the machine is not known.
+    """
+    name = _cluster_of_run(config)
+    found: list[str] = []
+    hardware = read_cluster(name, found)
+    if hardware is None:
+        raise UserError("; ".join(found))
+    job = job_of(config, world_size, written, hardware)
+    result = search(job, count)
+    if not result.layouts:
+        raise UserError(divides_nowhere(job, result))
+    if not result.best:
+        raise UserError(fits_nowhere(job, result))
+    layout, prediction = result.best[0]
+    line = (
+        f"{layout.text()}: of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
+        f"{prediction.step:.3g} s a step, {prediction.memory.total / GIB:.3g} GiB"
+    )
+    chosen = [job.config(config, ranked.layout) for ranked in result.best]
+    return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
+
+
+def planned(config: Config) -> Prediction | None:
+    """What the planner expects of a run whose layout is resolved; None where it does not know the machine."""
+    try:
+        name = _cluster_of_run(config)
+    except UserError:
+        return None
+    hardware = read_cluster(name, [])
+    if hardware is None:
+        return None
+    case = case_of(config, hardware)
+    # FOOTGUN: the CPU's figures are of so many ranks that share it.
+    return None if name == CPU and case.ranks != hardware.gpus_per_node else predict(case)
+
+
+def _cluster_of_run(config: Config) -> str:
+    return config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+
+
+def case_of(config: Config, hardware: Hardware) -> Case:
+    """A run as the planner sees it: this repository, with the cluster's constants."""
+    software = replace(STACKS["torchllm"], constants=hardware.constants)
+    kernels = kernels_of(config.model, config.compile, software)
+    return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
+
+
+def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
+    """What is open and what is not."""
+    fixed: dict[str, Any] = {}
+    for key in Layout._fields:
+        section = {"micro_batch_size": "training", "recompute": "recompute"}.get(key, "parallel")
+        field = "mode" if key == "recompute" else key
+        value = getattr(getattr(config, section), field)
+        if f"{section}.{field}" in written and value != -1 and (key, value) != ("virtual_stages", 0):
+            fixed[key] = value
+    return Job(config.model, config.training, hardware, world_size, compile=config.compile, fixed=fixed)
+
+
+def device() -> str:
+    """The driver's name of this machine's first GPU; empty: it has none."""
+    for file in sorted(DRIVER.glob("*/information")):
+        if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
+            return model[1].strip()
+    return ""
+
+
+def cluster_of(gpu: str) -> str:
+    """The first of train_configs/clusters that has such a GPU, NVIDIA's own systems before others."""
+    if not gpu:
+        return CPU
+    names = sorted((file.stem for file in FOLDER.glob("*.toml")), key=lambda name: (name[1:3] != "gx", name))
+    for name in names:
+        hardware = read_cluster(name, [])
+        if hardware is not None and _same(hardware.gpu, gpu):
+            return name
+    raise UserError(f"no file of train_configs/clusters has a {gpu}: set cluster.name")
+
+
+def _same(gpu: str, said: str) -> bool:
+    """Whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB": one chip, and one memory where both
+    name it. A PCIe card is another chip."""
+    mine, its = ([word for word in re.findall(r"\w+", name.upper()) if word != "NVIDIA"] for name in (gpu, said))
+    sizes = [{word for word in words if re.fullmatch(r"\d+GB", word)} for words in (mine, its)]
+    return mine[0] == its[0] and not {"PCIE", "NVL"} & set(its) and (sizes[0] == sizes[1] or not all(sizes))

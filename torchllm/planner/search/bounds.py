@@ -1,0 +1,276 @@
+"""What layouts of a job cost at least, while not all of them is decided: what `search` leaves groups of them out by.
+
+Seconds: all ranks' work divided evenly, and the wait for a first micro batch. Bytes: what stands on the first rank all
+step long, and the activations of the micro batches that its schedule keeps. Each is no more than what `predict` says of
+any layout of the group, and is put together from few things that many layouts share. No torch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchllm.config import SCHEDULES, PipelineSchedule
+from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.memory import StageSize, stage_parameters
+from torchllm.planner.predict import memory_of, tail
+from torchllm.planner.search.layouts import Job, Layout, Mesh
+from torchllm.planner.simulate import StageTimes, most_in_flight
+from torchllm.planner.stage import BlockCost, Computed, StageCost, block_cost, computed, end_times
+from torchllm.spec.flops import recompute_interval
+from torchllm.spec.stages import V_SHAPED, balanced_split, stage_of_rank
+
+SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
+"""schedules that may fill the way back with gradients of weights"""
+
+
+def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
+    """A bound of `predict.pipeline_seconds`: a rank computes all its work after a first micro batch has come through
+    the ranks before it, and before the last one's gradients have gone back through them. Where the backward is split
+    the way back may be filled."""
+    parallel, m = case.parallel, case.micro_batches
+    busy = [m * sum(sum(stages[at]) for at in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+    step = waits = 0.0
+    for rank in range(parallel.pp):
+        step = max(step, waits + busy[rank])
+        forward, inputs, weights = stages[rank]
+        waits += forward + transfer + (0.0 if parallel.schedule in SPLIT else inputs + weights + transfer)
+    return step, busy
+
+
+class Order(NamedTuple):
+    """A schedule, and what the first rank holds at least."""
+
+    schedule: PipelineSchedule
+    virtual_stages: int
+    graded: bool
+    """at a time with one micro batch less in flight all its stages have gradients"""
+    flying: int
+    """its blocks times the micro batches that they keep, at once"""
+    blocks: int
+    """that a micro batch keeps in its largest stage; 0: there is always one in flight"""
+    ends: int
+    """of its stages, that receive from others"""
+
+
+class Sharding(NamedTuple):
+    """A way to share weights, gradients and optimizer on a mesh."""
+
+    degrees: tuple[int, int, int]
+    """dp_replicate, dp_shard, zero_stage"""
+    standing: float
+    """bytes that are there all step long, at least"""
+    reserve: float
+    """bytes that are not torch's"""
+    gradients: float
+    """bytes, when all stages have some"""
+    tail: float
+    """seconds at a step's end, at least"""
+
+
+class Bounds:
+    """Of one job; what is found once is remembered."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._computed: dict[tuple[Piece, Kernels], Computed] = {}
+        self._block: dict[tuple[object, ...], tuple[StageTimes, float, float]] = {}
+        self._ends: dict[tuple[Piece, Kernels], tuple[float, float]] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
+        self._sharded: dict[Mesh, list[Sharding]] = {}
+        self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._orders: dict[tuple[int, int], list[Order]] = {}
+        self._smallest: dict[tuple[int, int], Order] = {}
+        self._received: dict[tuple[object, ...], float] = {}
+        self._stages: dict[tuple[object, ...], list[StageSize]] = {}
+        self._ways: dict[Mesh, list[tuple[tuple[int, int, int], float, float]]] = {}
+        self._kept: dict[tuple[object, ...], float] = {}
+
+    def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
+        """Seconds of one micro batch through a block, in the embedding, and in the head."""
+        gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
+        sharding = (layout.pp > 1, layout.dp_shard, layout.zero_stage) if gathers else ()
+        key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
+        known = self._block.get(key)
+        if known is None:
+            case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
+            block = self.block_cost(case)
+            known = self._block[key] = block.times, *self.ends(case, block.over_tp)
+        return known
+
+    def block_cost(self, case: Case) -> BlockCost:
+        """What is computed is the same for many that send and recompute differently."""
+        key = case.piece, case.kernels
+        if key not in self._computed:
+            self._computed[key] = computed(case)
+        return block_cost(case, self._computed[key])
+
+    def ends(self, case: Case, over_tp: float) -> tuple[float, float]:
+        """As `block`, which ends are the same for many of."""
+        key = case.piece, case.kernels
+        if key not in self._ends:
+            sizes = StageSize(0, True, False), StageSize(0, False, True)
+            first, last = (sum(end_times(case, size, over_tp)[0]) for size in sizes)
+            self._ends[key] = first, last
+        return self._ends[key]
+
+    def work(self, layout: Layout, decided: bool = True) -> float:
+        """A bound of the schedule's time, as `at_least`, transfers aside. Where there is no schedule yet: the ranks'
+        average work, and the average wait for a first micro batch, with one block on each rank before."""
+        block, embedding, head = self.block(layout)
+        m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
+        each = sum(block)
+        if layout.pp == 1 or not decided:
+            work = m * (self.job.model.layers * each + embedding + head) / layout.pp
+            return work + (layout.pp - 1) / 2 * block.forward
+        way = block.forward if layout.schedule in SPLIT else each
+        step = 0.0
+        for before, blocks, first, last in self.ranks(layout):
+            step = max(step, before * way + m * (blocks * each + first * embedding + last * head))
+        return step
+
+    def ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
+        """Blocks that are before a rank's first one, its own blocks, whether it has the ends: of ranks that are alike
+        the last, which waits longest."""
+        key = layout.pp, layout.schedule, layout.virtual_stages
+        if key not in self._ranks:
+            parallel, stages, before = self.job.parallel(layout), self.stages(layout), 0
+            alike: dict[tuple[int, bool, bool], int] = {}
+            for rank in range(layout.pp):
+                mine = [stages[stage] for stage in stage_of_rank(parallel, rank)]
+                has = sum(of.blocks for of in mine), any(of.first for of in mine), any(of.last for of in mine)
+                alike[has] = before
+                before += stages[rank].blocks
+            self._ranks[key] = [(before, *has) for has, before in alike.items()]
+        return self._ranks[key]
+
+    def stages(self, layout: Layout) -> list[StageSize]:
+        """What each stage has."""
+        key = layout.pp, layout.schedule, layout.virtual_stages
+        if key not in self._stages:
+            split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
+            self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
+        return self._stages[key]
+
+    def shardings(self, mesh: Mesh) -> list[Sharding]:
+        """What each keeps of a rank's share of the blocks, and what it costs at a step's end, at least."""
+        if mesh not in self._sharded:
+            sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
+            cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})  # a backward that hides what can be hidden
+            found = []
+            for replicate, shard, zero in self.job.shardings(mesh):
+                case = self.job.case(Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, zero_stage=zero))
+                key = mesh.pp, mesh.tp, shard * mesh.cp, zero
+                if key not in self._standing:
+                    of = memory_of(case, sizes, 0)
+                    standing = of.weights + of.optimizer + (of.gathered if zero < 3 else 0.0)
+                    whole = stage_parameters(case.model, sizes[0], mesh.tp, case.software.vocab_parallel)
+                    scattered = shard * mesh.cp if zero >= 2 and mesh.pp == 1 else 1
+                    self._standing[key] = standing, of.reserve, case.software.gradients * whole / scattered
+                seconds = sum(tail(case, sizes[:1], [cost]).values())
+                found.append(Sharding((replicate, shard, zero), *self._standing[key], seconds))
+            self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
+        return self._sharded[mesh]
+
+    def cheapest(self, layout: Layout, mesh: Mesh, order: Order) -> tuple[Layout, float]:
+        """The layout with the sharding that costs a micro batch least of those that may fit, and the bytes missing.
+
+        Nothing is gathered for a micro batch but with zero_stage 3, and the less, the fewer share.
+        """
+        if mesh not in self._ways:
+            shardings = self.shardings(mesh)
+            whole = [one for one in shardings if one.degrees[2] < 3]
+            apart = sorted((one for one in shardings if one.degrees[2] == 3), key=lambda one: one.degrees[1])
+            self._ways[mesh] = [(one.degrees, one.standing + one.reserve, one.gradients) for one in whole[:1] + apart]
+        capacity, least = self.job.hardware.memory, math.inf
+        received, most, later = self.held(layout, order)
+        for (replicate, shard, zero), standing, gradients in self._ways[mesh]:
+            graded = later + gradients
+            over = standing + received + (graded if graded > most else most) - capacity
+            if over <= 0:
+                if zero == 3:
+                    layout = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
+                return layout, over
+            least = min(least, over)
+        return layout, least
+
+    def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
+        """A bound of the first rank's memory."""
+        received, most, later = self.held(layout, order)
+        return sharding.standing + sharding.reserve + received + max(most, later + sharding.gradients)
+
+    def held(self, layout: Layout, order: Order) -> tuple[float, float, float]:
+        """Bytes beside what stands, at least: what a pipeline receives in, and the activations of all micro batches in
+        flight; or, in the middle of a step, of one less, beside the gradients of those before."""
+        received = 0.0
+        if layout.pp > 1:
+            key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
+            if key not in self._received:
+                case = self.job.case(layout._replace(schedule="1F1B", virtual_stages=1))
+                self._received[key] = memory_of(case, [StageSize(1, True, False)] * layout.pp, 0).buffers
+            received = self._received[key] * order.ends
+        kept = self.kept(layout) * self.job.software.constants.allocator
+        later = kept * (order.flying - order.blocks) if order.graded else -math.inf
+        return received, kept * order.flying, later
+
+    def memory(self, layout: Layout, mesh: Mesh) -> float:
+        """A bound of what the first rank holds beside `Sharding.standing`, whatever the sharding."""
+        least = math.inf
+        for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
+            case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=zero))
+            of = memory_of(case, self.stages(layout), 0)
+            gathered = of.gathered * case.software.constants.allocator
+            least = min(least, of.total - gathered - of.weights - of.optimizer)
+        return least
+
+    def kept(self, layout: Layout) -> float:
+        """Bytes that a block keeps of a micro batch."""
+        key = (layout.cp, layout.tp, *layout[9:], self.job.compile_of(layout).block)
+        if key not in self._kept:
+            mode = "full" if layout.recompute == "every_k" else layout.recompute  # of one block a stage it is the same
+            case = self.job.case(layout._replace(pp=1, dp_replicate=1, dp_shard=1, micro_batch_size=1, recompute=mode))
+            many = self.job.model.layers * recompute_interval(case.recompute, self.job.model.layers)
+            one, two = (memory_of(case, [StageSize(times * many, True, True)], 0).activations for times in (1, 2))
+            self._kept[key] = (two - one) / many
+        return self._kept[key] * layout.micro_batch_size
+
+    def orders(self, layout: Layout, mesh: Mesh) -> list[Order]:
+        """The schedules of so many micro batches."""
+        m = self.job.training.global_batch_size // (layout.micro_batch_size * mesh.data)
+        if (mesh.pp, m) not in self._orders:
+            schedules = self.job.schedules(mesh, layout.micro_batch_size)
+            self._orders[mesh.pp, m] = [self.order(mesh.pp, m, name, stages) for name, stages in schedules]
+        return self._orders[mesh.pp, m]
+
+    def smallest(self, layout: Layout, mesh: Mesh) -> Order:
+        """In each thing at least as small as any of them."""
+        key = mesh.pp, layout.micro_batch_size * mesh.data
+        if key not in self._smallest:
+            orders = self.orders(layout, mesh)
+            self._smallest[key] = orders[0]._replace(
+                graded=all(one.graded for one in orders),
+                flying=min(one.flying for one in orders),
+                blocks=max(one.blocks for one in orders),
+                ends=min(one.ends for one in orders),
+            )
+        return self._smallest[key]
+
+    def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> Order:
+        """What is known of a schedule of `m` micro batches without going through it."""
+        layers = self.job.model.layers
+        if pp == 1:
+            return Order(name, v, m > 1, layers, 0, 0)
+        blocks = [size.blocks for size in self.stages(Layout(pp, 1, 1, 1, 1, name, v))]
+        round = m // max(1, m // pp)
+        if name in V_SHAPED:
+            both = most_in_flight(name, pp, 2, min(m, 3 * round + m % round), 0)
+            return Order(
+                name, v, m >= 3 * pp, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2
+            )
+        mine = blocks[::pp]
+        flying, graded = m * sum(mine), v == 1 and m > 1  # GPipe and LoopedBFS keep all
+        if name not in ("GPipe", "LoopedBFS"):
+            ahead = (v - 1) * round + (2 if name == "Interleaved1F1B" else 1) * (pp - 1)
+            flying = min(m * v, ahead + 1) * min(mine)
+            graded = graded or m * v > ahead + v * round  # after a round of backwards
+        return Order(name, v, graded, flying, max(mine), 2 * len(mine) - 1)

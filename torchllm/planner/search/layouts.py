@@ -1,0 +1,304 @@
+"""Every layout that the config accepts of a model on so many GPUs: which there are, and why others are not. No torch.
+
+A layout is a mesh (pp x data-parallel ranks x cp x tp), what a step is cut into (micro batch, schedule), what is
+sharded (HSDP's two degrees, ZeRO stage) and what is kept (recomputation, sequence parallelism). Of those that run alike
+one is listed: without pp there is one schedule, without cp one way to do it, where nothing is shared one ZeRO stage;
+DDP has one data axis; segments and intervals of recomputation are the default ones. Virtual stages are 4 at most, or
+any number that cuts the blocks evenly.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from torchllm.config import (
+    SCHEDULES,
+    Compile,
+    Config,
+    Model,
+    Parallel,
+    PipelineSchedule,
+    Recompute,
+    Training,
+)
+from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels
+from torchllm.planner.evidence.stacks import STACKS
+from torchllm.spec.cluster import Hardware
+from torchllm.spec.software import Software
+
+Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective"]
+C = TypeVar("C", bound=Config)
+ContextMethod = Literal["ring", "ulysses"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
+UNEVEN_STAGES = 4
+"""virtual stages up to which they need not cut the blocks evenly"""
+
+
+class Layout(NamedTuple):
+    """One way to run the model; the words are the config's."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    schedule: PipelineSchedule = "1F1B"
+    virtual_stages: int = 0
+    micro_batch_size: int = 1
+    zero_stage: int = 3
+    recompute: Mode = "none"
+    sequence_parallel: bool = False
+    cp_method: ContextMethod = "ring"
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def text(self) -> str:
+        """In one line, without what is as ever."""
+        parts = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+        parts = [part for part in parts if not part.endswith(" 1")] or ["one rank"]
+        if self.pp > 1:
+            stages = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            parts.append(f"{self.schedule}{stages}")
+        parts.append(f"micro batch {self.micro_batch_size}")
+        if self.data_ranks * self.cp > 1:
+            parts.append(f"zero {self.zero_stage}")
+        if self.cp > 1:
+            parts.append(self.cp_method)
+        parts += ["sp"] * self.sequence_parallel
+        return ", ".join([*parts, *([] if self.recompute == "none" else [f"recompute {self.recompute}"])])
+
+
+def layout_of(config: Config) -> Layout:
+    """That of a config whose degrees are resolved."""
+    parallel = config.parallel
+    kept = {key: getattr(parallel, key) for key in Layout._fields if hasattr(parallel, key)}
+    return Layout(**kept, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
+
+
+def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
+    """What a run of this repository computes with."""
+    return Kernels(
+        "eager" if model.attention == "eager" else software.attention,
+        fused_norm=compile.norm or compile.block or model.family == "gpt",
+        compiled=compile.block,
+    )
+
+
+class Mesh(NamedTuple):
+    """Degrees, the data-parallel ones as one."""
+
+    pp: int
+    data: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned."""
+
+    model: Model
+    training: Training
+    """sequence_length, global_batch_size and loss_chunk count; the micro batch is searched"""
+    hardware: Hardware
+    gpus: int
+    compile: Compile | None = None
+    """None: whatever the layout allows"""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """fields of `Layout` that are given"""
+
+    @cached_property
+    def software(self) -> Software:
+        """This repository, with the cluster's constants."""
+        return replace(STACKS["torchllm"], constants=self.hardware.constants)
+
+    def allowed(self, key: str, values: list[Any]) -> list[Any]:
+        """Those of `values` that agree with what is fixed."""
+        return [value for value in values if self.fixed.get(key, value) == value]
+
+    def compile_of(self, layout: Layout) -> Compile:
+        """torch.compile as the layout allows it (`config.checks`): whole blocks, or at least the norms."""
+        split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
+        block = not split_backward and not (layout.cp > 1 and layout.recompute in ("full", "every_k", "selective"))
+        return self._compiled[block]
+
+    @cached_property
+    def _compiled(self) -> tuple[Compile, Compile]:
+        """Where blocks cannot be compiled, and where they can."""
+        if self.compile is not None:
+            return self.compile, self.compile
+        if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
+            return Compile(), Compile()
+        return Compile(norm=self.model.family == "llama"), Compile(block=True, loss=True)
+
+    @cached_property
+    def _training_of(self) -> Callable[[int], Training]:
+        """By micro batch size."""
+        return cache(lambda size: replace(self.training, micro_batch_size=size))
+
+    def case(self, layout: Layout) -> Case:
+        """As `predict` wants it."""
+        return Case(
+            self.model,
+            self._training_of(layout.micro_batch_size),
+            self.parallel(layout),
+            RECOMPUTE[layout.recompute],
+            kernels_of(self.model, self.compile_of(layout), self.software),
+            self.hardware,
+            self.software,
+        )
+
+    def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
+        """[parallel] of a layout; what else there is is as in `base`."""
+        values = layout._asdict()
+        del values["micro_batch_size"], values["recompute"]
+        values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
+        return replace(base, **values) if base else Parallel(**values)
+
+    def config(self, base: C, layout: Layout) -> C:
+        """A run's config with this layout in it; the rest is as in `base`."""
+        training = replace(
+            base.training,
+            micro_batch_size=layout.micro_batch_size,
+            global_batch_size=self.training.global_batch_size,
+            sequence_length=self.training.sequence_length,
+        )
+        return replace(
+            base,
+            model=self.model,
+            training=training,
+            parallel=self.parallel(layout, base.parallel),
+            recompute=RECOMPUTE[layout.recompute],
+            compile=self.compile_of(layout),
+        )
+
+    @cached_property
+    def meshes(self) -> list[Mesh]:
+        """All factorizations of the GPUs that agree with what is fixed."""
+        found = []
+        for tp in self.allowed("tp", divisors(self.gpus)):
+            for cp in self.allowed("cp", divisors(self.gpus // tp)):
+                for pp in self.allowed("pp", divisors(self.gpus // tp // cp)):
+                    found.append(Mesh(pp, self.gpus // tp // cp // pp, cp, tp))
+        return found
+
+    def refusal(self, mesh: Mesh) -> str:
+        """Why no layout of the mesh can be, as `config.checks` would say; empty: there are some."""
+        model, tp = self.model, mesh.tp
+        for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
+            if size % tp:
+                return f"tp does not divide model.{name} = {size}"
+        if model.vocab % tp and (mesh.data * mesh.cp > 2 or -(-model.vocab // tp) * (tp - 1) >= model.vocab):
+            return f"tp does not divide model.vocab = {model.vocab}"
+        if mesh.pp > model.layers:
+            return f"pp is over model.layers = {model.layers}"
+        if self.training.global_batch_size % mesh.data:
+            return f"data-parallel ranks do not divide the batch of {self.training.global_batch_size} sequences"
+        if not self.context_methods(mesh):
+            return f"cp does not cut the sequence of {self.training.sequence_length} tokens evenly, nor the heads"
+        if not next(self.pieces(mesh), None) or not self.shardings(mesh) or not self.sequence_parallel(mesh):
+            return "the batch has too few micro batches for a schedule, or what the config fixes does not fit"
+        return ""
+
+    def context_methods(self, mesh: Mesh) -> list[ContextMethod]:
+        """Ways to share a sequence."""
+        length, cp = self.training.sequence_length, mesh.cp
+        if cp == 1:
+            return [self.fixed.get("cp_method", "ring")]
+        ring = length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex")
+        ulysses = length % cp == 0 and self.model.kv // mesh.tp % cp == 0
+        return self.allowed("cp_method", ["ring"] * ring + ["ulysses"] * ulysses)
+
+    def sequence_parallel(self, mesh: Mesh) -> list[bool]:
+        """Off, and on where there is something to cut."""
+        even = mesh.tp > 1 and self.training.sequence_length // mesh.cp % mesh.tp == 0
+        return self.allowed("sequence_parallel", [False, True] if even else [False])
+
+    def pieces(self, mesh: Mesh) -> Iterator[int]:
+        """Micro batch sizes for which there is a schedule."""
+        for size in self.allowed("micro_batch_size", divisors(self.training.global_batch_size // mesh.data)):
+            if self.schedules(mesh, size):
+                yield size
+
+    def schedules(self, mesh: Mesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
+        """Schedules with their virtual stages."""
+        return self._schedules(mesh.pp, self.training.global_batch_size // (micro_batch_size * mesh.data))
+
+    @cached_property
+    def _schedules(self) -> Callable[[int, int], list[tuple[PipelineSchedule, int]]]:
+        """By ranks and micro batches."""
+        return cache(self._schedules_of)
+
+    def _schedules_of(self, pp: int, count: int) -> list[tuple[PipelineSchedule, int]]:
+        """Of so many ranks and micro batches."""
+        layers = self.model.layers
+        if pp == 1:
+            return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
+        uneven = count > pp and count % (count // pp) != 0
+        found: list[tuple[PipelineSchedule, int]] = []
+        for name in self.allowed("schedule", list(SCHEDULES)):
+            kind = SCHEDULES[name]
+            if kind.splits_backward and self.compile and self.compile.block:
+                continue
+            if (name == "1F1B" and count < pp) or (name == "DualPipeV" and count < 2 * pp):
+                continue
+            if uneven and name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+                continue
+            least = 1 if name == "InterleavedZeroBubble" else kind.default_stages
+            most = int(min(kind.most_stages, layers // pp))
+            stages = [v for v in range(least, most + 1) if v <= UNEVEN_STAGES or layers % (pp * v) == 0]
+            found += [(name, v) for v in self.allowed("virtual_stages", stages)]
+        return found
+
+    def shardings(self, mesh: Mesh) -> list[tuple[int, int, int]]:
+        """(dp_replicate, dp_shard, zero_stage)."""
+        stages = self.allowed("zero_stage", [0, 1, 2, 3])
+        if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once a step: 2 is 1
+            stages = [stage for stage in stages if stage != 2]
+        found = []
+        for shard in divisors(mesh.data):
+            if shard * mesh.cp > 1:
+                found += [(mesh.data // shard, shard, stage) for stage in stages if stage or shard == mesh.data]
+            elif mesh.data == 1:
+                found.append((1, 1, self.fixed.get("zero_stage", 3)))
+        keep = self.fixed.get("dp_replicate"), self.fixed.get("dp_shard")
+        return [one for one in found if keep[0] in (None, one[0]) and keep[1] in (None, one[1])]
+
+    def modes(self, mesh: Mesh) -> list[Mode]:
+        """Recomputation."""
+        left = self.allowed("recompute", list(MODES))
+        if mesh.cp > 1 and self.compile and self.compile.block:
+            left = [mode for mode in left if mode not in ("full", "every_k", "selective")]
+        return left
+
+    def accepts(self, layout: Layout) -> bool:
+        """Whether it is one of them."""
+        mesh = Mesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
+        if mesh not in self.meshes or self.refusal(mesh) or layout.micro_batch_size not in self.pieces(mesh):
+            return False
+        return (
+            (layout.schedule, layout.virtual_stages) in self.schedules(mesh, layout.micro_batch_size)
+            and (layout.dp_replicate, layout.dp_shard, layout.zero_stage) in self.shardings(mesh)
+            and layout.cp_method in self.context_methods(mesh)
+            and layout.sequence_parallel in self.sequence_parallel(mesh)
+            and layout.recompute in self.modes(mesh)
+        )
+
+    def count(self, mesh: Mesh) -> int:
+        """Layouts of a mesh that is not refused."""
+        cut = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
+        ways = len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh)) * len(self.modes(mesh))
+        return cut * ways * len(self.shardings(mesh))
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
