@@ -13,7 +13,7 @@ import torch
 
 from torchllm.config import Config
 from torchllm.dry_run.memory import PURPOSES, Bytes
-from torchllm.parallel.mesh import AXES, Axis
+from torchllm.parallel.mesh import AXES, MeshAxis
 from torchllm.spec.cluster import Hardware, Link, slow_tensor_parallel
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.stages import balanced_split, stage_of_rank
@@ -45,12 +45,12 @@ class Report(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     """of the mesh"""
-    axes: list[Axis]
+    axes: list[MeshAxis]
     hardware: Hardware | None
     micro_batches: int
     kinds: list[Kind]
 
-    def link(self, axis: Axis) -> Link | None:
+    def link(self, axis: MeshAxis) -> Link | None:
         """The slowest link that ranks of an axis meet on; None: not known."""
         return self.hardware.link_among(self.shape, axis.dimensions) if self.hardware else None
 

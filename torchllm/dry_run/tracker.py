@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchllm.parallel.mesh import Axis
+from torchllm.parallel.mesh import MeshAxis
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 NEVER = 1 << 62
@@ -60,7 +60,7 @@ class Tracker(TorchDispatchMode):
     `fake`: the mode whose tensors count; None: real ones. `axes`: `Mesh.axis_of_group`.
     """
 
-    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, Axis]) -> None:
+    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, MeshAxis]) -> None:
         super().__init__()
         self.fake, self.axes = fake, axes
         self.held: list[Held] = []

@@ -1,10 +1,13 @@
-"""Degrees to a DeviceMesh; the only file that spells the axes.
+"""Turns the degrees of [parallel] into a DeviceMesh; the only file that spells the axes.
 
     pp  x  dp_replicate  x  dp_shard  x  cp  x  tp          outermost (slowest links) to innermost (fastest)
 
-tp talks in every layer and sits on neighbouring ranks, inside a node; dp_replicate talks once a step and pp sends one
-tensor a micro batch, so they cross nodes. FSDP shards over dp_shard x cp together ("fsdp"): a cp rank holds other
-tokens but the same weights. HSDP is FSDP over that axis, replicated over dp_replicate.
+tp communicates in every layer, so its ranks are neighbours inside a node; dp_replicate communicates once per step and
+pp sends one tensor per micro batch, so these two cross nodes. FSDP shards over dp_shard x cp together ("fsdp"): cp
+ranks hold different tokens but need the same weights. HSDP is FSDP over that axis, replicated over dp_replicate.
+
+FOOTGUN: `fully_shard` on a two-dimensional mesh means HSDP (replicate, shard), not sharding over both dimensions. That
+is why dp_shard and cp are flattened into one dimension here.
 """
 
 from dataclasses import dataclass
@@ -20,29 +23,31 @@ from torchllm.runtime.torch_compat import flatten_mesh, join_meshes
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-class Axis(NamedTuple):
-    """Ranks that send to each other, by what they are for."""
+class MeshAxis(NamedTuple):
+    """A process group of this rank: what it is for, and which ranks are in it."""
 
     name: str
+    """world, pp, dp_replicate, fsdp, loss, cp or tp"""
     dimensions: tuple[int, ...]
-    """which of `AXES` differ among them"""
+    """positions in `AXES` of the axes along which its ranks differ"""
     size: int
+    """number of ranks"""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sub-meshes that the techniques take, and this rank's place among the data."""
+    """The sub-meshes that the techniques use, and which part of the data this rank reads."""
 
     world: DeviceMesh
     """all five axes, each of at least one rank"""
     fsdp: DeviceMesh
-    """one axis to shard over, or two: replicate, shard"""
+    """one dimension (shard) or two (replicate, shard), in FSDP2's order"""
     pp: DeviceMesh
     """ranks that hold the stages of one pipeline"""
     cp: DeviceMesh
     """ranks that share a sequence"""
     cp_method: str
-    """how they share it: ring, ulysses"""
+    """how they share it: ring or ulysses"""
     tp: DeviceMesh
     """ranks that share each matrix"""
     loss: DeviceMesh
@@ -58,41 +63,50 @@ class Mesh:
         return self.loss.get_group()
 
     @property
-    def axis_of_group(self) -> dict[str, Axis]:
-        """The name torch gave each process group that this rank sends in -> its axis. "world": all ranks."""
-        *replicate, shard = self.fsdp.get_all_groups()
-        named = [
-            ("world", (0, 1, 2, 3, 4), dist.group.WORLD),
-            ("pp", (0,), self.pp.get_group()),
-            ("cp", (3,), self.cp.get_group()),
-            ("tp", (4,), self.tp.get_group()),
-            ("loss", (1, 2, 3), self.loss_group),
-            ("fsdp", (2, 3), shard),
-            # zero_stage 0 with cp: over both
-            *(("dp_replicate", (1,) if self.world.size(1) == group.size() else (1, 3), group) for group in replicate),
-        ]
-        return {group.group_name: Axis(name, axes, dist.get_world_size(group)) for name, axes, group in named if group}
+    def axis_of_group(self) -> dict[str, MeshAxis]:
+        """Return the axis of each process group that this rank sends in, by the name torch gave the group."""
+        axes: dict[str, MeshAxis] = {}
+
+        def add(name: str, group: dist.ProcessGroup | None, *dimensions: str) -> None:
+            if group is not None:
+                positions = tuple(AXES.index(dimension) for dimension in dimensions)
+                axes[group.group_name] = MeshAxis(name, positions, dist.get_world_size(group))
+
+        add("world", dist.group.WORLD, *AXES)
+        add("pp", self.pp.get_group(), "pp")
+        add("cp", self.cp.get_group(), "cp")
+        add("tp", self.tp.get_group(), "tp")
+        add("loss", self.loss_group, "dp_replicate", "dp_shard", "cp")
+        *replicate_groups, shard_group = self.fsdp.get_all_groups()
+        add("fsdp", shard_group, "dp_shard", "cp")
+        for group in replicate_groups:
+            # With zero_stage 0 the weights are replicated over cp as well.
+            over_cp = group.size() != self.world.size(AXES.index("dp_replicate"))
+            dimensions = ("dp_replicate", "cp") if over_cp else ("dp_replicate",)
+            add("dp_replicate", group, *dimensions)
+        return axes
 
     def describe(self) -> str:
-        """The degrees in one line."""
-        sizes = dict(zip(AXES, self.world.shape, strict=True))
-        return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        """Return the degrees in one line: "pp 1 x dp_replicate 2 x ..."."""
+        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.world.shape, strict=True))
 
 
 def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
-    """The mesh of a config whose degrees are resolved (no -1) and multiply to the world size."""
-    replicate, shard = parallel.dp_replicate, parallel.dp_shard
-    if parallel.zero_stage == 0:  # whole weights on every rank: all of data parallelism is replication
+    """Build the mesh of a config whose degrees are resolved (no -1) and multiply to the world size."""
+    replicate = parallel.dp_replicate
+    shard = parallel.dp_shard
+    if parallel.zero_stage == 0:  # every rank holds whole weights: all data parallel ranks are replicas
         replicate, shard = replicate * shard, 1
-    world = init_device_mesh(
-        device.type, (parallel.pp, replicate, shard, parallel.cp, parallel.tp), mesh_dim_names=AXES
-    )
+    degrees = (parallel.pp, replicate, shard, parallel.cp, parallel.tp)
+    world = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
     shards = flatten_mesh(world["dp_shard", "cp"], "fsdp")
     loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
     if parallel.zero_stage == 0:
-        fsdp = join_meshes(loss, world["dp_shard"])  # over cp too
+        fsdp = join_meshes(loss, world["dp_shard"])  # replicated over cp too; the shard dimension has one rank
+    elif replicate == 1:
+        fsdp = shards
     else:
-        fsdp = shards if replicate == 1 else join_meshes(world["dp_replicate"], shards)
+        fsdp = join_meshes(world["dp_replicate"], shards)
     return Mesh(
         world=world,
         fsdp=fsdp,

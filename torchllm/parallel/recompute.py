@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchllm.config import Recompute
 from torchllm.models.decoder import Decoder, run_blocks
-from torchllm.parallel.kept import Kept
 from torchllm.parallel.ring import RingAttention
+from torchllm.parallel.saved_results import SavedResults
 from torchllm.runtime.torch_compat import checkpoint_wrapper
 from torchllm.spec.flops import recompute_interval
 
@@ -78,15 +78,15 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 def _keep_products_and_rings() -> Any:
     """The attention of a ring as one result: not that of its blocks, of which there are as many as ranks."""
-    kept = Kept()
+    results = SavedResults()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if kept.computing:
+        if results.computing:
             return CheckpointPolicy.PREFER_RECOMPUTE
         return _policy(context, operation)
 
     caching, cached = create_selective_checkpoint_contexts(policy)
-    return kept.keeping(caching), kept.giving(cached)
+    return results.saving(caching), results.replaying(cached)
 
 
 class Segments:

@@ -11,7 +11,7 @@ numbers; backward again n - 1 times these, and as often their gradients, in floa
 next step needs is under way while this one computes. Document ids are gathered once a forward, in `mask`.
 
 What is merged is merged in float32. Saved for the backward: this rank's q, k, v, out and lse; under selective
-recomputation out and lse are kept, as results of one operation, so that nothing is computed or sent again (`kept.py`).
+recomputation out and lse are kept as results of one operation, so that nothing is computed or sent again.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.parallel.attention_kernels import BlockKernel, document_bias
-from torchllm.parallel.kept import computed_once
+from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
 
 

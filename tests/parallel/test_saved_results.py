@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torchllm.parallel.kept import computed_once
 from torchllm.parallel.recompute import _keep_products_and_rings
+from torchllm.parallel.saved_results import computed_once
 
 results: list[Any] = []
 """references to the storages of what was computed"""
