@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from torchllm.config import Source
-from torchllm.data.build import Encoder, Plan
-from torchllm.data.cache import cpus, is_raw, make_corpus, plan_of
+from torchllm.data.build import CorpusPlan, TokenizerSpec
+from torchllm.data.cache import available_cpus, is_raw, plan_corpus, tokenize_source
 from torchllm.data.corpus import HEADER, Corpus
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ def folder_name(index: int, source: Source) -> str:
     return "-".join(part for part in (str(index), source.kind, tail) if part)
 
 
-def prepare(plan: Plan, encoder: Encoder, folder: Path, processes: int) -> tuple[dict[str, Any], float]:
+def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int) -> tuple[dict[str, Any], float]:
     """The header of the corpus in `folder`, and the seconds it took to write (0: it was there)."""
     if (folder / HEADER).exists():
         header = Corpus(folder).header
@@ -62,7 +62,7 @@ def prepare(plan: Plan, encoder: Encoder, folder: Path, processes: int) -> tuple
             )
         return header, 0.0
     start = time.perf_counter()
-    header = make_corpus(plan, encoder, folder, processes)
+    header = tokenize_source(plan, spec, folder, processes)
     return header, time.perf_counter() - start
 
 
@@ -70,14 +70,14 @@ def main(config: PrepareConfig) -> None:
     """Prepare every raw source. DataError says what is wrong with one."""
     if not config.prepare.folder:
         raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
-    encoder = Encoder(config.data.tokenizer, config.data.pattern)
+    spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
     tables = []
     for index, source in enumerate(config.data.sources):
         folder = Path(config.prepare.folder).expanduser().resolve() / folder_name(index, source)
         if is_raw(source):
-            plan = plan_of(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
-            header, seconds = prepare(plan, encoder, folder, config.prepare.processes or cpus())
+            plan = plan_corpus(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
+            header, seconds = prepare(plan, spec, folder, config.prepare.processes or available_cpus())
             speed = f"{header['text_bytes'] / 1e6 / seconds:,.1f} MB/s" if seconds else "it was there already"
             print(f"{folder}: {header['documents']:,} documents, {header['tokens']:,} tokens, {speed}")
             for what, count in header["skipped"].items():

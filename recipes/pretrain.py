@@ -85,7 +85,7 @@ def train(config: Config, runtime: Runtime, adapter: Adapter, goodput: Goodput |
         config.training,
         config.model,
         config.run.seed,
-        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.agree),
+        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts),
     )
     if data.skipped:
         log.warning("records left out of the data: %s", data.skipped)

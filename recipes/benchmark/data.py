@@ -12,10 +12,10 @@ import torch
 
 from torchllm.adapt.trial import library_step
 from torchllm.config.errors import UserError
-from torchllm.data.build import Encoder
-from torchllm.data.cache import is_raw, make_corpus, plan_of
+from torchllm.data.build import TokenizerSpec
+from torchllm.data.cache import is_raw, plan_corpus, tokenize_source
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.data.sources import read_source, rows
+from torchllm.data.sources import read_records, read_source
 from torchllm.data.tokenizer import RankTokenizer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """The config's first source to a corpus on disk by one thread, against bare tiktoken on the same text in memory."""
     given, source = config.benchmark.tokenizer, config.data.sources[0]
-    encoder = Encoder(given, config.data.pattern) if given else Encoder(cl100k(), "cl100k")
+    encoder = TokenizerSpec(given, config.data.pattern) if given else TokenizerSpec(cl100k(), "cl100k")
     tokenizer = encoder.load()
     if not isinstance(tokenizer, RankTokenizer) or not is_raw(source):
         raise UserError("benchmark.py data: needs text as the first of data.sources, and a tiktoken rank file")
-    plan = plan_of(source, config.data, tokenizer, tokenizer.vocab)
+    plan = plan_corpus(source, config.data, tokenizer, tokenizer.vocab)
     with scratch(runtime) as folder:
         dataset = read_source(source, folder / f"raw-{runtime.rank}")
-        texts = [row.text for row in rows(dataset, source, 0, len(dataset)) if not row.bad]
+        texts = [row.text for row in read_records(dataset, source, 0, len(dataset)) if not row.bad]
         folders = (folder / f"{runtime.rank}-{number}" for number in count())
 
         def bare() -> None:
@@ -47,7 +47,7 @@ def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
             return megabytes / seconds_of(side, 1, torch.device("cpu"))[0]
 
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
-        sides = {"files to corpus": lambda: make_corpus(plan, encoder, next(folders)), "tiktoken in memory": bare}
+        sides = {"files to corpus": lambda: tokenize_source(plan, encoder, next(folders)), "tiktoken in memory": bare}
         rates = take_turns([partial(rate, side) for side in sides.values()], config.benchmark.rounds)
     table: list[Row] = [
         {"what": name, "mb_per_second": median(found), "text_mb": megabytes, "documents": len(texts)}
@@ -70,7 +70,7 @@ def cl100k() -> str:
 def loading(config: "BenchmarkConfig", runtime: Runtime) -> Row:
     """Real steps on the config's data: what a rank waits for batches; and the loader's rate when nothing computes."""
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
-    ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.agree)
+    ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts)
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
     take_step = library_step(config, runtime, mesh)[-1]
     waits, steps = [], []

@@ -14,7 +14,7 @@ from torch import nn
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as checkpoint_tensors
-from torchllm.checkpoint.checkpointer import Checkpointer, find_checkpoint, load_weights, verify
+from torchllm.checkpoint.checkpointer import Checkpointer, find_checkpoint, load_weights, verify_in_parallel
 from torchllm.checkpoint.manifest import CheckpointError
 
 
@@ -63,7 +63,7 @@ def test_random_generators_continue(tmp_path: Path) -> None:
 def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
     checkpointer(tmp_path).save(1, {"sequences": 3})
     folder = manifests.step_folder(tmp_path / "checkpoints", 1)
-    verify(None, folder)
+    verify_in_parallel(None, folder)
     paths = sorted(folder.iterdir())
     assert [path.name for path in paths] == [".metadata", "__0_0.distcp", manifests.MANIFEST]
     generator = random.Random(0)
@@ -74,9 +74,9 @@ def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
         changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         path.write_bytes(changed)
         with pytest.raises(CheckpointError):
-            verify(None, folder)
+            verify_in_parallel(None, folder)
         path.write_bytes(content)
-    verify(None, folder)
+    verify_in_parallel(None, folder)
 
 
 def test_auto_starts_fresh_only_without_any_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_auto_takes_the_newest_that_verifies_and_warns(tmp_path: Path, caplog: p
     assert "step-00000003" in warned[0]
     assert "step-00000002" in warned[1]
     resuming.save(3, {"again": True})  # the damaged one makes way and is kept
-    assert verify(None, manifests.step_folder(tmp_path / "checkpoints", 3)).data == {"again": True}
+    assert verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 3)).data == {"again": True}
     assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000003.*"))) == 1
 
 
@@ -181,7 +181,7 @@ def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saving.save(step, {})
         assert steps(tmp_path) == [step]
-        verify(None, manifests.step_folder(tmp_path / "checkpoints", step))
+        verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", step))
 
 
 @pytest.mark.parametrize(
@@ -223,20 +223,20 @@ def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
 def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
-    keys = checkpoint_tensors.of_model([model]).keys()
+    keys = checkpoint_tensors.model_tensors([model]).keys()
     assert keys == {"model.embed.weight"}
 
 
 def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2)
     saving = checkpointer(tmp_path, model, asynchronous=True)
-    go, write = threading.Event(), checkpoint_tensors.write
+    go, write = threading.Event(), checkpoint_tensors.save_tensors
 
     def late(*arguments: Any) -> None:
         assert go.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "write", late)
+    monkeypatch.setattr(checkpoint_tensors, "save_tensors", late)
     expected = {key: tensor.clone() for key, tensor in saving._tensors().items()}
     saving.save(1, {})
     for tensor in saving._tensors().values():
@@ -251,13 +251,13 @@ def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatc
 
 def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = checkpointer(tmp_path, asynchronous=True)
-    published, write = [], checkpoint_tensors.write
+    published, write = [], checkpoint_tensors.save_tensors
 
     def note(*arguments: Any) -> None:
         published.append(steps(tmp_path))
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "write", note)
+    monkeypatch.setattr(checkpoint_tensors, "save_tensors", note)
     for step in (1, 2, 3):
         saving.save(step, {})
     saving.close()

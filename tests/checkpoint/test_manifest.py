@@ -16,7 +16,7 @@ def make(root: Path, step: int, content: bytes = b"weights") -> Path:
     files = {}
     for name in ("a.distcp", "b.distcp"):
         (temporary / name).write_bytes(name.encode() + content)
-        files[name] = manifests.record_of(temporary / name)
+        files[name] = manifests.hash_file(temporary / name)
     folder = manifests.step_folder(root, step)
     record = {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
     manifests.publish(temporary, folder, Manifest(step, {"sequences": 7}, record, 2, {"torch": "2.13"}, files))
@@ -26,7 +26,7 @@ def make(root: Path, step: int, content: bytes = b"weights") -> Path:
 def test_published_checkpoint_verifies_and_reads_back(tmp_path: Path) -> None:
     folder = make(tmp_path, 100)
     assert folder.name == "step-00000100"
-    manifest = manifests.verify(folder)
+    manifest = manifests.verify_checkpoint(folder)
     assert (manifest.step, manifest.data, manifest.world_size) == (100, {"sequences": 7}, 2)
     assert manifest.record == {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100"]
@@ -54,7 +54,7 @@ def test_truncated_emptied_and_deleted_files_are_refused_by_name(tmp_path: Path,
         elif damage == "folder":
             path.mkdir()
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            manifests.verify(folder)
+            manifests.verify_checkpoint(folder)
 
 
 def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
@@ -64,18 +64,18 @@ def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged.*b\.distcp: damaged"):
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
     shutil.copy(folder / "b.distcp", other / "a.distcp")
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged"):
-        manifests.verify(other)
+        manifests.verify_checkpoint(other)
 
 
 def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
     make(tmp_path, 1).rename(tmp_path / "step-00000002")
     with pytest.raises(CheckpointError, match="holds step 1"):
-        manifests.verify(tmp_path / "step-00000002")
+        manifests.verify_checkpoint(tmp_path / "step-00000002")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "a-copy")
-    assert manifests.verify(tmp_path / "a-copy").step == 1
+    assert manifests.verify_checkpoint(tmp_path / "a-copy").step == 1
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", ".", "a/b", "", "manifest.json", "x\ny"])
@@ -85,7 +85,7 @@ def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> 
     folder = manifests.step_folder(tmp_path, 1)
     manifests.publish(temporary, folder, Manifest(1, {}, {}, 1, {}, {name: FileRecord(1, "0" * 64)}))
     with pytest.raises(CheckpointError, match="plain name"):
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["a.distcp", manifests.MANIFEST])
@@ -94,7 +94,7 @@ def test_links_are_refused_even_to_the_right_content(tmp_path: Path, name: str) 
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(CheckpointError, match="not a regular file"):
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_foreign_manifests_are_refused(tmp_path: Path, content: bytes) -> None:
     folder = make(tmp_path, 1)
     (folder / manifests.MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
 
 
 def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
     fields["data"]["sequences"] = 0
     (folder / manifests.MANIFEST).write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n")
     with pytest.raises(CheckpointError, match="damaged"):
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
 
 
 def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
@@ -122,28 +122,28 @@ def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         make(tmp_path, 1, b"other")
     assert (folder / "a.distcp").read_bytes() == before
-    manifests.verify(folder)
+    manifests.verify_checkpoint(folder)
 
 
 def test_newest_falls_back_loudly_and_gives_up_when_none_verifies(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert manifests.newest(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
+    assert manifests.newest_verified(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
     one, two, huge = make(tmp_path, 1), make(tmp_path, 2), make(tmp_path, 10**9)
     (tmp_path / "step-7").mkdir()
     assert manifests.step_folders(tmp_path) == [huge, two, one]
-    found = manifests.newest(manifests.step_folders(tmp_path), warn=warnings.append)
+    found = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert found is not None
     assert (found[0], found[1].step, warnings) == (huge, 10**9, [])
     for folder in (huge, two):
         (folder / "a.distcp").unlink()
-    found = manifests.newest(manifests.step_folders(tmp_path), warn=warnings.append)
+    found = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert found is not None
     assert found[0] == one
     assert len(warnings) == 2
     assert "step-1000000000/a.distcp: missing" in warnings[0]
     (one / manifests.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies") as caught:
-        manifests.newest(manifests.step_folders(tmp_path), warn=warnings.append)
+        manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert str(caught.value).count("step-") >= 3
 
 
@@ -153,22 +153,22 @@ def test_removed_checkpoint_is_hidden_before_a_file_of_it_is_deleted(
     folder = make(tmp_path, 1)
     seen: list[str] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path: seen.extend(p.name for p in tmp_path.iterdir()))
-    manifests.remove(folder)
+    manifests.delete_checkpoint(folder)
     assert len(seen) == 1
     assert seen[0].startswith(".step-00000001.")
     assert manifests.step_folders(tmp_path) == []
     monkeypatch.undo()
-    manifests.sweep(tmp_path)
+    manifests.delete_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_sweep_spares_all_but_temporary_folders(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (tmp_path / ".step-notes.tmp").mkdir()
-    manifests.set_aside(make(tmp_path, 2))
+    manifests.set_damaged_aside(make(tmp_path, 2))
     manifests.make_temporary(tmp_path, 3, needed=0)
     before = {path.name for path in tmp_path.iterdir()}
-    manifests.sweep(tmp_path)
+    manifests.delete_leftovers(tmp_path)
     gone = before - {path.name for path in tmp_path.iterdir()}
     assert [name.split(".")[1] for name in gone] == ["step-00000003"]
 

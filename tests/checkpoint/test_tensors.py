@@ -91,7 +91,7 @@ def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[
 
 def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
     """sha256 of every whole tensor."""
-    tensors = checkpoint_tensors.of_model([model]) | checkpoint_tensors.of_optimizer([model], optimizer)
+    tensors = checkpoint_tensors.model_tensors([model]) | checkpoint_tensors.optimizer_tensors([model], optimizer)
     whole = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
     return {key: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for key, tensor in whole.items()}
 
@@ -243,7 +243,7 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     if point == "in a shard" and dist.get_rank() == 1:
         torch.save = lambda data, stream: (saved(data, stream), stream.flush(), kill())
     elif point == "before hashing":
-        checkpoint_tensors.written_by = kill
+        checkpoint_tensors.written_files = kill
     elif point == "before the manifest":
         manifests.publish = kill
     elif point == "before the rename":
@@ -268,13 +268,13 @@ def kill_at(point: str, layout: str, folder: str) -> None:
 )
 def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path, point: str, steps: list[int]) -> None:
     saved = {seed: workers.run(save_on, 2, "fsdp2", str(tmp_path), seed)[0] for seed in (1, 2)}
-    manifests.remove(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
+    manifests.delete_checkpoint(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
     with pytest.raises(workers.WorkerFailed):
         workers.run(kill_at, 2, point, "fsdp2", str(tmp_path))
     left = manifests.step_folders(tmp_path / "checkpoints")
     assert [manifests.step_of(folder) for folder in left] == steps
     for folder in left:
-        manifests.verify(folder)
+        manifests.verify_checkpoint(folder)
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (steps[0], {"sequences": 8 * steps[0]}, saved[steps[0]])
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(path.name for path in left)

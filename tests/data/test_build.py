@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from torchllm.config import Data, Source
-from torchllm.data.build import Encoder, Plan
-from torchllm.data.cache import make_corpus, plan_of
+from torchllm.data.build import CorpusPlan, TokenizerSpec
+from torchllm.data.cache import plan_corpus, tokenize_source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
 
-ENCODER = Encoder("bytes", "llama3")
+ENCODER = TokenizerSpec("bytes", "llama3")
 
 
 def write_documents(folder: Path, count: int, size: int = 30) -> Source:
@@ -27,8 +27,8 @@ def write_documents(folder: Path, count: int, size: int = 30) -> Source:
     return Source(kind="jsonl", path=str(folder / "a.jsonl"))
 
 
-def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settings: Any) -> Plan:
-    return plan_of(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
+def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settings: Any) -> CorpusPlan:
+    return plan_corpus(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
 
 
 def documents(corpus: Corpus, split: Literal["train", "validation"]) -> list[str]:
@@ -49,7 +49,7 @@ def test_every_document_is_in_one_split_and_which_is_a_matter_of_its_number(tmp_
     corpora = {}
     for shard_mib in (64.0, 0.005):  # one shard, and several
         folder = tmp_path / str(shard_mib)
-        make_corpus(plan_for(source, shard_mib=shard_mib, validation_fraction=0.1), ENCODER, folder)
+        tokenize_source(plan_for(source, shard_mib=shard_mib, validation_fraction=0.1), ENCODER, folder)
         corpora[shard_mib] = Corpus(folder)
     one, several = corpora.values()
     assert len(one.header["shards"]) == 1
@@ -64,7 +64,7 @@ def test_every_document_is_in_one_split_and_which_is_a_matter_of_its_number(tmp_
 
 def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 200)
-    make_corpus(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c")
+    tokenize_source(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     assert len(corpus.header["shards"]) > 4
     total = corpus.tokens("train")
@@ -80,8 +80,8 @@ def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path) -> None:
 
 def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.005)
-    alone = make_corpus(plan, ENCODER, tmp_path / "alone")
-    many = make_corpus(plan, ENCODER, tmp_path / "many", processes=2)
+    alone = tokenize_source(plan, ENCODER, tmp_path / "alone")
+    many = tokenize_source(plan, ENCODER, tmp_path / "many", processes=2)
     assert alone == many
     assert len(alone["shards"]) > 3
 
@@ -91,7 +91,7 @@ def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     lost.unlink()
     before = kept.stat().st_mtime_ns, damaged.stat().st_mtime_ns
-    assert make_corpus(plan, ENCODER, folder) == alone
+    assert tokenize_source(plan, ENCODER, folder) == alone
     assert kept.stat().st_mtime_ns == before[0]
     assert damaged.stat().st_mtime_ns != before[1]
     assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
@@ -102,7 +102,7 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     plan = plan_for(source, shard_mib=1.0)
     script = (
         "import sys, pathlib; from tests.data.test_build import *\n"
-        f"make_corpus(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), ENCODER, "
+        f"tokenize_source(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), ENCODER, "
         "pathlib.Path(sys.argv[1]))"
     )
     folder = tmp_path / "c"
@@ -117,7 +117,7 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     with pytest.raises(DataError, match=r"no corpus\.json"):
         Corpus(folder)
     first = os.stat(folder / "00000.train.bin").st_mtime_ns
-    header = make_corpus(plan, ENCODER, folder)
+    header = tokenize_source(plan, ENCODER, folder)
     assert header["documents"] == 20_000
     assert os.stat(folder / "00000.train.bin").st_mtime_ns == first
     assert not list(folder.glob("raw*"))
@@ -128,9 +128,9 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\nnonsense\n{"text": "  "}\n')
     source = Source(kind="jsonl", path=str(path))
     with pytest.raises(DataError, match=rf"{path}:2: empty document; set data\.on_bad_record = \"skip\""):
-        make_corpus(plan_for(source), ENCODER, tmp_path / "c")
+        tokenize_source(plan_for(source), ENCODER, tmp_path / "c")
     assert not list((tmp_path / "c").glob("*.bin*"))
-    header = make_corpus(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+    header = tokenize_source(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
     assert header["skipped"] == {"empty document": 2, "broken JSON": 1}
     assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
 
@@ -140,7 +140,7 @@ def test_an_error_in_a_process_of_many_is_the_same_error(tmp_path: Path) -> None
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("\nnonsense")
     with pytest.raises(DataError, match=r"a\.jsonl:101: broken JSON"):
-        make_corpus(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c", processes=2)
+        tokenize_source(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c", processes=2)
 
 
 def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
@@ -149,17 +149,17 @@ def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
         plan_for(source, vocab=257)
     few = replace(plan_for(source, on_bad_record="skip"), vocab=100)  # the x (120) of documents 1 and 2 is over it
     (tmp_path / "a.jsonl").write_text('{"text": "ABC"}\n{"text": "AxC"}\n')
-    assert make_corpus(few, ENCODER, tmp_path / "c")["skipped"] == {"token id over model.vocab": 1}
+    assert tokenize_source(few, ENCODER, tmp_path / "c")["skipped"] == {"token id over model.vocab": 1}
     with pytest.raises(DataError, match=r"a\.jsonl:2: token id over model\.vocab \(120; model\.vocab = 100\)"):
-        make_corpus(replace(few, on_bad_record="error"), ENCODER, tmp_path / "d")
+        tokenize_source(replace(few, on_bad_record="error"), ENCODER, tmp_path / "d")
 
 
 def test_nothing_to_read_is_an_error_or_a_corpus_without_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.jsonl: empty file"):
-        make_corpus(plan_for(source), ENCODER, tmp_path / "c")
-    make_corpus(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+        tokenize_source(plan_for(source), ENCODER, tmp_path / "c")
+    tokenize_source(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
     assert Corpus(tmp_path / "c").count("train", 1) == 0
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tests.data.test_build import ENCODER, plan_for, write_documents
-from torchllm.data.cache import make_corpus
+from torchllm.data.cache import tokenize_source
 from torchllm.data.corpus import Corpus, Synthetic
 from torchllm.data.error import DataError
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_corpus(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), ENCODER, tmp_path / "c")
+    tokenize_source(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), ENCODER, tmp_path / "c")
     return tmp_path / "c"
 
 
@@ -28,9 +28,9 @@ def test_a_pickled_corpus_is_its_folder(folder: Path) -> None:
 def test_the_fingerprint_is_of_the_content_not_the_place(folder: Path, tmp_path: Path) -> None:
     moved = folder.rename(tmp_path / "moved")
     fingerprint = Corpus(moved).fingerprint
-    make_corpus(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), ENCODER, tmp_path / "again")
-    make_corpus(plan_for(write_documents(tmp_path, 100), validation_fraction=0.3), ENCODER, tmp_path / "split")
-    make_corpus(plan_for(write_documents(tmp_path, 101), validation_fraction=0.2), ENCODER, tmp_path / "more")
+    tokenize_source(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), ENCODER, tmp_path / "again")
+    tokenize_source(plan_for(write_documents(tmp_path, 100), validation_fraction=0.3), ENCODER, tmp_path / "split")
+    tokenize_source(plan_for(write_documents(tmp_path, 101), validation_fraction=0.2), ENCODER, tmp_path / "more")
     assert Corpus(tmp_path / "again").fingerprint == fingerprint
     assert len({fingerprint, Corpus(tmp_path / "split").fingerprint, Corpus(tmp_path / "more").fingerprint}) == 3
 

@@ -21,7 +21,7 @@ from torchllm.data.batch import Batch
 from torchllm.data.corpus import Begins, Ids, Split, fingerprint_of
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
-from torchllm.data.order import Order
+from torchllm.data.order import DataOrder
 
 LENGTH = 3
 
@@ -90,7 +90,7 @@ def test_whatever_the_layouts_and_stops_the_stream_is_the_uninterrupted_one(
             each.close()
         assert all(other == states[0] for other in states)
         state = states[0]
-    order = Order(seed, sizes, weights)
+    order = DataOrder(seed, sizes, weights)
     assert state is not None
     assert state["sequences"] == len(stream)
     located = [order.locate(n) for n in range(len(stream))]
@@ -104,7 +104,7 @@ def test_resuming_is_as_quick_far_out() -> None:
     each.load_state(state)
     (first, _) = each.next_step()
     assert time.perf_counter() - start < 1.0
-    order = Order(0, [10**9], [1.0])
+    order = DataOrder(0, [10**9], [1.0])
     assert seen(first)[0][2] == order.locate(4 * 10**12)[2]
     each.close()
 
@@ -349,12 +349,12 @@ def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) 
     """Build a loader on this live rank: its error, or else a step."""
     rank = dist.get_rank()
 
-    def agree(text: str | None) -> list[str | None]:
+    def gather_texts(text: str | None) -> list[str | None]:
         gathered: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, text)
         return gathered
 
-    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, agree)
+    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, gather_texts)
     settings = {"cache": f"{folder}/cache", **changes, **(of_rank_1 if rank else {})}
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
     try:

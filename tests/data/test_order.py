@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.data.order import Order, Permutation, mixture_counts, mixture_table
+from torchllm.data.order import DataOrder, Permutation, mixture_counts, mixture_table
 
 sizes = st.integers(1, 1000)
 seeds = st.integers(0, 2**63 - 1)
@@ -35,14 +35,14 @@ def test_every_element_comes_first_about_as_often() -> None:
 def test_the_order_is_fixed() -> None:
     """A changed order would silently break the resume of every run: these are what the first version gave."""
     assert [Permutation(1000, 7, 0, 0)(i) for i in range(6)] == FIRST_OF_7
-    assert [Order(3, [5, 7], [3, 1]).locate(n) for n in range(8)] == FIRST_OF_3
+    assert [DataOrder(3, [5, 7], [3, 1]).locate(n) for n in range(8)] == FIRST_OF_3
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), seeds, st.data())
 def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int, data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 7.0]), min_size=len(sizes), max_size=len(sizes)))
-    order = Order(seed, sizes, weights)
+    order = DataOrder(seed, sizes, weights)
     seen: dict[tuple[int, int], list[int]] = {}
     epochs = [-1] * len(sizes)
     for n in range(1500):
@@ -57,7 +57,7 @@ def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int,
 
 
 def test_epochs_differ() -> None:
-    order = Order(0, [100], [1.0])
+    order = DataOrder(0, [100], [1.0])
     first, second = ([order.locate(n)[2] for n in range(start, start + 100)] for start in (0, 100))
     assert sorted(first) == sorted(second)
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
@@ -92,7 +92,7 @@ def test_a_mixture_is_exact_in_blocks_and_even_within(counts: list[int]) -> None
 
 
 def test_far_out_is_as_quick_as_the_start() -> None:
-    order = Order(0, [10**12, 10**9], [3.0, 1.0])
+    order = DataOrder(0, [10**12, 10**9], [3.0, 1.0])
     start = time.process_time()
     order.locate(10**15)
     assert time.process_time() - start < 0.01
@@ -100,7 +100,7 @@ def test_far_out_is_as_quick_as_the_start() -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 80))
 def test_first_gives_each_once(sizes: list[int], count: int) -> None:
-    found = Order("validation", sizes, [1.0 + s for s in range(len(sizes))]).first(count)
+    found = DataOrder("validation", sizes, [1.0 + s for s in range(len(sizes))]).first(count)
     assert len(found) == len(set(found)) == min(count, sum(sizes))
     assert all(number < sizes[source] for source, number in found)
 

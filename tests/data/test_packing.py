@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchllm.data.packing import IGNORED, sequence_of
+from torchllm.data.packing import IGNORED, pack_window
 
 BEGIN, END = 1000, 1001
 
@@ -35,7 +35,7 @@ def test_packing_is_the_slow_definition(documents: list[list[int]], length: int,
     for number in range((len(stream) - 1) // length):
         first, last = number * length, number * length + length + 1
         inside = begins[(begins >= first) & (begins < last)] - first
-        found = sequence_of(stream[first:last], inside, mask)
+        found = pack_window(stream[first:last], inside, mask)
         tokens, labels, positions, ids = slow(documents, number, length, mask)
         assert found.tokens.tolist() == tokens
         assert found.labels.tolist() == labels

@@ -7,12 +7,12 @@ import pytest
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.data.sources import Row, raw_mib, read_source, rows, source_files
+from torchllm.data.sources import TextRecord, raw_mib, read_records, read_source, source_files
 
 
-def read(source: Source, cache: Path, processes: int = 1) -> list[Row]:
+def read(source: Source, cache: Path, processes: int = 1) -> list[TextRecord]:
     dataset = read_source(source, cache / "cache", processes)
-    return rows(dataset, source, 0, len(dataset))
+    return read_records(dataset, source, 0, len(dataset))
 
 
 def test_stdlib_is_this_interpreters() -> None:
@@ -35,7 +35,7 @@ def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "a[1].jsonl"  # a name that a glob would not find
     path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\n{"id": 2, "body": "tw\\u00f6"}')
     found = read(Source(kind="jsonl", path=str(path), text_key="body"), tmp_path)
-    assert found == [Row("one", f"{path}:1"), Row("twö", f"{path}:3")]
+    assert found == [TextRecord("one", f"{path}:1"), TextRecord("twö", f"{path}:3")]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_hub_reads_whatever_datasets_loads(tmp_path: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines))
     source = Source(kind="hub", path=str(folder))
     assert read(source, tmp_path) == [
-        Row("one", f"{folder}[train] row 0"),
-        Row("", f"{folder}[train] row 1", "empty document"),
-        Row("three", f"{folder}[train] row 2"),
+        TextRecord("one", f"{folder}[train] row 0"),
+        TextRecord("", f"{folder}[train] row 1", "empty document"),
+        TextRecord("three", f"{folder}[train] row 2"),
     ]
     with pytest.raises(DataError, match="no column 'body', it has: text"):
         read(Source(kind="hub", path=str(folder), text_key="body"), tmp_path)

@@ -11,24 +11,24 @@ from torch.profiler import ProfilerActivity, profile
 from tests.workers import run
 from torchllm.metrics.breakdown import split
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
-from torchllm.runtime.torch_compat import Event, Sent, flight_record, profiled_events
+from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent, flight_records, profiled_events
 
 MS = 1_000_000
 
 
-def event(name: str, start: float, end: float, **more: Any) -> Event:
+def event(name: str, start: float, end: float, **more: Any) -> ProfiledEvent:
     """Milliseconds."""
     usual: dict[str, Any] = {"thread": 1, "annotation": False, "backward": False, "asynchronous": False}
     usual |= {"kernel": False, "launched": int(start * MS)} | more
-    return Event(name=name, start=int(start * MS), end=int(end * MS), **usual)
+    return ProfiledEvent(name=name, start=int(start * MS), end=int(end * MS), **usual)
 
 
-def span(name: str, start: float, end: float) -> Event:
+def span(name: str, start: float, end: float) -> ProfiledEvent:
     return event(PREFIX + name, start, end, annotation=True)
 
 
-def sent(number: int, group: str, name: str, created: float) -> Sent:
-    return Sent(number, group, name, number, int(created * MS), True, "")
+def sent(number: int, group: str, name: str, created: float) -> FlightRecord:
+    return FlightRecord(number, group, name, number, int(created * MS), True, "")
 
 
 STEP = [
@@ -40,7 +40,7 @@ STEP = [
 ]
 
 
-def parts(events: list[Event], records: list[Sent] | None = None) -> dict[str, float]:
+def parts(events: list[ProfiledEvent], records: list[FlightRecord] | None = None) -> dict[str, float]:
     """Milliseconds."""
     found = split([*STEP, *events], records or [], {"1": "tp", "2": "pp", "3": "cp"}, "2")
     assert sum(found.values()) == pytest.approx(0.1)
@@ -152,7 +152,7 @@ def _two_ranks() -> dict[str, float]:
             dist.all_reduce(x)
             x @ x
         seconds = time.perf_counter() - start
-    records = flight_record(before)
+    records = flight_records(before)
     assert [record.name for record in records] == ["gloo:barrier", "gloo:all_reduce"]
     group = dist.group.WORLD
     assert group is not None

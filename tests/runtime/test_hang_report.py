@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from torchllm.runtime.hang_report import ROOT, Dump, culprits, read_dump, report, skipped, spans, unfinished, waits
-from torchllm.runtime.torch_compat import Sent
+from torchllm.runtime.torch_compat import FlightRecord
 
 NOW = 1_000_000_000_000
 GROUPS = {"0": [0, 1, 2, 3], "a": [0, 1], "b": [2, 3], "pp": [1, 3]}
@@ -12,11 +12,11 @@ FOLDER = Path("runs/x/hang/then")
 
 def sent(
     group: str, sequence: int, ago: float = 30, done: bool = False, name: str = "all_reduce", where: str = "x.py:1"
-) -> Sent:
-    return Sent(0, group, f"gloo:{name}", sequence, NOW - int(ago * 1e9), done, where)
+) -> FlightRecord:
+    return FlightRecord(0, group, f"gloo:{name}", sequence, NOW - int(ago * 1e9), done, where)
 
 
-def dump(rank: int, *records: Sent, at: str = "y.py:9 in work", in_wait: bool = False) -> Dump:
+def dump(rank: int, *records: FlightRecord, at: str = "y.py:9 in work", in_wait: bool = False) -> Dump:
     groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
     return Dump(rank, f"node{rank}", NOW, ["z.py:1 in main", at], in_wait, groups, list(records))
 

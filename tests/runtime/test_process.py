@@ -17,7 +17,14 @@ from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
 from torchllm.runtime import process as runtimes
-from torchllm.runtime.process import Runtime, choose_device, compute_dtype, report_errors, start_runtime, stop_together
+from torchllm.runtime.process import (
+    Runtime,
+    choose_device,
+    compute_dtype,
+    raise_first_error,
+    report_errors,
+    start_runtime,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -191,9 +198,9 @@ def test_garbage_is_collected_at_the_same_step_on_all_ranks(monkeypatch: pytest.
 
 
 def test_the_first_error_of_all_ranks_is_raised() -> None:
-    stop_together(lambda error: [None, None], None)
-    assert told(lambda: stop_together(lambda error: [None, "b", "c"], None)) == "rank 1: b"
-    assert told(lambda: stop_together(lambda error: ["a", "b"], "b")) == "a"
+    raise_first_error(lambda error: [None, None], None)
+    assert told(lambda: raise_first_error(lambda error: [None, "b", "c"], None)) == "rank 1: b"
+    assert told(lambda: raise_first_error(lambda error: ["a", "b"], "b")) == "a"
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torchllm.runtime.torch_compat import (
     accumulate_in_reduce_dtype,
     checkpoint_wrapper,
     flatten_mesh,
-    flight_record,
+    flight_records,
     join_meshes,
     local_region,
     profiled_events,
@@ -221,7 +221,7 @@ def _recorded() -> list[Any]:
     before = time.time_ns()
     dist.all_reduce(x)
     dist.all_reduce(x)
-    return flight_record(before, places=True)
+    return flight_records(before, places=True)
 
 
 def progress() -> tuple[int, int, int]:

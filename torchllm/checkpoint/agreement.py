@@ -57,7 +57,7 @@ def size_of(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def say(group: Group, message: str, level: int = logging.INFO) -> None:
+def log_on_first(group: Group, message: str, level: int = logging.INFO) -> None:
     """Log on rank 0."""
     if rank_of(group) == 0:
         logger.log(level, message)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint import tensors as tensors_of
-from torchllm.checkpoint.agreement import Group, on_all, on_first, rank_of, say, size_of
+from torchllm.checkpoint import tensors as tensor_io
+from torchllm.checkpoint.agreement import Group, log_on_first, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.manifest import CheckpointError, Manifest
 
 
@@ -52,20 +52,22 @@ class Checkpointer:
             # On a group that training uses too, a save in the background and the training would wait for each other.
             self._group = dist.new_group(backend="gloo") if host_group is not None else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._snapshot = tensors_of.Snapshot(self._tensors() | tensors_of.random_state(self._group))
+            self._snapshot = tensor_io.Snapshot(self._tensors() | tensor_io.random_state(self._group))
 
     def resume(self) -> Manifest | None:
         """Load what `checkpoint.resume` asks for into model and optimizer; None when the run starts fresh.
 
         The caller goes on from the manifest's `step` and `data`.
         """
-        on_first(self._group, lambda: manifests.sweep(self._root))
+        on_first(self._group, lambda: manifests.delete_leftovers(self._root))
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         found: tuple[Path, Manifest] | None = None
         if self._settings.resume == "auto":
-            found = manifests.newest(folders, self._verify, partial(say, self._group, level=logging.WARNING))
+            found = manifests.newest_verified(
+                folders, self._verify, partial(log_on_first, self._group, level=logging.WARNING)
+            )
         elif self._settings.resume != "none":
-            found = Path(self._settings.resume), verify(self._group, Path(self._settings.resume))
+            found = Path(self._settings.resume), verify_in_parallel(self._group, Path(self._settings.resume))
             if newer := [folder for folder in folders if manifests.step_of(folder) > found[1].step]:
                 raise CheckpointError(
                     f"checkpoint.resume names step {found[1].step}, but {newer[0]} is newer and would be in the way: "
@@ -76,16 +78,18 @@ class Checkpointer:
                 f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
             )
         if found is None:
-            say(self._group, f"no checkpoint in {self._root}: starting fresh")
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
             return None
         folder, manifest = found
-        random = tensors_of.random_state(self._group) if manifest.world_size == size_of(self._group) else {}
-        tensors_of.read(self._group, folder, manifest, self._tensors() | random, optional=random)
-        tensors_of.fill_copies(self._stages, self._optimizer)
-        tensors_of.set_random_state(random)
-        say(self._group, f"resuming from {folder}: step {manifest.step}, written by {manifest.world_size} ranks")
+        random = tensor_io.random_state(self._group) if manifest.world_size == size_of(self._group) else {}
+        tensor_io.load_tensors(self._group, folder, manifest, self._tensors() | random, optional=random)
+        tensor_io.fill_tied_copies(self._stages, self._optimizer)
+        tensor_io.set_random_state(random)
+        log_on_first(
+            self._group, f"resuming from {folder}: step {manifest.step}, written by {manifest.world_size} ranks"
+        )
         if not random:
-            say(self._group, f"its random generators belong to {manifest.world_size} ranks: they start anew")
+            log_on_first(self._group, f"its random generators belong to {manifest.world_size} ranks: they start anew")
         return manifest
 
     def save(self, step: int, data: Mapping[str, Any]) -> None:
@@ -96,8 +100,8 @@ class Checkpointer:
         """
         self._finish()
         folder = manifests.step_folder(self._root, step)
-        tensors = self._tensors() | tensors_of.random_state(self._group)
-        needed = tensors_of.size_in_bytes(tensors)
+        tensors = self._tensors() | tensor_io.random_state(self._group)
+        needed = tensor_io.size_in_bytes(tensors)
 
         def begin() -> Path | None:
             return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
@@ -106,7 +110,7 @@ class Checkpointer:
         if temporary is None:
             if self._is_good(folder):
                 raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
-            on_first(self._group, lambda: manifests.set_aside(folder))
+            on_first(self._group, lambda: manifests.set_damaged_aside(folder))
             del self._good[folder.name]
             return self.save(step, data)
         if self._executor is None:
@@ -136,8 +140,8 @@ class Checkpointer:
         folder = manifests.step_folder(self._root, step)
         rank = rank_of(self._group)
         try:
-            tensors_of.write(self._group, temporary, tensors)
-            written = on_all(self._group, lambda: tensors_of.written_by(rank, temporary))
+            tensor_io.save_tensors(self._group, temporary, tensors)
+            written = on_all(self._group, lambda: tensor_io.written_files(rank, temporary))
             manifest = Manifest(
                 step=step,
                 data=data,
@@ -148,14 +152,14 @@ class Checkpointer:
             )
             on_first(self._group, lambda: manifests.publish(temporary, folder, manifest))
         except CheckpointError as error:
-            needed, free = tensors_of.size_in_bytes(tensors), shutil.disk_usage(self._root).free
+            needed, free = tensor_io.size_in_bytes(tensors), shutil.disk_usage(self._root).free
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"{error} (it needs {needed} bytes, {free} are free; earlier checkpoints are untouched)"
             ) from error
         self._good[folder.name] = True
-        say(self._group, f"saved {folder}")
+        log_on_first(self._group, f"saved {folder}")
         self._retire()
 
     def _retire(self) -> None:
@@ -163,7 +167,7 @@ class Checkpointer:
         if self._settings.keep:
             folders = on_first(self._group, lambda: manifests.step_folders(self._root))
             for folder in [folder for folder in folders if self._is_good(folder)][self._settings.keep :]:
-                on_first(self._group, partial(manifests.remove, folder))
+                on_first(self._group, partial(manifests.delete_checkpoint, folder))
                 del self._good[folder.name]
 
     def _is_good(self, folder: Path) -> bool:
@@ -173,16 +177,16 @@ class Checkpointer:
                 self._verify(folder)
             except CheckpointError as error:
                 self._good[folder.name] = False
-                say(self._group, f"damaged checkpoint: {error}", logging.WARNING)
+                log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
         return self._good[folder.name]
 
     def _verify(self, folder: Path) -> Manifest:
-        manifest = verify(self._group, folder)
+        manifest = verify_in_parallel(self._group, folder)
         self._good[folder.name] = True
         return manifest
 
     def _tensors(self) -> dict[str, Tensor]:
-        return tensors_of.of_model(self._stages) | tensors_of.of_optimizer(self._stages, self._optimizer)
+        return tensor_io.model_tensors(self._stages) | tensor_io.optimizer_tensors(self._stages, self._optimizer)
 
 
 def find_checkpoint(run_folder: Path | str, resume: str = "auto") -> Path:
@@ -193,7 +197,7 @@ def find_checkpoint(run_folder: Path | str, resume: str = "auto") -> Path:
     if resume not in ("auto", "none"):
         return Path(resume)
     root = Path(run_folder) / "checkpoints"
-    found = manifests.newest(manifests.step_folders(root))
+    found = manifests.newest_verified(manifests.step_folders(root))
     if found is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
     return found[0]
@@ -204,12 +208,12 @@ def load_weights(folder: Path, model: nn.Module, *, group: Group = None) -> Mani
 
     Raises CheckpointError: damaged, or not this model.
     """
-    manifest = verify(group, folder)
-    tensors_of.read(group, folder, manifest, tensors_of.of_model([model]), prefix="model.")
+    manifest = verify_in_parallel(group, folder)
+    tensor_io.load_tensors(group, folder, manifest, tensor_io.model_tensors([model]), prefix="model.")
     return manifest
 
 
-def verify(group: Group, folder: Path) -> Manifest:
+def verify_in_parallel(group: Group, folder: Path) -> Manifest:
     """The manifest of a checkpoint that is what was written, its files read by all ranks together."""
     manifest = on_first(group, lambda: manifests.read_manifest(folder))
     found = on_all(group, lambda: manifests.check_files(folder, manifest, rank_of(group), size_of(group)))

@@ -78,7 +78,7 @@ def step_folders(root: Path) -> list[Path]:
     return sorted((path for path in root.iterdir() if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def record_of(path: Path) -> FileRecord:
+def hash_file(path: Path) -> FileRecord:
     """Size and sha256 of a regular file. Raises CheckpointError for a link, a folder, a device."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(f"{path}: not a regular file")
@@ -140,7 +140,7 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
     for name in sorted(manifest.files)[part::parts]:
         path, expected = folder / name, manifest.files[name]
         try:
-            record = record_of(path)
+            record = hash_file(path)
         except FileNotFoundError:
             found.append(f"{path}: missing")
         except (OSError, CheckpointError) as error:
@@ -153,7 +153,7 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
     return found
 
 
-def verify(folder: Path) -> Manifest:
+def verify_checkpoint(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose every file was read and is what was written. Raises CheckpointError."""
     manifest = read_manifest(folder)
     if found := check_files(folder, manifest):
@@ -161,9 +161,9 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def newest(
+def newest_verified(
     folders: list[Path],
-    check: Callable[[Path], Manifest] = verify,
+    check: Callable[[Path], Manifest] = verify_checkpoint,
     warn: Callable[[str], None] = logger.warning,
 ) -> tuple[Path, Manifest] | None:
     """The first folder that passes `check`, warning of every one before it; None if there are no folders.
@@ -201,14 +201,14 @@ def make_temporary(root: Path, step: int, needed: int) -> Path:
     return temporary
 
 
-def set_aside(folder: Path) -> None:
+def set_damaged_aside(folder: Path) -> None:
     """Rename a damaged step folder so that its step can be saved again; it is kept for a person to look at."""
     aside = folder.with_name(f"damaged-{folder.name}.{uuid.uuid4().hex}")
     os.rename(folder, aside)
     logger.warning("%s is damaged; it was moved to %s", folder, aside.name)
 
 
-def remove(folder: Path) -> None:
+def delete_checkpoint(folder: Path) -> None:
     """Delete a step folder: hidden by a rename first, so that no half of it ever passes for a checkpoint."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
@@ -216,7 +216,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(temporary)
 
 
-def sweep(root: Path) -> None:
+def delete_leftovers(root: Path) -> None:
     """Delete what saves and deletions that were killed left behind. Only for the one run that writes here."""
     for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):

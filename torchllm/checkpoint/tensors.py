@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from torchllm.checkpoint.agreement import Group, on_all, on_first, rank_of
-from torchllm.checkpoint.index import METADATA, VerifiedReader, read_metadata
-from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest, record_of
+from torchllm.checkpoint.dcp_metadata import METADATA, VerifiedReader, read_metadata
+from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest, hash_file
 from torchllm.spec.parameters import canonical_name
 
 
-def of_model(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank's stages, sharing their memory."""
     return {f"model.{name}": tensor.detach() for name, tensor in _named(stages).items()}
 
 
-def of_optimizer(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State of an optimizer over these stages' parameters, sharing its memory. TypeError if some is no tensor."""
     names = {id(tensor): name for name, tensor in _named(stages).items()}
     copies = {id(copy) for _, copy in _copies(stages)}
@@ -76,7 +76,7 @@ def _copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def fill_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """After loading: give every copy of a parameter on this rank the value and the optimizer state that were loaded."""
     for original, duplicate in _copies(stages):
         duplicate.copy_(original)
@@ -114,17 +114,17 @@ class Snapshot:
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the same tensors, with today's values, complete when this returns and good until the next call."""
         for key, tensor in tensors.items():
-            _local(self._copies[key]).copy_(_local(tensor), non_blocking=True)
+            _local_tensor(self._copies[key]).copy_(_local_tensor(tensor), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._copies
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def write(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
+def save_tensors(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write every rank's part of the tensors into an empty folder and force it to disk. Raises CheckpointError."""
     with _plain_errors(group, f"cannot write {folder}"), _no_checksums():
         save(
@@ -147,13 +147,16 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(kept)
 
 
-def written_by(rank: int, folder: Path) -> dict[str, FileRecord]:
-    """Size and hash of the files that `write` made on a rank: DCP puts it into their names; rank 0 adds the index."""
+def written_files(rank: int, folder: Path) -> dict[str, FileRecord]:
+    """Return size and hash of the files that `save_tensors` wrote on `rank`; rank 0 also has the index.
+
+    DCP names the files of a rank `__<rank>_<number>.distcp`.
+    """
     paths = [*folder.glob(f"__{rank}_*"), *([folder / METADATA] if rank == 0 else [])]
-    return {path.name: record_of(path) for path in paths}
+    return {path.name: hash_file(path) for path in paths}
 
 
-def read(
+def load_tensors(
     group: Group,
     folder: Path,
     manifest: Manifest,

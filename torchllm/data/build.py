@@ -27,7 +27,7 @@ from torchllm.config import Source
 from torchllm.data.corpus import FORMAT, HEADER, SPLITS, Ids, fingerprint_of, shard_file
 from torchllm.data.error import DataError
 from torchllm.data.order import mix_words
-from torchllm.data.sources import File, rows
+from torchllm.data.sources import SourceFile, read_records
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _ROWS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class CorpusPlan:
     """Everything that decides what is in a corpus."""
 
     source: Source
-    files: list[File]
+    files: list[SourceFile]
     tokenizer: str
     """its fingerprint"""
     vocab: int
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TokenizerSpec:
     """How a worker process gets its tokenizer."""
 
     name: str
@@ -70,8 +70,8 @@ class Encoder:
         return load_tokenizer(self.name, self.pattern, self.threads)
 
 
-def build_corpus(
-    dataset: "datasets.Dataset", plan: Plan, encoder: Encoder, folder: Path, processes: int = 1
+def write_corpus(
+    dataset: "datasets.Dataset", plan: CorpusPlan, encoder: TokenizerSpec, folder: Path, processes: int = 1
 ) -> dict[str, Any]:
     """Write the corpus of a data set (see `sources.read_source`) into `folder` and return its header.
 
@@ -128,7 +128,13 @@ def _dtype(tokenizer: Tokenizer) -> str:
 
 
 def _write_shard(
-    dataset: "datasets.Dataset", plan: Plan, encoder: Encoder, folder: Path, number: int, start: int, stop: int
+    dataset: "datasets.Dataset",
+    plan: CorpusPlan,
+    encoder: TokenizerSpec,
+    folder: Path,
+    number: int,
+    start: int,
+    stop: int,
 ) -> dict[str, Any]:
     """Write rows start <= i < stop as one shard and return what its .json says; a finished one is verified and kept."""
     marker = folder / f"{number:05d}.json"
@@ -142,7 +148,7 @@ def _write_shard(
     text_bytes = 0
     with _replacing([shard_file(folder, number, split, "bin") for split in SPLITS]) as files:
         for first in range(start, stop, _ROWS):
-            batch = rows(dataset, plan.source, first, min(first + _ROWS, stop))
+            batch = read_records(dataset, plan.source, first, min(first + _ROWS, stop))
             encoded = iter(tokenizer.encode_documents([row.text for row in batch if not row.bad]))
             for i, row in enumerate(batch, start=first - start):
                 bad, detail = row.bad, row.detail
@@ -196,7 +202,7 @@ class _Output:
         self.largest = max(self.largest, int(document.max()))
 
 
-def _held_out(plan: Plan, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+def _held_out(plan: CorpusPlan, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
     """Which rows are held out: a hash of (source, row) under data.validation_fraction, whatever else there is."""
     name = f"{plan.source.kind}:{Path(plan.source.path).name}:{plan.source.split}"
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchllm.config import Data, Source
-from torchllm.data.build import Encoder, Plan, build_corpus
+from torchllm.data.build import CorpusPlan, TokenizerSpec, write_corpus
 from torchllm.data.corpus import HEADER, Corpus, Sequences, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.sources import raw_mib, read_source, source_files
@@ -19,7 +19,7 @@ from torchllm.data.tokenizer import Tokenizer
 _SHARD_MIB = 64.0
 
 
-def cpus() -> int:
+def available_cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
@@ -29,7 +29,9 @@ def is_raw(source: Source) -> bool:
     return source.kind not in ("tokens", "synthetic")
 
 
-def plan_of(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = _SHARD_MIB) -> Plan:
+def plan_corpus(
+    source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = _SHARD_MIB
+) -> CorpusPlan:
     """What the corpus of a raw source is made of. DataError when it has no file, or `vocab` is too small for any text.
 
     `vocab` is model.vocab. The standard library is nobody's to mend: what is bad in it is always skipped.
@@ -39,7 +41,7 @@ def plan_of(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
             f"set it to {tokenizer.vocab} or more"
         )
-    return Plan(
+    return CorpusPlan(
         source=replace(source, weight=1.0),
         files=source_files(source),
         tokenizer=tokenizer.fingerprint,
@@ -50,13 +52,15 @@ def plan_of(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_
     )
 
 
-def make_corpus(plan: Plan, encoder: Encoder, folder: Path, processes: int = 1, raw: str = "raw") -> dict[str, Any]:
+def tokenize_source(
+    plan: CorpusPlan, encoder: TokenizerSpec, folder: Path, processes: int = 1, raw: str = "raw"
+) -> dict[str, Any]:
     """Read the plan's source and write its corpus; the header.
 
     What was read lies in `folder`/`raw` until the corpus is whole, so that starting again need not read it again;
     processes that make one corpus at the same time need names of their own for it.
     """
-    header = build_corpus(read_source(plan.source, folder / raw, processes), plan, encoder, folder, processes)
+    header = write_corpus(read_source(plan.source, folder / raw, processes), plan, encoder, folder, processes)
     shutil.rmtree(folder / raw, ignore_errors=True)
     return header
 
@@ -67,12 +71,12 @@ def cache_root(data: Data) -> Path:
     return Path(data.cache or users).expanduser()
 
 
-def cached_folder(data: Data, plan: Plan) -> Path:
+def cached_folder(data: Data, plan: CorpusPlan) -> Path:
     """Where the corpus of a plan is cached."""
     return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
-def prepare_cached(plan: Plan, data: Data) -> None:
+def prepare_cached(plan: CorpusPlan, data: Data) -> None:
     """Tokenize a raw source into the cache, unless it is there. DataError when it is over data.max_raw_mib."""
     folder = cached_folder(data, plan)
     if (folder / HEADER).is_file():
@@ -87,7 +91,7 @@ def prepare_cached(plan: Plan, data: Data) -> None:
             f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
         )
     mine = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes, other runs may be at it too
-    make_corpus(plan, Encoder(data.tokenizer, data.pattern, cpus()), folder, raw=mine)
+    tokenize_source(plan, TokenizerSpec(data.tokenizer, data.pattern, available_cpus()), folder, raw=mine)
 
 
 def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> Sequences:
@@ -99,7 +103,7 @@ def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: 
         return Synthetic(vocab)
     if source.kind == "synthetic":
         return Synthetic(min(vocab, tokenizer.vocab))
-    corpus = Corpus(cached_folder(data, plan_of(source, data, tokenizer, vocab)) if is_raw(source) else source.path)
+    corpus = Corpus(cached_folder(data, plan_corpus(source, data, tokenizer, vocab)) if is_raw(source) else source.path)
     if corpus.header["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header['tokenizer']!r}, but data.tokenizer is "

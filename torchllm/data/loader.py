@@ -21,11 +21,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Model, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.cache import is_raw, open_source, plan_of, prepare_cached
+from torchllm.data.cache import is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.data.corpus import Corpus, Sequences, Split
 from torchllm.data.error import DataError
-from torchllm.data.order import Order
-from torchllm.data.packing import IGNORED, sequence_of
+from torchllm.data.order import DataOrder
+from torchllm.data.packing import IGNORED, pack_window
 from torchllm.data.tokenizer import load_tokenizer
 
 _FOR_EVER = 2**62
@@ -45,7 +45,7 @@ class DataRanks:
     """data-parallel ranks"""
     prepares: bool = True
     """this process tokenizes raw sources for its node"""
-    agree: Callable[[str | None], list[str | None]] = lambda text: [text]
+    gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
     """gathers a text of every rank of the job to all of them"""
 
 
@@ -65,7 +65,7 @@ def _together(ranks: DataRanks, action: Callable[[], T]) -> T:
     except Exception as error:  # a bug too must not leave the other ranks waiting
         cause = error
         text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-    errors = dict.fromkeys(error for error in ranks.agree(text) if error is not None)
+    errors = dict.fromkeys(error for error in ranks.gather_texts(text) if error is not None)
     if errors:
         raise DataError("\n".join(errors)) from cause
     return result
@@ -78,7 +78,7 @@ def _open_together(data: Data, training: Training, model: Model, ranks: DataRank
         if ranks.prepares and needs_tokenizer:
             tokenizer = load_tokenizer(data.tokenizer, data.pattern)
             for source in filter(is_raw, data.sources):
-                prepare_cached(plan_of(source, data, tokenizer, model.vocab), data)
+                prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data)
 
     def opened() -> list[Sequences]:
         tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
@@ -93,7 +93,7 @@ def _open_together(data: Data, training: Training, model: Model, ranks: DataRank
 
     _together(ranks, prepare)
     sources = _together(ranks, opened)
-    seen = dict.fromkeys(ranks.agree(" ".join(source.fingerprint for source in sources)))
+    seen = dict.fromkeys(ranks.gather_texts(" ".join(source.fingerprint for source in sources)))
     if len(seen) > 1:
         raise DataError(f"data.sources: not all ranks read the same data, fingerprints {' / '.join(map(str, seen))}")
     return sources
@@ -105,7 +105,9 @@ class _Steps(torch.utils.data.Dataset[Fields]):
     Micro batch a of data rank r is the sequences (a * ranks + r) * B ... + B of the step.
     """
 
-    def __init__(self, reader: "_Reader", order: Order, first: int, training: Training, ranks: tuple[int, int]) -> None:
+    def __init__(
+        self, reader: "_Reader", order: DataOrder, first: int, training: Training, ranks: tuple[int, int]
+    ) -> None:
         self.reader, self.order, self.first = reader, order, first
         self.step, self.micro, (self.rank, self.ranks) = training.global_batch_size, training.micro_batch_size, ranks
         self.accumulation = gradient_accumulation(training, self.ranks)
@@ -126,7 +128,7 @@ class _Reader:
 
     def fields(self, split: Split, located: list[tuple[int, int]]) -> Fields:
         """The fields of a Batch of (source, number) sequences, one array: (fields, B, S)."""
-        made = [sequence_of(*self.sources[s].window(split, i, self.length), self.document_mask) for s, i in located]
+        made = [pack_window(*self.sources[s].window(split, i, self.length), self.document_mask) for s, i in located]
         return np.stack([np.stack(field) for field in zip(*made, strict=True) if field[0] is not None])
 
 
@@ -142,7 +144,7 @@ class TrainLoader:
         self._training, self._workers, self._ranks = training, data.workers, ranks
         length, weights = training.sequence_length, [source.weight for source in data.sources]
         self._reader = _Reader(sources, length, data.document_mask)
-        self._order = Order(seed, [source.count("train", length) for source in sources], weights)
+        self._order = DataOrder(seed, [source.count("train", length) for source in sources], weights)
         self._held_out = {s: count for s, source in enumerate(sources) if (count := source.count("validation", length))}
         self._weights = weights
         self._consumed = 0
@@ -234,7 +236,7 @@ class TrainLoader:
         """
         sequences, micro = self.validation_sequences(sequences), self._training.micro_batch_size
         kept = list(self._held_out)
-        order = Order("validation", list(self._held_out.values()), [self._weights[source] for source in kept])
+        order = DataOrder("validation", list(self._held_out.values()), [self._weights[source] for source in kept])
         located = [(kept[s], number) for s, number in order.first(sequences)]
         per_pass = micro * self._ranks.size
 

@@ -88,7 +88,7 @@ def mixture_table(counts: Sequence[int]) -> list[tuple[int, int]]:
     return table
 
 
-class Order:
+class DataOrder:
     """The order of a run over sources of `sizes` sequences each (all at least 1), drawn by `weights`."""
 
     def __init__(self, seed: int | str, sizes: Sequence[int], weights: Sequence[float]) -> None:

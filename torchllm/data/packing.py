@@ -11,7 +11,7 @@ IGNORED = -100
 Int64 = npt.NDArray[np.int64]
 
 
-class Sequence(NamedTuple):
+class PackedSequence(NamedTuple):
     """One training sequence; each (S,) int64, document_ids None without document_mask."""
 
     tokens: Int64
@@ -20,7 +20,7 @@ class Sequence(NamedTuple):
     document_ids: Int64 | None
 
 
-def sequence_of(window: npt.NDArray[Any], begins: Int64, document_mask: bool) -> Sequence:
+def pack_window(window: npt.NDArray[Any], begins: Int64, document_mask: bool) -> PackedSequence:
     """Tokens, next-token labels and positions of a window of S + 1 ids of a stream of whole documents.
 
     `begins`: the places in the window, ascending, at which a document begins. A document's last token has no label, for
@@ -33,10 +33,10 @@ def sequence_of(window: npt.NDArray[Any], begins: Int64, document_mask: bool) ->
     labels[inner - 1] = IGNORED
     positions = np.arange(length, dtype=np.int64)
     if not document_mask:
-        return Sequence(tokens, labels, positions, None)
+        return PackedSequence(tokens, labels, positions, None)
     first = np.zeros(length, dtype=np.int64)
     inner = inner[inner < length]
     first[inner] = 1
     document_ids = np.cumsum(first)
     start_of = np.concatenate([np.zeros(1, dtype=np.int64), inner])
-    return Sequence(tokens, labels, positions - start_of[document_ids], document_ids)
+    return PackedSequence(tokens, labels, positions - start_of[document_ids], document_ids)

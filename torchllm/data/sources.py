@@ -21,12 +21,12 @@ from torchllm.data.error import DataError
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
 
-File = tuple[str, int, int]
+SourceFile = tuple[str, int, int]
 """path, bytes, time of the last change in ns: what decides whether a file has to be read again"""
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class Row(NamedTuple):
+class TextRecord(NamedTuple):
     """One record. `bad` is empty, or the kind of fault ("not UTF-8"), with `detail` for the message."""
 
     text: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     detail: str = ""
 
 
-def source_files(source: Source) -> list[File]:
+def source_files(source: Source) -> list[SourceFile]:
     """The files of a local raw source, sorted; DataError when there is none. A hub source has none: []."""
     if source.kind == "hub":
         return []
@@ -60,7 +60,7 @@ def _stdlib() -> Iterator[str]:
                 yield path
 
 
-def _stat(path: str) -> File:
+def _stat(path: str) -> SourceFile:
     try:
         found = os.stat(path)
     except OSError:
@@ -69,7 +69,7 @@ def _stat(path: str) -> File:
 
 
 def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Dataset":
-    """A raw source as a memory-mapped data set under `cache`; `rows` reads it.
+    """A raw source as a memory-mapped data set under `cache`; `read_records` reads it.
 
     DataError for what is not a matter of one record: a hub set that cannot be had, a column that does not exist.
     """
@@ -79,7 +79,7 @@ def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Da
         return _hub(source)
     files = source_files(source)
     read = {"stdlib": _text_rows, "text": _text_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}[source.kind]
-    features = datasets.Features({name: datasets.Value("large_string") for name in Row._fields})
+    features = datasets.Features({name: datasets.Value("large_string") for name in TextRecord._fields})
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     return datasets.Dataset.from_generator(
@@ -91,7 +91,7 @@ def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Da
     )
 
 
-def raw_mib(source: Source, files: Sequence[File]) -> float | None:
+def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
     """MiB of text that a source would have to read; None for a hub set that does not say."""
     if source.kind != "hub":
         return sum(size for _, size, _ in files) / 2**20
@@ -123,49 +123,49 @@ def _naming(source: Source) -> Iterator[None]:
         raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
 
 
-def rows(dataset: "datasets.Dataset", source: Source, start: int, stop: int) -> list[Row]:
+def read_records(dataset: "datasets.Dataset", source: Source, start: int, stop: int) -> list[TextRecord]:
     """Rows start <= i < stop of what `read_source` gave."""
     columns: dict[str, list[Any]] = dataset[start:stop]
     if source.kind != "hub":
-        return [Row(*values) for values in zip(*(columns[name] for name in Row._fields), strict=True)]
+        return [TextRecord(*values) for values in zip(*(columns[name] for name in TextRecord._fields), strict=True)]
     texts = columns[source.text_key]
     return [_checked(text, f"{source.path}[{source.split}] row {start + i}") for i, text in enumerate(texts)]
 
 
-def _checked(text: object, where: str, whole_file: bool = False) -> Row:
+def _checked(text: object, where: str, whole_file: bool = False) -> TextRecord:
     """A row, with its fault if the text has one; the line is added to `where` when the text is a whole file."""
     if not isinstance(text, str):
-        return Row("", where, "not text", f" but {type(text).__name__}")
+        return TextRecord("", where, "not text", f" but {type(text).__name__}")
     if not text.strip():
-        return Row("", where, "empty document")
+        return TextRecord("", where, "empty document")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        return Row("", f"{where}:{line}" if whole_file else where, "NUL character")
+        return TextRecord("", f"{where}:{line}" if whole_file else where, "NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Row("", where, "half of a surrogate pair", " (not Unicode text)")
-    return Row(text, where)
+        return TextRecord("", where, "half of a surrogate pair", " (not Unicode text)")
+    return TextRecord(text, where)
 
 
-def _not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, line: int) -> Row:
+def _not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, line: int) -> TextRecord:
     line += raw.count(b"\n", 0, error.start)
-    return Row("", f"{path}:{line}", "not UTF-8", f" (byte 0x{raw[error.start]:02x})")
+    return TextRecord("", f"{path}:{line}", "not UTF-8", f" (byte 0x{raw[error.start]:02x})")
 
 
-def _text_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+def _text_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
     for path, _, _ in files:
         try:
             raw = Path(path).read_bytes()
             row = _checked(raw.decode("utf-8-sig"), path, whole_file=True)
         except OSError as error:
-            row = Row("", path, "unreadable file", f" ({error.strerror})")
+            row = TextRecord("", path, "unreadable file", f" ({error.strerror})")
         except UnicodeDecodeError as error:
             row = _not_utf8(raw, error, path, line=1)
         yield row._asdict()
 
 
-def _jsonl_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+def _jsonl_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
     for path, _, _ in files:
         empty = True
         try:
@@ -175,29 +175,29 @@ def _jsonl_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
                         empty = False
                         yield _json_row(line, path, number, key)._asdict()
             if empty:
-                yield Row("", path, "empty file")._asdict()
+                yield TextRecord("", path, "empty file")._asdict()
         except OSError as error:
-            yield Row("", path, "unreadable file", f" ({error.strerror})")._asdict()
+            yield TextRecord("", path, "unreadable file", f" ({error.strerror})")._asdict()
 
 
-def _json_row(line: bytes, path: str, number: int, key: str) -> Row:
+def _json_row(line: bytes, path: str, number: int, key: str) -> TextRecord:
     where = f"{path}:{number}"
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return _not_utf8(line, error, path, number)
     except (ValueError, RecursionError) as error:
-        return Row("", where, "broken JSON", f" ({error})")
+        return TextRecord("", where, "broken JSON", f" ({error})")
     if not isinstance(record, dict):
-        return Row("", where, "not a JSON object", f" but {type(record).__name__}")
+        return TextRecord("", where, "not a JSON object", f" but {type(record).__name__}")
     if key not in record:
-        return Row(
+        return TextRecord(
             "", where, "wrong key", f": no {key!r}, it has: {', '.join(record) or 'nothing'} (data.sources.text_key)"
         )
     return _checked(record[key], where)
 
 
-def _parquet_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
+def _parquet_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -206,13 +206,15 @@ def _parquet_rows(files: Sequence[File], key: str) -> Iterator[dict[str, str]]:
             with pyarrow.parquet.ParquetFile(path) as file:
                 names, number = file.schema_arrow.names, 0
                 if key not in names:
-                    yield Row("", path, "wrong key", f": no column {key!r}, it has: {', '.join(names)}")._asdict()
+                    yield TextRecord(
+                        "", path, "wrong key", f": no column {key!r}, it has: {', '.join(names)}"
+                    )._asdict()
                     continue
                 for batch in file.iter_batches(batch_size=1000, columns=[key]):
                     for text in batch.column(0).to_pylist():
                         yield _checked(text, f"{path} row {number}")._asdict()
                         number += 1
                 if not number:
-                    yield Row("", path, "empty file")._asdict()
+                    yield TextRecord("", path, "empty file")._asdict()
         except (OSError, pyarrow.ArrowException) as error:
-            yield Row("", path, "unreadable file", f" ({error})")._asdict()
+            yield TextRecord("", path, "unreadable file", f" ({error})")._asdict()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
 from torchllm.runtime.phase import MESSAGES, PREFIX
-from torchllm.runtime.torch_compat import Event, Sent
+from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent
 
 SHORT = 100_000
 """ns; a gap between two operators of a CPU that is no wait: Python's"""
@@ -26,7 +26,9 @@ ASIDE = ("data", "evaluate", "checkpoint")
 COMMUNICATION = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
 
 
-def split(events: Sequence[Event], sent: Sequence[Sent], axes: Mapping[str, str], pipeline: str) -> dict[str, float]:
+def split(
+    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], axes: Mapping[str, str], pipeline: str
+) -> dict[str, float]:
     """Seconds by part, of the profiled stretch that the phase "step" spans.
 
     events: of the profiler. sent: what the flight recorder holds of that stretch. axes: process group -> its axis;
@@ -71,10 +73,12 @@ def split(events: Sequence[Event], sent: Sequence[Sent], axes: Mapping[str, str]
     return {name: nanoseconds / 1e9 for name, nanoseconds in parts.items()}
 
 
-Wait = tuple[Stretch, Sent]
+Wait = tuple[Stretch, FlightRecord]
 
 
-def _waits_of_a_cpu(events: Sequence[Event], sent: Sequence[Sent], whole: Stretch, pipeline: str) -> list[Wait]:
+def _waits_of_a_cpu(
+    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], whole: Stretch, pipeline: str
+) -> list[Wait]:
     """Gaps between the main thread's operators in which something was under way, each with what ended it."""
     thread = next(event.thread for event in events if event.name == PREFIX + "step")
     mine = [event for event in events if event.thread == thread and not event.asynchronous]
@@ -83,7 +87,7 @@ def _waits_of_a_cpu(events: Sequence[Event], sent: Sequence[Sent], whole: Stretc
     gaps = difference([whole], union(difference(operators, talking), SHORT))
     coming = sorted(_ends(events, sent, pipeline), key=lambda pair: -pair[0].created)
     found: list[Wait] = []
-    under_way: list[tuple[Sent, int]] = []
+    under_way: list[tuple[FlightRecord, int]] = []
     for gap in gaps:
         while coming and coming[-1][0].created < gap[1]:
             under_way.append(coming.pop())
@@ -95,20 +99,22 @@ def _waits_of_a_cpu(events: Sequence[Event], sent: Sequence[Sent], whole: Stretc
     return found
 
 
-def _computes(event: Event) -> bool:
+def _computes(event: ProfiledEvent) -> bool:
     """Whether an event is an operator itself, not something around several and around waits between them."""
     wrapper = event.annotation or event.name.startswith("autograd::engine") or event.backward
     return not wrapper and ("::" in event.name or event.name.startswith("Torch-Compiled"))
 
 
-def _ends(events: Sequence[Event], sent: Sequence[Sent], pipeline: str) -> list[tuple[Sent, int]]:
+def _ends(
+    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], pipeline: str
+) -> list[tuple[FlightRecord, int]]:
     """When each thing sent was done: the profiler's event of that kind that began next after it was created.
 
     FOOTGUN: gloo's messages are not in the flight recorder. They are the pipeline's, but for those of a stretch that
     says whose (`phase.messages`). What is sent is not waited for, but received.
     """
-    ended: list[tuple[Sent, int]] = []
-    free: dict[str, list[Event]] = {}
+    ended: list[tuple[FlightRecord, int]] = []
+    free: dict[str, list[ProfiledEvent]] = {}
     for event in sorted(events, key=lambda event: event.start):
         if event.asynchronous:
             free.setdefault(event.name, []).append(event)
@@ -120,11 +126,11 @@ def _ends(events: Sequence[Event], sent: Sequence[Sent], pipeline: str) -> list[
     whose = [event for event in events if event.name.startswith(PREFIX + MESSAGES)]
     for number, event in enumerate(free.get("gloo:recv", []), 1):
         within = (one.name.removeprefix(PREFIX + MESSAGES) for one in whose if one.start <= event.start <= one.end)
-        ended.append((Sent(-number, next(within, pipeline), event.name, 0, event.start, True, ""), event.end))
+        ended.append((FlightRecord(-number, next(within, pipeline), event.name, 0, event.start, True, ""), event.end))
     return ended
 
 
-def _waits_of_a_gpu(kernels: Iterable[Event], sent: Sequence[Sent]) -> list[Wait]:
+def _waits_of_a_gpu(kernels: Iterable[ProfiledEvent], sent: Sequence[FlightRecord]) -> list[Wait]:
     """What NCCL's kernels run alone, each with what was sent last before it was launched."""
     busy = union((event.start, event.end) for event in kernels if "nccl" not in event.name)
     starts, ends = [start for start, _ in busy], [end for _, end in busy]
@@ -139,10 +145,10 @@ def _waits_of_a_gpu(kernels: Iterable[Event], sent: Sequence[Sent]) -> list[Wait
     return found
 
 
-def _launched_in(kernels: Iterable[Event], phase: list[Stretch]) -> list[Stretch]:
+def _launched_in(kernels: Iterable[ProfiledEvent], phase: list[Stretch]) -> list[Stretch]:
     starts = [start for start, _ in phase]
 
-    def inside(event: Event) -> bool:
+    def inside(event: ProfiledEvent) -> bool:
         before = bisect_right(starts, event.launched) - 1
         return before >= 0 and event.launched < phase[before][1]
 

@@ -25,7 +25,7 @@ from torchllm.metrics.breakdown import ASIDE, COMPUTING, split
 from torchllm.metrics.trace import Traces
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
-from torchllm.runtime.torch_compat import flight_record, profiled_events
+from torchllm.runtime.torch_compat import flight_records, profiled_events
 
 COST = 0.01
 """share of the run's time that profiling may take"""
@@ -148,7 +148,7 @@ class Watch:
         finally:
             ended = time.perf_counter()
             profiler.stop()
-        parts = split(profiled_events(profiler), flight_record(since), self.axes, self.pipeline)
+        parts = split(profiled_events(profiler), flight_records(since), self.axes, self.pipeline)
         aside = parts["evaluate"] + parts["checkpoint"]  # no step's own, and not the profile's fault
         usual = min(median(self.others or [math.inf]), ended - begun - aside)
         cost = time.perf_counter() - before - aside - usual

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.runtime.torch_compat import Sent
+from torchllm.runtime.torch_compat import FlightRecord
 
 ROOT = f"{Path(__file__).parents[2]}/"
 NAMED = 4
@@ -32,7 +32,7 @@ class Dump(NamedTuple):
     """the main thread stands where ranks wait for others: perhaps for a message, of which gloo records nothing"""
     groups: dict[str, list[int]]
     """torch's name of each process group of this rank -> the ranks in it"""
-    records: list[Sent]
+    records: list[FlightRecord]
     """oldest first"""
 
     def recent(self, count: int) -> "Dump":
@@ -57,13 +57,13 @@ class Dump(NamedTuple):
 def read_dump(text: str) -> Dump:
     """The inverse of `Dump.json`."""
     fields = json.loads(text)
-    return Dump(**fields | {"records": [Sent(**record) for record in fields["records"]]})
+    return Dump(**fields | {"records": [FlightRecord(**record) for record in fields["records"]]})
 
 
 class Wait(NamedTuple):
     """Ranks that wait in one operation."""
 
-    sent: Sent
+    sent: FlightRecord
     members: list[int]
     """of its group"""
     waiting: list[int]
@@ -72,7 +72,7 @@ class Wait(NamedTuple):
     seconds: float
 
 
-def unfinished(records: Sequence[Sent]) -> list[Sent]:
+def unfinished(records: Sequence[FlightRecord]) -> list[FlightRecord]:
     """What is asked for and not done.
 
     FOOTGUN: NCCL never marks the parts of a batch done, only the batch, which is recorded after them. So what comes
@@ -127,7 +127,7 @@ def culprits(dumps: Sequence[Dump], found: Sequence[Wait], world_size: int) -> l
     return sorted(ends)
 
 
-def skipped(dump: Dump, other: Dump, group: str) -> Sent | None:
+def skipped(dump: Dump, other: Dump, group: str) -> FlightRecord | None:
     """What `other` has asked its group for and `dump`'s rank has not, going on to the next one instead."""
     mine, theirs = ({r.sequence: r for r in one.records if r.group == group and r.sequence} for one in (dump, other))
     for number in sorted(mine.keys() & theirs.keys()):
@@ -136,7 +136,7 @@ def skipped(dump: Dump, other: Dump, group: str) -> Sent | None:
     return None
 
 
-def _same(one: Sent, other: Sent) -> bool:
+def _same(one: FlightRecord, other: FlightRecord) -> bool:
     return (one.name, one.where) == (other.name, other.where)
 
 

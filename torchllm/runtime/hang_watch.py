@@ -25,7 +25,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from torchllm.runtime.hang_report import Dump, read_dump, report, unfinished
-from torchllm.runtime.torch_compat import flight_record, group_progress, limit_groups
+from torchllm.runtime.torch_compat import flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class HangWatch:
         late = [group for group, since in self.moved.items() if moment - since > self.timeout]
         if not late:
             return False
-        oldest = min((record.created for record in unfinished(flight_record())), default=time.time_ns())
+        oldest = min((record.created for record in unfinished(flight_records())), default=time.time_ns())
         self.moved.update(dict.fromkeys(late, moment))
         return time.time_ns() - oldest > self.timeout * 1e9
 
@@ -169,7 +169,7 @@ def _dump(rank: int, host: str, groups: dict[str, list[int]]) -> Dump:
     frame = _main_frame()
     lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
     stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
-    return Dump(rank, host, time.time_ns(), stack, _in_wait(frame), groups, flight_record(places=True))
+    return Dump(rank, host, time.time_ns(), stack, _in_wait(frame), groups, flight_records(places=True))
 
 
 def _write(folder: Path, dump: Dump) -> None:

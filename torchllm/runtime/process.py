@@ -84,7 +84,7 @@ class Runtime:
             log.warning("%s: saving at the next step boundary", self.folder / STOP)
         return self._told_to_stop is not None
 
-    def agree(self, error: str | None) -> list[str | None]:
+    def gather_texts(self, error: str | None) -> list[str | None]:
         """Every rank's error text (None: fine) on every rank: one rank's bad input must end all of them, not hang."""
         errors: list[str | None] = [None] * self.world_size
         dist.all_gather_object(errors, error, group=self.host_group)
@@ -154,14 +154,14 @@ def start_runtime(run: Run) -> Runtime:
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         collect_interval=run.collect_garbage_interval,
     )
-    stop_together(runtime.agree, error)
-    kinds = runtime.agree(device.type)
+    raise_first_error(runtime.gather_texts, error)
+    kinds = runtime.gather_texts(device.type)
     if len(set(kinds)) > 1:
         raise UserError(f"rank {kinds.index('cpu')} sees no GPU, rank {kinds.index('cuda')} does: mend that node")
     _handle_signals(runtime)
     _share_folder(runtime)
     if world_size > 1:
-        peers = runtime.agree(f"{os.uname().nodename} {os.getppid()} {os.getpid()}")
+        peers = runtime.gather_texts(f"{os.uname().nodename} {os.getppid()} {os.getpid()}")
         runtime.hang_watch = HangWatch(rank, runtime.folder, run.timeout, [str(peer) for peer in peers])
     return runtime
 
@@ -244,11 +244,11 @@ def _share_folder(runtime: Runtime) -> None:
             probe.write_text(str(os.getpid()))
         except OSError as problem:
             error = f"run.folder = {str(runtime.folder)!r} cannot be written: {problem}"
-    stop_together(runtime.agree, error)
+    raise_first_error(runtime.gather_texts, error)
     seen = runtime.is_main or _appears(probe.exists)
     error = None if seen else f"run.folder = {str(runtime.folder)!r} is not the folder of rank 0: it must be one file "
     error = error and error + "system on all nodes (NFS, Lustre, …)"
-    stop_together(runtime.agree, error)
+    raise_first_error(runtime.gather_texts, error)
     if runtime.is_main:
         probe.unlink()
 
@@ -263,8 +263,8 @@ def _appears(exists: Callable[[], bool], patience: float = 5.0) -> bool:
     return True
 
 
-def stop_together(agree: Callable[[str | None], list[str | None]], error: str | None) -> None:
+def raise_first_error(gather_texts: Callable[[str | None], list[str | None]], error: str | None) -> None:
     """UserError on every rank if any has an error, naming the first that has."""
-    for rank, text in enumerate(agree(error)):
+    for rank, text in enumerate(gather_texts(error)):
         if text is not None:
             raise UserError(f"rank {rank}: {text}" if rank else text)

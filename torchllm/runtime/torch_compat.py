@@ -29,7 +29,7 @@ __all__ = [
     "checkpoint_wrapper",
     "dump_memory",
     "flatten_mesh",
-    "flight_record",
+    "flight_records",
     "group_progress",
     "join_meshes",
     "limit_groups",
@@ -110,7 +110,7 @@ def skip_pipeline_vote(schedule: Any) -> None:
         schedule._warmup_p2p = all_static
 
 
-class Event(NamedTuple):
+class ProfiledEvent(NamedTuple):
     """One thing that the profiler saw; times in nanoseconds since 1970."""
 
     name: str
@@ -129,7 +129,7 @@ class Event(NamedTuple):
     """of a kernel: when the host asked for it"""
 
 
-def profiled_events(profiler: profile) -> list[Event]:
+def profiled_events(profiler: profile) -> list[ProfiledEvent]:
     """What a stopped profiler has seen, in no order.
 
     Not public: `profiler.events()` makes objects of them, with their parents and memory, which takes ten times as long
@@ -143,7 +143,7 @@ def profiled_events(profiler: profile) -> list[Event]:
         annotation = event.is_user_annotation()
         if not (on_gpu and annotation):  # the host's annotations again, as seen from the GPU
             found.append(
-                Event(
+                ProfiledEvent(
                     event.name(),
                     start,
                     start + event.duration_ns(),
@@ -158,7 +158,7 @@ def profiled_events(profiler: profile) -> list[Event]:
     return found
 
 
-class Sent(NamedTuple):
+class FlightRecord(NamedTuple):
     """One collective or message of this rank, from the flight recorder."""
 
     number: int
@@ -176,7 +176,7 @@ class Sent(NamedTuple):
     """file:line that asked for it, the innermost outside torch"""
 
 
-def flight_record(since: int = 0, places: bool = False) -> list[Sent]:
+def flight_records(since: int = 0, places: bool = False) -> list[FlightRecord]:
     """What this rank has sent since a time, in nanoseconds since 1970, as far back as TORCH_FR_BUFFER_SIZE goes;
     `places`: and from where.
 
@@ -186,7 +186,7 @@ def flight_record(since: int = 0, places: bool = False) -> list[Sent]:
     for dump in RECORDERS:
         for entry in pickle.loads(dump(True, places, False)).get("entries", []):
             ours = [at for at in entry.get("frames", []) if "/torch/" not in at["filename"]]
-            sent = Sent(
+            sent = FlightRecord(
                 entry["record_id"],
                 entry["process_group"][0],
                 entry["profiling_name"],

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
-from torchllm.checkpoint.index import METADATA, read_metadata
+from torchllm.checkpoint.dcp_metadata import METADATA, read_metadata
 from torchllm.checkpoint.manifest import CheckpointError
 
 
@@ -27,10 +27,10 @@ def plant(folder: Path, content: bytes) -> None:
     """Replace the index and make the manifest agree with it, as whoever crafts a checkpoint can."""
     manifest = manifests.read_manifest(folder)
     (folder / METADATA).write_bytes(content)
-    files = {**manifest.files, METADATA: manifests.record_of(folder / METADATA)}
+    files = {**manifest.files, METADATA: manifests.hash_file(folder / METADATA)}
     hidden = folder.rename(folder.with_name("being-changed"))
     manifests.publish(hidden, folder, replace(manifest, files=files))
-    manifests.verify(folder)  # so that what refuses it below is the reader of the index
+    manifests.verify_checkpoint(folder)  # so that what refuses it below is the reader of the index
 
 
 class Crafted:
