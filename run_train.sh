@@ -18,9 +18,11 @@ fail() { echo "run_train.sh: $*" >&2; exit 2; }
 TORCHLLM_LAUNCHED=$(date +%s) # for the account of the run's time
 export TORCHLLM_LAUNCHED
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$(command -v python || echo python3)}
+# A copy of this script that lies in another folder takes recipes and configs from the installed package.
+[ -f "$here/recipes/pretrain.py" ] || here=$("$python" -c "from torchllm.resources import HOME; print(HOME)")
 recipe=${RECIPE:-$here/recipes/pretrain.py}
 [ -f "$recipe" ] || fail "RECIPE=$recipe: there is no such file"
-python=${PYTHON:-$(command -v python || echo python3)}
 if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.toml" "$@"; fi
 
 gpus() {

@@ -17,7 +17,6 @@ train_configs/clusters or a TOML file.
 import argparse
 import gc
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -41,9 +40,10 @@ from torchllm.planner.search.explain import (
 from torchllm.planner.search.layouts import Job
 from torchllm.planner.search.search import Found, Objective, Ranked, search
 from torchllm.planner.search.validity import judge
+from torchllm.resources import find_config, name_base, resource
 from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
 
-MODELS = Path(__file__).parents[1] / "train_configs" / "models"
+MODELS = resource("train_configs/models")
 
 
 def main(words: Sequence[str]) -> None:
@@ -193,7 +193,7 @@ def write(target: Path, model: str, config: Config, cluster: str, job: Job, one:
         "#",
         f"# Predicted: {of['step_seconds']:.4g} s a step, {of['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {of['mfu']:.1%}, {of['memory_gib']:.1f} GiB a GPU.",
-        f"base = {toml_value(os.path.relpath(model, target.parent))}",
+        f"base = {toml_value(name_base(model, str(target.parent)))}",
     ]
     if not cluster.endswith(".toml"):
         lines += ["", "[cluster]", f"name = {toml_value(cluster)}"]
@@ -218,7 +218,7 @@ def write(target: Path, model: str, config: Config, cluster: str, job: Job, one:
 
 def read_model(name: str) -> tuple[str, Config]:
     """The file and the config in it. UserError with what is wrong."""
-    file = name if name.endswith(".toml") else str(MODELS / f"{name}.toml")
+    file = find_config(name) if name.endswith(".toml") else str(MODELS / f"{name}.toml")
     if not Path(file).is_file():
         names = ", ".join(sorted(each.stem for each in MODELS.glob("*.toml")))
         raise UserError(f"--model {name}: no such file, and not in train_configs/models ({names})")
@@ -234,9 +234,8 @@ def read_model(name: str) -> tuple[str, Config]:
 def read_hardware(name: str) -> Hardware:
     """The cluster. UserError with what is wrong."""
     found: list[str] = []
-    if name.endswith(".toml"):
-        name = str(Path(name).resolve().with_suffix(""))  # a whole path stays one in the folder of clusters
-    elif unknown := unknown_cluster(name):
+    is_file = name.endswith(".toml")
+    if not is_file and (unknown := unknown_cluster(name)):
         raise UserError(f"--cluster {unknown}")
     hardware = read_cluster(name, found)
     if hardware is None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 ROOMS = [
+    "resources",
     "config",
     "spec",
     "planner",
@@ -27,11 +28,13 @@ ROOMS = [
     "metrics",
     "dry_run",
     "adapt",
+    "environment",
+    "cli",
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
 TO_BE_CUT = {"config.load": {"spec.cluster", "planner.search.auto"}}
-TORCH_FREE = {"config", "spec", "planner", "start"}
+TORCH_FREE = {"resources", "config", "spec", "planner", "start", "environment", "cli"}
 
 PRIVATE = {  # what only torch_compat.py may do, and where else and why
     "torchllm/parallel/recompute.py": {
@@ -84,6 +87,8 @@ def own_imports(file: Path) -> set[str]:
     for name in imports(file):
         if name.split(".")[0] in ("torchllm", "recipes"):
             inside = name.removeprefix("torchllm.")
+            if inside == "__version__":  # of the package itself
+                continue
             found.add(inside if inside in MODULES or inside in ROOMS else inside.rpartition(".")[0])
     return found
 
@@ -200,5 +205,10 @@ def test_recipes_have_no_if_on_the_layout() -> None:
     assert conditions > 5
 
 
-def test_the_package_itself_is_empty() -> None:
-    assert (ROOT / "torchllm/__init__.py").read_text() == ""
+def test_the_package_itself_holds_its_version_and_nothing_else() -> None:
+    """`import torchllm` takes no time: every other file of the package is imported by its own name."""
+    docstring, version = tree(ROOT / "torchllm/__init__.py").body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(version, ast.Assign)
+    assert ast.unparse(version.targets[0]) == "__version__"
+    assert isinstance(version.value, ast.Constant)

@@ -22,9 +22,9 @@ so that what else the machine does hits both; figures are medians. --benchmark.j
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torchllm.config import Config, Count, Natural, Positive, Run, load_config
+from torchllm.resources import resource
 
 NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
 """each a function of this name in the file NAME.py beside this one"""
@@ -78,6 +78,6 @@ def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
         print(f"benchmark: the first argument is one of {', '.join(NAMES)}, not {name!r}", file=sys.stderr)
         raise SystemExit(2)
     elif not any(word.endswith(".toml") for word in rest):
-        rest.insert(0, str(Path(__file__).parents[2] / "train_configs" / "debug.toml"))
+        rest.insert(0, str(resource("train_configs/debug.toml")))
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
     return name, load_config(rest, schema=BenchmarkConfig)

@@ -16,6 +16,7 @@ from torchllm.config import Config, load_config
 from torchllm.config.errors import UserError
 from torchllm.planner.evidence.rows import row_of
 from torchllm.planner.search.auto import cluster_of, device, planned
+from torchllm.resources import resource
 
 Layout = tuple[str, ...]
 """overrides of the command line"""
@@ -32,7 +33,6 @@ COLUMNS = tuple(
 )
 """of a measurement (DESIGN, section 6), then two of the sweep's own: the spread of the steps, and the overrides"""
 
-ROOT = Path(__file__).parents[2]
 MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory|MemoryError", re.IGNORECASE
 )
@@ -81,7 +81,7 @@ def measure(config: str, layout: Layout, processes: int, steps: int, timeout: fl
     fixed += ["--metrics.breakdown_interval=0"]
     fixed += ["--evaluate.interval=0", "--checkpoint.interval=0", "--generate.after_training=false"]
     fixed += ["--schedule.warmup_steps=0", "--schedule.decay_steps=0", f"--run.folder={folder / 'run'}"]
-    command = [str(ROOT / "run_train.sh"), config, *layout, *fixed]
+    command = ["bash", str(resource("run_train.sh")), config, *layout, *fixed]
     environment = {**os.environ, "NPROC": str(processes), "PYTHON": sys.executable}
     with open(folder / "log", "w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

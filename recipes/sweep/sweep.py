@@ -28,6 +28,7 @@ from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files
 from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
+from torchllm.resources import find_config
 
 from .job import COLUMNS, Layout, examine, measure
 
@@ -99,6 +100,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--planner-top", type=int, metavar="K", help="measure the planner's best K, and some others")
     parser.add_argument("--dry-run", action="store_true", help="list the layouts, and why some cannot be")
     given = parser.parse_args(arguments)
+    given.sweep = find_config(given.sweep)
     sweep = read_sweep(given.sweep)
     config = os.path.normpath(Path(given.sweep).parent / sweep.config)
     folder = Path(given.output or f"runs/sweep-{Path(given.sweep).stem}")

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.resources import find_base, find_config
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -37,6 +39,7 @@ class Layer(NamedTuple):
 def read_files(file: str, found: list[str]) -> Layer:
     """A file merged over its chain of bases. Appends a line to `found` for all that cannot be read."""
     layers: list[Layer] = []
+    file = find_config(file)
     seen: dict[str, str] = {}  # real path -> as it is named in messages
     named_at = ""
     while True:
@@ -55,7 +58,7 @@ def read_files(file: str, found: list[str]) -> Layer:
         if not isinstance(base, str) or not base:
             found.append(f"{named_at}base: must name a file, not {shown(base)}")
             break
-        file = os.path.normpath(os.path.join(os.path.dirname(file), base))
+        file = os.path.normpath(find_base(os.path.dirname(file), base))
     merged = layers.pop()
     while layers:
         _merge(merged, layers.pop())

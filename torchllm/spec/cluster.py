@@ -15,9 +15,10 @@ from typing import Annotated, Any
 from torchllm.config import Bound, Config, Model, Parallel, Training
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import KeyPath, dotted, read_files, shown
+from torchllm.resources import find_config, resource
 from torchllm.spec.software import Constants
 
-FOLDER = Path(__file__).parents[2] / "train_configs" / "clusters"
+FOLDER = resource("train_configs/clusters")
 
 Given = Annotated[float, Bound(above=0.0)]
 GivenCount = Annotated[int, Bound(at_least=1)]
@@ -149,7 +150,7 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
 def unknown_cluster(name: str) -> str:
     """What is wrong with a name that no file of train_configs/clusters has; else empty."""
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
-    if name in names or (name.endswith(".toml") and Path(name).is_file()):
+    if name in names or (name.endswith(".toml") and Path(find_config(name)).is_file()):
         return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {shown(close[0])}?" if close else "add it there"

@@ -5,7 +5,6 @@ measurements move them little and one that does not matter stays. Coordinate by 
 """
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from torchllm.planner.case import Case
 from torchllm.planner.evidence.measurements import Row, cluster_of, read_rows
 from torchllm.planner.predict import predict
+from torchllm.resources import find_config, name_base
 from torchllm.spec.cluster import FOLDER
 from torchllm.spec.software import UNITS, Constants
 
@@ -93,11 +93,11 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     rows = read_rows(source, cluster)
     constants, before, after = calibrate(rows)
     cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
-    base = Path(cluster) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
+    base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
     lines = [
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
     ]
-    lines += [f"# {after:.1%} after.", f'base = "{os.path.relpath(base, Path(target).parent)}"', "", "[constants]"]
+    lines += [f"# {after:.1%} after.", f'base = "{name_base(str(base), str(Path(target).parent))}"', "", "[constants]"]
     for key in fields(Constants):
         lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
     Path(target).write_text("\n".join(lines) + "\n")

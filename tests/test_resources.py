@@ -1,0 +1,68 @@
+"""Files that come with torchllm are found from any folder; a file of the user's own comes first."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import ROOT
+from torchllm.config import load_config
+from torchllm.planner.evidence.calibrate import calibrate_file
+from torchllm.resources import find_base, find_config, name_base, resource
+from torchllm.spec.cluster import read_cluster
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return tmp_path
+
+
+def test_a_checkout_has_them_at_the_top_level() -> None:
+    assert resource("run_train.sh") == ROOT / "run_train.sh"
+    assert resource("recipes/pretrain.py").is_file()
+
+
+def test_a_path_of_the_documentation_works_in_any_folder(folder: Path) -> None:
+    assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 160
+    own = folder / "train_configs" / "debug.toml"
+    own.parent.mkdir()
+    own.write_text("[model]\nhidden = 64\n")
+    assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 64
+
+
+def test_other_paths_are_not_looked_up() -> None:
+    for name in ("debug.toml", "./debug.toml", "recipes/pretrain.py", "train_configs/nosuch.toml"):
+        assert find_config(name) == name
+
+
+def test_a_base_is_beside_the_file_or_among_the_shipped_configs(folder: Path) -> None:
+    (folder / "mine.toml").write_text('base = "models/llama3_8b.toml"\n')
+    assert load_config(["mine.toml", "--run.folder=unused"]).model.hidden == 4096
+    (folder / "models").mkdir()
+    (folder / "models" / "llama3_8b.toml").write_text("[model]\nhidden = 64\n")
+    assert load_config(["mine.toml", "--run.folder=unused"]).model.hidden == 64
+
+
+def test_a_missing_base_is_named_as_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.toml").write_text('base = "models/nosuch.toml"\n')
+    with pytest.raises(SystemExit):
+        load_config(["mine.toml", "--run.folder=unused"])
+    assert capsys.readouterr().err.startswith("mine.toml:1: models/nosuch.toml: no such file")
+
+
+def test_a_written_file_names_a_shipped_base_as_on_every_machine(folder: Path) -> None:
+    shipped = str(ROOT / "train_configs" / "models" / "debug.toml")
+    assert name_base(shipped, str(folder)) == "models/debug.toml"
+    assert find_base(str(folder), "models/debug.toml") == shipped
+    (folder / "models").mkdir()
+    (folder / "models" / "debug.toml").touch()  # would be read instead
+    relative = name_base(shipped, str(folder))
+    assert (folder / relative).resolve() == Path(shipped)
+    assert name_base(str(folder / "own.toml"), str(folder / "models")) == "../own.toml"
+
+
+def test_a_fitted_cluster_is_based_on_the_shipped_one(folder: Path) -> None:
+    calibrate_file(str(ROOT / "docs/sweep/results.csv"), "fitted.toml", "")
+    assert 'base = "clusters/this_cpu.toml"' in Path("fitted.toml").read_text()
+    assert read_cluster("fitted.toml", []) is not None

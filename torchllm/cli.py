@@ -1,0 +1,117 @@
+"""The console command `torchllm`: start a recipe, copy one out to edit it, or describe this machine.
+
+It only finds files and starts them, so every option is one of run_train.sh or of the recipe.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torchllm import __version__
+from torchllm.resources import HOME, resource
+
+USAGE = """\
+usage: torchllm COMMAND [ARGUMENTS]
+
+  torchllm train [CONFIG.toml] [--section.key=value ...]
+      Train on all GPUs of this machine, or on all nodes of a Slurm or Kubernetes job. Same as ./run_train.sh in a
+      checkout: NPROC, NNODES and RECIPE mean the same. Without a config it trains train_configs/debug.toml.
+  torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64
+      Predict the fastest layouts. Same as python recipes/plan.py.
+  torchllm copy NAME [TARGET]
+      Copy a recipe, a config or run_train.sh to edit it. Without a NAME: list what can be copied.
+          torchllm copy pretrain mine.py && RECIPE=mine.py torchllm train
+          torchllm copy train_configs/debug.toml mine.toml && torchllm train mine.toml
+  torchllm env
+      Print versions and hardware, for a bug report.
+  torchllm RECIPE [ARGUMENTS]
+      Run another recipe in one process: {recipes}.
+
+A path train_configs/... that does not exist here is read from {home}.
+`base = "models/NAME.toml"` in a config of your own is looked up beside it, then there.
+`torchllm train --help` and `torchllm RECIPE --help` list the options.
+"""
+COPIED = ("recipes", "train_configs", "run_train.sh")
+"""what `torchllm copy` copies, or files in it"""
+
+
+def recipes() -> dict[str, Path]:
+    """Return the path of each recipe by name. A recipe is a file, or a folder with a __main__.py."""
+    files = {file.stem: file for file in resource("recipes").glob("*.py")}
+    folders = {file.parent.name: file.parent for file in resource("recipes").glob("*/__main__.py")}
+    return dict(sorted({**files, **folders}.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command. SystemExit with 2 if there is no such command or a copy is refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words[0] if words else "--help"
+    rest = words[1:]
+    if command in ("--help", "-h"):
+        print(usage(), end="")
+    elif command == "--version":
+        print(__version__)
+    elif command == "train":
+        os.environ.setdefault("PYTHON", sys.executable)
+        start(["bash", str(resource("run_train.sh")), *rest])
+    elif command == "copy":
+        copy(rest)
+    elif command == "env":
+        from torchllm.environment import report
+
+        print(report())
+    elif command in recipes():
+        start([sys.executable, str(recipes()[command]), *rest])
+    else:
+        refuse(f"{command}: unknown command; torchllm --help lists them")
+
+
+def usage() -> str:
+    """Return the text of `torchllm --help`."""
+    names = [name for name in recipes() if name not in ("plan", "pretrain")]
+    return USAGE.format(recipes=", ".join(names), home=HOME)
+
+
+def start(command: list[str]) -> NoReturn:
+    """Replace this process, so that signals and the exit status are those of the command."""
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def copy(arguments: Sequence[str]) -> None:
+    """Copy a recipe, by its name, or one of the other files, by its path, to a path that does not exist yet."""
+    if not arguments:
+        print("\n".join(names_to_copy()))
+        return
+    if len(arguments) > 2 or arguments[0].startswith("-"):
+        refuse("usage: torchllm copy NAME [TARGET]")
+    name = arguments[0]
+    source = recipes().get(name) or resource(name)
+    inside = source.exists() and ".." not in Path(name).parts and source.relative_to(HOME).parts[:1]
+    if not inside or inside[0] not in COPIED:
+        refuse(f"copy: {name}: no such recipe or file; torchllm copy lists them")
+    target = Path(arguments[1] if len(arguments) > 1 else source.name)
+    if target.is_dir() and source.is_file():
+        target /= source.name
+    if target.exists():
+        refuse(f"copy: {target} exists already; name another target")
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy(source, target)
+    print(f"copied {source} to {target}")
+
+
+def names_to_copy() -> list[str]:
+    """Return the names that `torchllm copy` takes: recipes, run_train.sh, and the files of train_configs."""
+    files = sorted(resource("train_configs").rglob("*.toml"))
+    return [*recipes(), "run_train.sh", *(str(file.relative_to(HOME)) for file in files)]
+
+
+def refuse(message: str) -> NoReturn:
+    """End with exit status 2: nothing was touched."""
+    print(f"torchllm: {message}", file=sys.stderr)
+    raise SystemExit(2)
