@@ -29,12 +29,12 @@ from torchllm.config.read import read_table
 from torchllm.config.toml import read_files, toml_value
 from torchllm.planner.search.explain import (
     divides_nowhere,
-    figures,
     fits_nowhere,
+    layout_figures,
     misses,
+    ranking_table,
     rejections,
     scaling,
-    table,
     why,
 )
 from torchllm.planner.search.layouts import Job
@@ -67,23 +67,23 @@ def parser() -> argparse.ArgumentParser:
     ranks.add_argument("--json", action="store_true", help="everything, as JSON; sizes in GiB, times in seconds")
     ranks.add_argument("--write", metavar="TOML", help="write a run with the best layout")
     ranks.add_argument("--plot", metavar="PNG", help="time by term, and MFU against memory; needs matplotlib")
-    ranks.set_defaults(run=rank)
+    ranks.set_defaults(run=run_rank)
     predicts = commands.add_parser("predict", help="predict the layouts of a CSV file, one a row")
     predicts.add_argument("source", metavar="CSV")
     predicts.add_argument("-o", "--output", required=True, metavar="CSV")
-    predicts.set_defaults(run=predict)
+    predicts.set_defaults(run=run_predict)
     scores = commands.add_parser("score", help="predicted against measured")
     scores.add_argument("sources", metavar="CSV", nargs="+")
     scores.add_argument("--json", action="store_true")
     of = scores.add_mutually_exclusive_group()
     of.add_argument("--cluster", default="", help="that they were made on; left out: what the rows say")
     of.add_argument("--leave-out", choices=("model", "dataset"), help="instead: errors on what was not fitted to")
-    scores.set_defaults(run=score)
+    scores.set_defaults(run=run_score)
     calibrates = commands.add_parser("calibrate", help="fit the constants of software to measurements")
     calibrates.add_argument("source", metavar="CSV")
     calibrates.add_argument("--cluster", default="", help="that they were made on; left out: what the rows say")
     calibrates.add_argument("-o", "--output", required=True, metavar="TOML")
-    calibrates.set_defaults(run=calibrate)
+    calibrates.set_defaults(run=run_calibrate)
     return own
 
 
@@ -99,7 +99,7 @@ def counts(text: str) -> list[int]:
     return sorted({count(each) for each in text.split(",")})
 
 
-def rank(given: argparse.Namespace) -> None:
+def run_rank(given: argparse.Namespace) -> None:
     """The best layouts, why they are, and what was rejected."""
     file, config = read_model(given.model)
     hardware = read_hardware(given.cluster)
@@ -118,11 +118,11 @@ def rank(given: argparse.Namespace) -> None:
         results.sort(key=lambda one: one[1].best[0].prediction.step)
     job, found = results[0]
     if given.json:
-        print(json.dumps([as_json(*result, tokens=given.tokens) for result in results], indent=2))
+        print(json.dumps([ranking_json(*result, tokens=given.tokens) for result in results], indent=2))
     else:
-        say(results, given.tokens)
+        print_ranking(results, given.tokens)
     if given.write:
-        write(Path(given.write), file, config, given.cluster, job, found.best[0], given.tokens)
+        write_run(Path(given.write), file, config, given.cluster, job, found.best[0], given.tokens)
     if given.plot:
         from torchllm.planner.search.plot import plot
 
@@ -142,18 +142,18 @@ def checked(job: Job, objective: Objective) -> Found:
     return found
 
 
-def say(results: Sequence[tuple[Job, Found]], tokens: float) -> None:
+def print_ranking(results: Sequence[tuple[Job, Found]], tokens: float) -> None:
     """As text."""
     job, found = results[0]
     winner = found.best[0]
     if len(results) > 1:
         print("\n".join([*scaling([(job, found.best[0]) for job, found in results], tokens), ""]))
     print(f"{job.gpus} x {job.hardware.gpu}: the best of {found.layouts:,} layouts")
-    print("\n".join([*table(job, found.best, tokens), "", *why(job, winner)]))
+    print("\n".join([*ranking_table(job, found.best, tokens), "", *why(job, winner)]))
     verdict = judge(job.case(winner.layout), winner.prediction)
     low, high = verdict.seconds
     print(f"A step takes {low:.4g} to {high:.4g} s, {verdict.range}; it {verdict.fits} into memory.")
-    sure = [place for place, one in enumerate(found.best, start=1) if figures(job, one)["fits"] == "fits"]
+    sure = [place for place, one in enumerate(found.best, start=1) if layout_figures(job, one)["fits"] == "fits"]
     if sure and sure[0] > 1:
         print(f"The fastest of these that fits with some room is number {sure[0]}.")
     if near := list(misses(job, found)):
@@ -161,17 +161,17 @@ def say(results: Sequence[tuple[Job, Found]], tokens: float) -> None:
     print("\n".join(["", "Rejected:", *rejections(found)]))
 
 
-def as_json(job: Job, found: Found, tokens: float) -> dict[str, object]:
+def ranking_json(job: Job, found: Found, tokens: float) -> dict[str, object]:
     """The same for programs."""
     verdict = judge(job.case(found.best[0].layout), found.best[0].prediction)
     return {
         "gpus": job.gpus,
         "layouts": found.layouts,
-        "best": [figures(job, one, tokens) for one in found.best],
+        "best": [layout_figures(job, one, tokens) for one in found.best],
         "why": why(job, found.best[0]),
         "verdict": verdict._asdict(),
         "near_misses": [
-            figures(job, Ranked(miss.layout, miss.prediction), tokens) | {"over_gib": miss.over / 2**30}
+            layout_figures(job, Ranked(miss.layout, miss.prediction), tokens) | {"over_gib": miss.over / 2**30}
             for miss in found.misses
         ],
         "rejected": dict(found.rejected),
@@ -179,13 +179,13 @@ def as_json(job: Job, found: Found, tokens: float) -> dict[str, object]:
     }
 
 
-def write(target: Path, model: str, config: Config, cluster: str, job: Job, one: Ranked, tokens: float) -> None:
+def write_run(target: Path, model: str, config: Config, cluster: str, job: Job, one: Ranked, tokens: float) -> None:
     """A run of the best layout on top of the model's file."""
     nodes = -(-job.gpus // job.hardware.gpus_per_node)
     start = f"NPROC={job.gpus} ./run_train.sh {target}"
     if nodes > 1:
         start = f"srun --nodes={nodes} ./run_train.sh {target} --run.folder=/shared/{target.stem}"
-    of, run = figures(job, one), job.config(config, one.layout)
+    of, run = layout_figures(job, one), job.config(config, one.layout)
     lines = [
         f"# {one.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
@@ -243,14 +243,14 @@ def read_hardware(name: str) -> Hardware:
     return hardware
 
 
-def predict(given: argparse.Namespace) -> None:
+def run_predict(given: argparse.Namespace) -> None:
     """One layout a row."""
     from torchllm.planner.evidence.score import predict_file
 
     print(predict_file(given.source, given.output))
 
 
-def score(given: argparse.Namespace) -> None:
+def run_score(given: argparse.Namespace) -> None:
     """Errors of whole files."""
     if given.leave_out:
         from torchllm.planner.evidence.cross_validation import cross_validate
@@ -262,7 +262,7 @@ def score(given: argparse.Namespace) -> None:
     print(score_files(given.sources, given.json, given.cluster))
 
 
-def calibrate(given: argparse.Namespace) -> None:
+def run_calibrate(given: argparse.Namespace) -> None:
     """Constants of a cluster file."""
     from torchllm.planner.evidence.calibrate import calibrate_file
 

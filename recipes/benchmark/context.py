@@ -28,7 +28,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
 
-from .tools import Row, Tables
+from .tools import TableRow, Tables
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-class Watch(TorchDispatchMode):
+class TrafficRecorder(TorchDispatchMode):
     """While active: bytes that this rank sends, and the storages that are made."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
 
 def context(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Both methods, as far as the heads and the sequence divide."""
-    model, training, rows = config.model, config.training, list[Row]()
+    model, training, rows = config.model, config.training, list[TableRow]()
     itemsize = compute_dtype(training, runtime.device).itemsize
     for method in ("ring", "ulysses"):
         one = 0
@@ -82,7 +82,7 @@ def context(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
             kept, forward, backward = measured(stage, config, runtime, mesh)
             one = one or kept
             formulas = numbers_sent(model, training, method, ranks, itemsize)
-            row: Row = {"method": method, "ranks": ranks, "tokens_a_rank": training.sequence_length // ranks}
+            row: TableRow = {"method": method, "ranks": ranks, "tokens_a_rank": training.sequence_length // ranks}
             row |= {"activations_mib": kept / MIB, "share": kept / one, "share_of_ideal": kept * ranks / one}
             row |= {"forward_mib": forward / MIB, "formula_mib": formulas[0] / MIB}
             rows.append({**row, "backward_mib": backward / MIB, "backward_formula_mib": formulas[1] / MIB})
@@ -93,10 +93,10 @@ def measured(stage: Decoder, config: "BenchmarkConfig", runtime: Runtime, mesh: 
     """Bytes kept; sent forward; sent backward. The most of any rank."""
     apply_recompute(stage, config.recompute, config.model.layers)
     batch = shard_sequence(synthetic_batches(config, mesh, runtime.device)[0], mesh)
-    with Watch() as forward:
+    with TrafficRecorder() as forward:
         loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
     kept = forward.kept(stage)
-    with Watch() as backward:
+    with TrafficRecorder() as backward:
         loss.backward()
     most = torch.tensor([kept, forward.sent, backward.sent], device=runtime.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)

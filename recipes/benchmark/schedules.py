@@ -26,7 +26,7 @@ from torchllm.runtime.process import Runtime
 from torchllm.spec.schedules import orders
 from torchllm.spec.stages import stage_of_rank
 
-from .tools import Row, Tables, take_turns
+from .tools import TableRow, Tables, take_turns
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
@@ -75,7 +75,7 @@ class Sleeper(nn.Module):
         return partial(time.sleep, self.times.weight_gradient)
 
 
-class Case(NamedTuple):
+class ScheduleCase(NamedTuple):
     """A step of one schedule."""
 
     schedule: PipelineSchedule
@@ -108,7 +108,7 @@ def schedules(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         raise UserError("benchmark.py schedules: start it under torchrun with 4 or 8 ranks: each is a pipeline rank")
     torch.set_num_threads(1)
     cases = [
-        Case(schedule, runtime.world_size, rounds, equal, config.benchmark.sleep)
+        ScheduleCase(schedule, runtime.world_size, rounds, equal, config.benchmark.sleep)
         for equal in (True, False)
         for rounds in (1, 4)
         for schedule in sorted(get_args(PipelineSchedule), key="1F1B".__ne__)  # first: the others are compared with it
@@ -116,20 +116,20 @@ def schedules(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     ]
     times = take_turns([stepper(case, runtime) for case in cases], config.benchmark.rounds)
     base: dict[tuple[bool, int], tuple[float, float]] = {}
-    rows: dict[bool, list[Row]] = {True: [], False: []}
+    rows: dict[bool, list[TableRow]] = {True: [], False: []}
     for case, seconds in zip(cases, times, strict=True):
         micro_batches = case.rounds * case.ranks
         expected = simulate(orders(case.parallel, micro_batches), case.stages)
         step, work = min(seconds), sum(expected.busy) / case.ranks
         first, simulated = base.setdefault((case.equal, case.rounds), (step, expected.step))
-        row: Row = {"schedule": case.schedule, "micro_batches": micro_batches, "step_s": step}
+        row: TableRow = {"schedule": case.schedule, "micro_batches": micro_batches, "step_s": step}
         row |= {"simulated_s": expected.step, "ratio": step / expected.step}
         row |= {"bubble": step / work - 1, "simulated_bubble": expected.bubble, "bubble_in_theory": case.theory(work)}
         rows[case.equal].append({**row, "gain": first / step, "simulated_gain": simulated / expected.step})
     return {"equal stages": rows[True], "unequal stages": rows[False]}
 
 
-def stepper(case: Case, runtime: Runtime) -> Callable[[], float]:
+def stepper(case: ScheduleCase, runtime: Runtime) -> Callable[[], float]:
     """Takes one step and returns the seconds until the last rank has ended. A first step has connected the ranks."""
     parallel, group, micro_batches = case.parallel, runtime.host_group, case.rounds * case.ranks
     held, last = stage_of_rank(parallel, runtime.rank), parallel.stages - 1

@@ -27,8 +27,8 @@ from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flops_per_token
 
 Work = Callable[[], object]
-Row = dict[str, str | int | float | None]
-Tables = dict[str, list[Row]]
+TableRow = dict[str, str | int | float | None]
+Tables = dict[str, list[TableRow]]
 """rows of a table by what the table tells; a key names its unit"""
 
 
@@ -136,22 +136,22 @@ def scratch(runtime: Runtime) -> Iterator[Path]:
     delete()
 
 
-def ratio_row(what: str, over: Sequence[float], under: Sequence[float]) -> Row:
+def ratio_row(what: str, over: Sequence[float], under: Sequence[float]) -> TableRow:
     """The ratio of two sides' medians, and the least and the largest ratio of one round."""
     each = [a / b for a, b in zip(over, under, strict=True)]
     return {"what": what, "ratio": median(over) / median(under), "least": min(each), "largest": max(each)}
 
 
-def speed(config: Config, seconds: float, peak: float | None) -> Row:
+def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
     """A step time and what follows from it; `peak` of all devices."""
     training, length = config.training, config.training.sequence_length
     rate, model_flops = training.global_batch_size * length / seconds, flops_per_token(config.model, length)
     executed = model_flops + recomputed_flops_per_token(config.model, config.recompute, length, training.loss_chunk)
-    row: Row = {"step_ms": seconds * 1e3, "tokens_per_second": rate}
+    row: TableRow = {"step_ms": seconds * 1e3, "tokens_per_second": rate}
     return {**row, "mfu": peak and rate * model_flops / peak, "hfu": peak and rate * executed / peak}
 
 
-def environment(config: Config, runtime: Runtime) -> Row:
+def environment(config: Config, runtime: Runtime) -> TableRow:
     """What the figures depend on besides the code."""
     on_gpu, training = runtime.device.type == "cuda", config.training
     return {
@@ -167,21 +167,21 @@ def environment(config: Config, runtime: Runtime) -> Row:
     }
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown_table(rows: list[TableRow]) -> str:
     """A table."""
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *([shown(value) for value in row.values()] for row in rows)]
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *([format_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def shown(value: str | int | float | None) -> str:
+def format_cell(value: str | int | float | None) -> str:
     """A cell: four digits of a fraction, whole numbers in full."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def print_tables(name: str, facts: Row, tables: Tables) -> None:
+def print_tables(name: str, facts: TableRow, tables: Tables) -> None:
     """A line of facts, then every table."""
-    print(f"{name}: " + ", ".join(f"{key} {shown(value)}" for key, value in facts.items()))
+    print(f"{name}: " + ", ".join(f"{key} {format_cell(value)}" for key, value in facts.items()))
     for title, rows in tables.items():
-        print(f"\n{title}\n\n{markdown(rows)}")
+        print(f"\n{title}\n\n{markdown_table(rows)}")

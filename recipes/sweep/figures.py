@@ -42,11 +42,11 @@ TITLES = {"before": False, "constants fitted to these": True}
 def summarize(rows: Rows, folder: Path) -> list[Path]:
     """Write results.md and the figures; the files written."""
     table = folder / "results.md"
-    table.write_text(markdown(rows))
-    return [table, *figures(rows, folder)]
+    table.write_text(results_table(rows))
+    return [table, *draw_figures(rows, folder)]
 
 
-def markdown(rows: Rows) -> str:
+def results_table(rows: Rows) -> str:
     """The measured layouts, fastest first, then what was not measured and why."""
     timed = sorted((row for row in rows if row["status"] == "ok"), key=_per_sequence)
     lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
@@ -73,7 +73,7 @@ def best_of_the_rest(rows: Rows, columns: Sequence[str]) -> dict[str, dict[str, 
     return dict(sorted(found.items()))
 
 
-def figures(rows: Rows, folder: Path) -> list[Path]:
+def draw_figures(rows: Rows, folder: Path) -> list[Path]:
     """One for every setting of which there are two values, and the planner's; empty without matplotlib."""
     try:
         from matplotlib.figure import Figure

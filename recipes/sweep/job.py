@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchllm.config import Config, load_config
 from torchllm.config.errors import UserError
-from torchllm.planner.evidence.rows import row_of
-from torchllm.planner.search.auto import cluster_of, device, planned
+from torchllm.planner.evidence.rows import measurement_of
+from torchllm.planner.search.auto import cluster_with_gpu, device, planned
 from torchllm.resources import resource
 
 Layout = tuple[str, ...]
@@ -39,7 +39,7 @@ MEMORY = re.compile(
 KILLED = re.compile(r"exitcode\s*:\s*-9|Signal 9|SIGKILL")
 
 
-def examine(config: str, layout: Layout, processes: int) -> tuple[Config | None, str]:
+def resolve_layout(config: str, layout: Layout, processes: int) -> tuple[Config | None, str]:
     """The resolved config of a layout on so many ranks, or None and why it cannot be."""
     said = io.StringIO()
     before = os.environ.get("NPROC")
@@ -62,16 +62,18 @@ def examine(config: str, layout: Layout, processes: int) -> tuple[Config | None,
 def cells_of(resolved: Config, processes: int) -> dict[str, str]:
     """The columns of a layout on this machine."""
     gpu = device()
-    row = row_of(resolved, processes) | {"gpu": gpu or "CPU"}
+    row = measurement_of(resolved, processes) | {"gpu": gpu or "CPU"}
     with contextlib.suppress(UserError):  # a GPU that no cluster file has
-        row["cluster"] = row["cluster"] or cluster_of(gpu)
+        row["cluster"] = row["cluster"] or cluster_with_gpu(gpu)
     return row
 
 
-def measure(config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path) -> dict[str, str]:
+def measure_layout(
+    config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path
+) -> dict[str, str]:
     """Run a layout's job in `folder`, which is deleted before and after, and say what came out."""
     row = dict.fromkeys(COLUMNS, "") | {"layout": " ".join(layout), "source": "recipes/sweep"}
-    resolved, problem = examine(config, layout, processes)
+    resolved, problem = resolve_layout(config, layout, processes)
     if resolved is None:
         return row | {"status": "invalid", "note": problem}
     row |= cells_of(resolved, processes)

@@ -30,11 +30,11 @@ from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
 from torchllm.resources import find_config
 
-from .job import COLUMNS, Layout, examine, measure
+from .job import COLUMNS, Layout, measure_layout, resolve_layout
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """One key of the run's config, and what it is set to."""
 
     key: str = ""
@@ -55,7 +55,7 @@ class Sweep:
     """of each layout; the first is not counted"""
     timeout: Positive = 600.0
     """seconds after which a layout is given up"""
-    axes: tuple[Axis, ...] = ()
+    axes: tuple[SweepAxis, ...] = ()
     """one [[sweep.axes]] table each"""
 
 
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
     started, jobs = time.monotonic(), 0
     for number, layout in enumerate(todo):
         try:
-            row = measure(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
+            row = measure_layout(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
         except KeyboardInterrupt:
             print(f"ended; the same command goes on with the {len(todo) - number} left", file=sys.stderr)
             raise SystemExit(130) from None
@@ -143,7 +143,7 @@ def promising(config: str, layouts: Sequence[Layout], processes: int, count: int
     two at least, evenly spread from fast to slow."""
     ranked: list[tuple[float, Layout]] = []
     for layout in layouts:
-        resolved, _ = examine(config, layout, processes)
+        resolved, _ = resolve_layout(config, layout, processes)
         if resolved is not None and (prediction := planned(resolved)):
             ranked.append((prediction.step / resolved.training.global_batch_size, layout))
     order = [layout for _, layout in sorted(ranked)]
@@ -154,7 +154,7 @@ def promising(config: str, layouts: Sequence[Layout], processes: int, count: int
 
 def expected(config: str, layout: Layout, processes: int) -> str:
     """Why a layout cannot be, or what the planner says of it."""
-    resolved, problem = examine(config, layout, processes)
+    resolved, problem = resolve_layout(config, layout, processes)
     if resolved is None:
         return problem
     prediction = planned(resolved)

@@ -17,7 +17,7 @@ from torchllm.planner.compute import (
     elementwise,
     embedding_seconds,
     head_seconds,
-    matmul,
+    matmul_seconds,
     products,
     recomputed,
 )
@@ -32,14 +32,14 @@ sizes = st.integers(64, 16384)
 
 @given(sizes, sizes, sizes)
 def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
-    seconds = matmul(m, n, k, A100)
+    seconds = matmul_seconds(m, n, k, A100)
     assert seconds >= 2 * m * n * k / A100.achievable
     assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bandwidth
-    assert matmul(m, n, 2 * k, A100) >= seconds
+    assert matmul_seconds(m, n, 2 * k, A100) >= seconds
 
 
 def test_a_large_product_reaches_nearly_what_can_be_reached() -> None:
-    rate = 2 * 16384**3 / matmul(16384, 16384, 16384, A100)
+    rate = 2 * 16384**3 / matmul_seconds(16384, 16384, 16384, A100)
     assert 0.95 * A100.achievable < rate <= A100.achievable
 
 
@@ -47,7 +47,7 @@ def test_narrow_products_are_slower_for_their_size() -> None:
     """Hence tensor parallelism, and small micro batches, cost more than their share."""
 
     def rate(m: int, n: int) -> float:
-        return 2 * m * n * 4096 / matmul(m, n, 4096, A100)
+        return 2 * m * n * 4096 / matmul_seconds(m, n, 4096, A100)
 
     assert rate(2048, 4096) < rate(8192, 4096) < rate(8192, 16384)
     assert rate(2048, 512) < 0.8 * rate(2048, 4096)

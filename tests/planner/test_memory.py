@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchllm import config as c
 from torchllm.dry_run.run import examine
-from torchllm.planner.activations import block
+from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, stage_parameters
@@ -172,8 +172,8 @@ def test_a_block_keeps_what_korthikanti_et_al_count(tp: int, spread: int, expect
     """Bytes over s b h, of a GPT block with dropout, and 5 a s / h more with scores (arXiv 2205.05198, table 2)."""
     model = c.Model("gpt", hidden=6144, heads=64, ffn=4 * 6144)
     piece, software = Piece(4, 4 * 2048, 2048, tp, spread), STACKS["megatron-2022"]
-    flash = block(model, piece, c.Parallel(), Kernels("flash2"), software)
-    scores = block(model, piece, c.Parallel(), Kernels("fused_softmax"), software)
+    flash = block_activations(model, piece, c.Parallel(), Kernels("flash2"), software)
+    scores = block_activations(model, piece, c.Parallel(), Kernels("fused_softmax"), software)
     of_flash = 4 * 64 / tp  # a float32 a head
     assert flash.whole / piece.tokens - of_flash == pytest.approx(expected * 6144)
     assert (scores.whole - flash.whole) / piece.tokens + of_flash == pytest.approx(5 * 64 * 2048 / tp)

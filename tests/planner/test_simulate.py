@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
 from torchllm.planner.simulate import (
-    Peak,
     Simulated,
+    StagePeak,
     StageTimes,
     idle_in_theory,
     peak_memory,
@@ -145,14 +145,14 @@ def test_a_step_takes_at_least_its_busiest_rank_and_its_longest_chain(
     assert simulate(order, stages).step <= sum(found.busy)  # somebody always computes
 
 
-def held(schedule: PipelineSchedule, ranks: int, micro_batches: int, virtual: int = 0) -> list[dict[int, Peak]]:
+def held(schedule: PipelineSchedule, ranks: int, micro_batches: int, virtual: int = 0) -> list[dict[int, StagePeak]]:
     """Each rank's peaks."""
     return [
         peaks(order) for order in orders(Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual), micro_batches)
     ]
 
 
-def in_flight(found: Sequence[dict[int, Peak]]) -> list[int]:
+def in_flight(found: Sequence[dict[int, StagePeak]]) -> list[int]:
     return [sum(peak.in_flight for peak in rank.values()) for rank in found]
 
 
@@ -160,7 +160,7 @@ def test_micro_batches_in_flight() -> None:
     """GPipe: all; 1F1B: p - r; Interleaved1F1B: v p + p - 1 of 1/v the size (arXiv 2205.05198)."""
     assert in_flight(held("GPipe", 4, 12)) == [12] * 4
     assert in_flight(held("1F1B", 4, 12)) == [4, 3, 2, 1]
-    assert held("LoopedBFS", 2, 6)[0] == {0: Peak(6, 0), 2: Peak(6, 0)}
+    assert held("LoopedBFS", 2, 6)[0] == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
     ranks, virtual = 4, 3
     (order, *_) = orders(Parallel(pp=ranks, schedule="Interleaved1F1B", virtual_stages=virtual), 12)
     ones = dict.fromkeys(range(ranks * virtual), 1.0)
@@ -180,7 +180,7 @@ def test_peak_memory_counts_what_is_there_at_one_time() -> None:
     ]
     assert peak_memory(order, {0: 10, 2: 3}, {0: 4, 2: 1}) == 20
     assert peak_memory(order, {0: 1, 2: 3}, {0: 4, 2: 1}) == 11
-    assert peaks(order) == {0: Peak(2, 2), 2: Peak(1, 0)}
+    assert peaks(order) == {0: StagePeak(2, 2), 2: StagePeak(1, 0)}
 
 
 def test_the_largest_pipelines_are_simulated_at_once() -> None:

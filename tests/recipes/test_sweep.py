@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.sweep.figures import FIGURES, best_of_the_rest, figures, markdown, predictions
-from recipes.sweep.job import COLUMNS, cells_of, examine, measure, of_a_cpu, read_outcome
-from recipes.sweep.sweep import Axis, Sweep, append, expected, layouts, promising, read_results, read_sweep
+from recipes.sweep.figures import FIGURES, best_of_the_rest, draw_figures, predictions, results_table
+from recipes.sweep.job import COLUMNS, cells_of, measure_layout, of_a_cpu, read_outcome, resolve_layout
+from recipes.sweep.sweep import Sweep, SweepAxis, append, expected, layouts, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.search.auto import planned
@@ -31,7 +31,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_a_sweep_is_read(tmp_path: Path) -> None:
     axis = '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2"]\n'
     sweep = read_sweep(written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 4\n{axis}'))
-    assert (sweep.processes, sweep.steps, sweep.axes) == (4, 10, (Axis("parallel.tp", ("1", "2")),))
+    assert (sweep.processes, sweep.steps, sweep.axes) == (4, 10, (SweepAxis("parallel.tp", ("1", "2")),))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_is_wrong_with_a_sweep_is_said(
 
 
 def test_all_values_are_combined() -> None:
-    axes = (Axis("parallel.tp", ("1", "2")), Axis("recompute.mode", ("none", "full")))
+    axes = (SweepAxis("parallel.tp", ("1", "2")), SweepAxis("recompute.mode", ("none", "full")))
     assert layouts(Sweep(axes=axes)) == [
         ("--parallel.tp=1", "--recompute.mode=none"),
         ("--parallel.tp=1", "--recompute.mode=full"),
@@ -64,12 +64,12 @@ def test_all_values_are_combined() -> None:
 
 def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
     sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
-    can_be = [layout for layout in layouts(sweep) if not examine(DEBUG, layout, sweep.processes)[1]]
+    can_be = [layout for layout in layouts(sweep) if not resolve_layout(DEBUG, layout, sweep.processes)[1]]
     assert len(can_be) >= 40
 
 
 def test_degrees_follow_from_the_number_of_processes() -> None:
-    config, problem = examine(DEBUG, ("--parallel.tp=2",), 8)
+    config, problem = resolve_layout(DEBUG, ("--parallel.tp=2",), 8)
     assert problem == ""
     assert config is not None
     assert (config.parallel.dp_shard, config.parallel.tp) == (4, 2)
@@ -84,7 +84,7 @@ def test_degrees_follow_from_the_number_of_processes() -> None:
     ],
 )
 def test_what_cannot_be_is_not_started(layout: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    row = measure(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
+    row = measure_layout(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
     assert row["status"] == "invalid"
     assert said in row["note"]
     assert not (tmp_path / "job").exists()
@@ -138,7 +138,7 @@ def alive(pids: Path) -> list[str]:
 
 
 def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: Path) -> None:
-    row = measure(DEBUG, ("--parallel.dp_shard=2",), 2, 3, 8.0, tmp_path / "job")
+    row = measure_layout(DEBUG, ("--parallel.dp_shard=2",), 2, 3, 8.0, tmp_path / "job")
     assert (row["status"], row["note"]) == ("timeout", "not done after 8 s")
     assert len(list(hanging.iterdir())) == 2
     assert alive(hanging) == []
@@ -169,9 +169,9 @@ def test_the_first_step_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
-    fast, _ = examine(DEBUG, (), 8)
-    recomputing, _ = examine(DEBUG, ("--recompute.mode=full",), 8)
-    two, _ = examine(DEBUG, (), 2)
+    fast, _ = resolve_layout(DEBUG, (), 8)
+    recomputing, _ = resolve_layout(DEBUG, ("--recompute.mode=full",), 8)
+    two, _ = resolve_layout(DEBUG, (), 2)
     assert fast is not None
     assert recomputing is not None
     assert two is not None
@@ -205,7 +205,7 @@ def test_the_planners_best_and_some_others() -> None:
     assert len(chosen) == len(set(chosen)) == 10
     times = []
     for layout in every:
-        config, _ = examine(DEBUG, layout, 8)
+        config, _ = resolve_layout(DEBUG, layout, 8)
         if config is not None:
             prediction = planned(config)
             assert prediction is not None
@@ -220,7 +220,7 @@ def test_the_planners_best_and_some_others() -> None:
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:
-    config, _ = examine(DEBUG, ("--parallel.tp=2",), 8)
+    config, _ = resolve_layout(DEBUG, ("--parallel.tp=2",), 8)
     assert config is not None
     prediction = planned(config)
     assert prediction is not None
@@ -231,7 +231,7 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert kind == "tp 2, recompute none"
     assert predictions([unread]) == []
     other = {"tp": "4", "step_time_s": "2", "attn_impl": "eager", "act_ckpt": "full", "micro_batch": "1"}
-    files = {file.name for file in figures([measured, {**measured, **other}], tmp_path)}
+    files = {file.name for file in draw_figures([measured, {**measured, **other}], tmp_path)}
     assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
 
 
@@ -249,8 +249,8 @@ def test_every_setting_of_the_paper_can_be_an_axis() -> None:
         "parallel.zero_stage": "1",
         "compile.loss": "true",
     }
-    [layout] = layouts(Sweep(axes=tuple(Axis(key, (value,)) for key, value in every.items())))
-    config, problem = examine(DEBUG, layout, 8)
+    [layout] = layouts(Sweep(axes=tuple(SweepAxis(key, (value,)) for key, value in every.items())))
+    config, problem = resolve_layout(DEBUG, layout, 8)
     assert config is not None, problem
     assert (
         cells_of(config, 8).items()
@@ -277,7 +277,7 @@ def test_the_best_of_the_rest() -> None:
         row("d", "", "oom", tp="4", pp="1", note="too large"),
     ]
     assert {value: of["layout"] for value, of in best_of_the_rest(rows, ["tp"]).items()} == {"tp 1": "b", "tp 2": "c"}
-    table = markdown(rows)
+    table = results_table(rows)
     assert table.index("`b`") < table.index("`a`") < table.index("`c`")
     assert "| oom | 1 | `d`: too large |" in table
 

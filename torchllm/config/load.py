@@ -219,7 +219,7 @@ def _ranks(found: list[str], dry: bool) -> _Ranks:
 
 def _planned(config: C, ranks: _Ranks, layer: Layer, report: Callable[[KeyPath, str], None]) -> list[C]:
     """With the planner's layouts for so many ranks, said; as it was where something is wrong, which is reported."""
-    from torchllm.planner.search.auto import choose  # of no use to other runs
+    from torchllm.planner.search.auto import choose_layouts  # of no use to other runs
 
     key = ("parallel", "layout")
     if ranks.world is None:
@@ -228,7 +228,7 @@ def _planned(config: C, ranks: _Ranks, layer: Layer, report: Callable[[KeyPath, 
         return [config]
     written = {f"{section}.{name}" for section, table in layer.table.items() for name in table}
     try:
-        found, line = choose(config, ranks.world, written, TUNED if config.parallel.layout == "tune" else 1)
+        found, line = choose_layouts(config, ranks.world, written, TUNED if config.parallel.layout == "tune" else 1)
     except UserError as error:
         report(key, str(error))
         return [config]

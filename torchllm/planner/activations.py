@@ -26,7 +26,7 @@ class Phase(NamedTuple):
     """all of the block's gradients are there, and are reduced"""
 
 
-class Block(NamedTuple):
+class BlockActivations(NamedTuple):
     """One micro batch in one block on one rank."""
 
     norm: float
@@ -56,7 +56,9 @@ class Block(NamedTuple):
         return self.attention + self.residual + self.ffn
 
 
-def block(model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software) -> Block:
+def block_activations(
+    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software
+) -> BlockActivations:
     """What one block keeps. Sizes of a token first, then times the tokens."""
     llama, hidden = model.family == "llama", float(model.hidden)
     wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
@@ -86,7 +88,7 @@ def block(model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, soft
     if of_core > 4.0 * model.heads / piece.tp:  # matrices of scores have gradients as large
         of_scores = SCORES * model.heads / piece.tp * piece.keys
         phases.append(Phase(count * (of_scores - inner - norm - feeds), sizes.ffn / piece.tp, False))
-    return Block(
+    return BlockActivations(
         count * norm,
         count * 2 * here,
         count * attention,
@@ -118,7 +120,7 @@ def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> fl
     return 4.0 * model.heads / piece.tp
 
 
-class Kept(NamedTuple):
+class StageActivations(NamedTuple):
     """What the blocks of a stage keep of one micro batch."""
 
     held: float
@@ -127,21 +129,23 @@ class Kept(NamedTuple):
     """made again by the backward, a block (or segment) at a time"""
 
 
-def kept(model: Model, blocks: int, recompute: Recompute, one: Block, software: Software) -> Kept:
+def stage_activations(
+    model: Model, blocks: int, recompute: Recompute, one: BlockActivations, software: Software
+) -> StageActivations:
     """Of `blocks` blocks."""
     match recompute.mode:
         case "full":
-            return Kept(blocks * one.entry, one.whole)
+            return StageActivations(blocks * one.entry, one.whole)
         case "segment":
             size = min(blocks, recompute_interval(recompute, model.layers))
-            return Kept(-(-blocks // size) * one.entry, size * one.whole)
+            return StageActivations(-(-blocks // size) * one.entry, size * one.whole)
         case "every_k":
             again = -(-blocks // recompute_interval(recompute, model.layers))
-            return Kept(again * one.entry + (blocks - again) * one.whole, one.whole)
+            return StageActivations(again * one.entry + (blocks - again) * one.whole, one.whole)
         case "ffn":
-            return Kept(blocks * (one.whole - one.ffn), one.ffn)
+            return StageActivations(blocks * (one.whole - one.ffn), one.ffn)
         case "selective" if software.recomputes_attention_only:
-            return Kept(blocks * (one.whole - one.core), one.core)
+            return StageActivations(blocks * (one.whole - one.core), one.core)
         case "selective":
-            return Kept(blocks * min(one.products, one.whole), max(0.0, one.whole - one.shared))
-    return Kept(blocks * one.whole, 0.0)
+            return StageActivations(blocks * min(one.products, one.whole), max(0.0, one.whole - one.shared))
+    return StageActivations(blocks * one.whole, 0.0)

@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
     float8: bool = False
 
 
-def matmul(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
+def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
     """Seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline whose rate falls for few or shallow tiles."""
     rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * 0.8 if float8 else 1.0)
     waves = m * n / (TILE * hardware.multiprocessors)
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
     """One block."""
     shapes = products(model, piece.tp)
-    time = sum(matmul(piece.tokens, outs, ins, hardware, kernels.float8) for outs, ins in shapes)
+    time = sum(matmul_seconds(piece.tokens, outs, ins, hardware, kernels.float8) for outs, ins in shapes)
     core = attention(model, piece, kernels, software, hardware, backward=False)
     return (
         Seconds(time, 0.0, 0.0, len(shapes))
@@ -94,8 +94,8 @@ def block_backward(
 ) -> tuple[Seconds, Seconds]:
     """One block: gradient of its input, gradient of its weights."""
     shapes = products(model, piece.tp)
-    inputs = sum(matmul(piece.tokens, ins, outs, hardware, kernels.float8) for outs, ins in shapes)
-    weights = sum(matmul(ins, outs, piece.tokens, hardware, kernels.float8) for outs, ins in shapes)
+    inputs = sum(matmul_seconds(piece.tokens, ins, outs, hardware, kernels.float8) for outs, ins in shapes)
+    weights = sum(matmul_seconds(ins, outs, piece.tokens, hardware, kernels.float8) for outs, ins in shapes)
     core = attention(model, piece, kernels, software, hardware, backward=True)
     around = elementwise(model, piece, kernels, software, hardware, True)
     added = (2 + 2 * software.gradients) * sum(outs * ins for outs, ins in shapes)
@@ -177,10 +177,18 @@ def head_seconds(
     loss = (8.0, 8.0) if kernels.compiled else (30.0, 16.0)
     n = int(rows)
     logits = piece.tokens * (model.vocab if software.whole_logits else rows) * software.constants.traffic
-    forward = Seconds(matmul(piece.tokens, n, model.hidden, hardware), 0.0, _moving(loss[0] * logits, hardware), 12)
-    inputs = Seconds(matmul(piece.tokens, model.hidden, n, hardware), 0.0, _moving(loss[1] * logits, hardware), 8)
+    forward = Seconds(
+        matmul_seconds(piece.tokens, n, model.hidden, hardware), 0.0, _moving(loss[0] * logits, hardware), 12
+    )
+    inputs = Seconds(
+        matmul_seconds(piece.tokens, model.hidden, n, hardware), 0.0, _moving(loss[1] * logits, hardware), 8
+    )
     added = (2 + 2 * software.gradients) * rows * model.hidden
-    return forward, inputs, Seconds(matmul(model.hidden, n, piece.tokens, hardware), 0.0, _moving(added, hardware), 2)
+    return (
+        forward,
+        inputs,
+        Seconds(matmul_seconds(model.hidden, n, piece.tokens, hardware), 0.0, _moving(added, hardware), 2),
+    )
 
 
 def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> tuple[Seconds, Seconds]:

@@ -18,7 +18,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.planner.activations import Block, Kept, block, kept
+from torchllm.planner.activations import BlockActivations, StageActivations, block_activations, stage_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.moments import Moment, totals
 from torchllm.spec.flops import matrices
@@ -96,7 +96,7 @@ class Rank(NamedTuple):
     recompute: Recompute
     software: Software
     piece: Piece
-    one: Block
+    one: BlockActivations
     zero: int
     """stage in effect"""
     micro_batches: int
@@ -145,7 +145,7 @@ def rank_memory(
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
     count = training.global_batch_size // (training.micro_batch_size * parallel.dp_replicate * parallel.dp_shard)
-    one = block(model, piece, parallel, kernels, software)
+    one = block_activations(model, piece, parallel, kernels, software)
     table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
     block_size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
     sizes = list(dict.fromkeys(stages))
@@ -222,7 +222,7 @@ class Stage(NamedTuple):
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Of one stage, whose actions are of `kinds`."""
     model, piece, software = rank.model, rank.piece, rank.software
-    blocks = kept(model, stage.blocks, rank.recompute, rank.one, software)
+    blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
     held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
     if model.family == "llama":
         held += piece.tokens * 4.0 * model.head_width  # the angles
@@ -276,7 +276,7 @@ def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
     yield Memory(gathered=gathered, temporary=previous)
 
 
-def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: Kept, kind: Kind) -> Iterator[Memory]:
+def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
     """Moments of a backward pass, of both gradients (B), of those of inputs (I) or of weights (W).
 
     What a micro batch has kept goes as its backward goes on, its logits first.

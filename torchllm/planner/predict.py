@@ -15,7 +15,7 @@ from torchllm.planner.compute import MEMORY_RATE
 from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parameters
 from torchllm.planner.moments import of_rank
 from torchllm.planner.simulate import StageTimes, played, simulate_played
-from torchllm.planner.stage import StageCost, block_cost, boundary, exposed, stage_cost
+from torchllm.planner.stage import StageCost, boundary, cost_of_block, exposed, stage_cost
 from torchllm.spec.flops import flops_per_token, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
 from torchllm.spec.stages import balanced_split, stage_of_rank
@@ -77,7 +77,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     split = balanced_split(case.model, parallel, case.training.sequence_length)
     last = parallel.stages - 1
     sizes = [StageSize(blocks, at == 0, at == last) for at, blocks in enumerate(split)]
-    block = block_cost(case)
+    block = cost_of_block(case)
     alike_sizes = {size: stage_cost(case, size, block) for size in dict.fromkeys(sizes)}
     costs = [alike_sizes[size] for size in sizes]
     transfer = boundary(case)

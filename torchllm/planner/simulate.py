@@ -161,7 +161,7 @@ def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
     return (parallel.pp - 1) * wait
 
 
-class Peak(NamedTuple):
+class StagePeak(NamedTuple):
     """The most that a stage holds at a time."""
 
     in_flight: int
@@ -170,13 +170,13 @@ class Peak(NamedTuple):
     """micro batches whose gradient of weights is still to come: the inputs and output gradients of the matrices"""
 
 
-def peaks(order: Iterable[Entry]) -> dict[int, Peak]:
+def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
     """What each stage of a rank holds at most; the stages' peaks need not be at one time."""
-    found: dict[int, Peak] = {}
+    found: dict[int, StagePeak] = {}
     for action, in_flight, deferred in _held(order):
         stage = action.stage
-        before = found.get(stage, Peak(0, 0))
-        found[stage] = Peak(max(before.in_flight, in_flight[stage]), max(before.deferred, deferred[stage]))
+        before = found.get(stage, StagePeak(0, 0))
+        found[stage] = StagePeak(max(before.in_flight, in_flight[stage]), max(before.deferred, deferred[stage]))
     return found
 
 

@@ -55,7 +55,7 @@ def computed(case: Case) -> Computed:
     return Computed(block_forward(*of), *block_backward(*of), attention(*of, False), elementwise(*of, False))
 
 
-def block_cost(case: Case, known: Computed | None = None) -> BlockCost:
+def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
     """known: `computed(case)`, where it has been."""
     forward, inputs, weights, core, around = known or computed(case)
     launch = case.software.constants.launch
@@ -80,8 +80,8 @@ def block_cost(case: Case, known: Computed | None = None) -> BlockCost:
 
 
 def stage_cost(case: Case, size: StageSize, known: BlockCost | None = None) -> StageCost:
-    """Its blocks and the ends. known: `block_cost(case)`, where it has been."""
-    block = known or block_cost(case)
+    """Its blocks and the ends. known: `cost_of_block(case)`, where it has been."""
+    block = known or cost_of_block(case)
     meets = case.software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
     ends, ends_tp = end_times(case, size, block.over_tp)
     terms = {name: size.blocks * seconds for name, seconds in block.terms.items()}

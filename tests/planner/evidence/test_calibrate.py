@@ -9,13 +9,13 @@ import pytest
 
 from tests.planner.evidence.test_score import ROW, row
 from torchllm.planner.evidence.calibrate import calibrate, calibrate_file
-from torchllm.planner.evidence.measurements import Row, read_row
+from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import score_files
 from torchllm.planner.predict import predict
 from torchllm.spec.cluster import read_cluster
 
 
-def made(**constants: float) -> list[Row]:
+def made(**constants: float) -> list[MeasuredRow]:
     """A sweep whose times are those of other constants."""
     rows = []
     for micro in (1, 2, 4):

@@ -7,10 +7,10 @@ import pytest
 
 from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.cross_validation import cross_validate, leave_out_datasets, leave_out_models
-from torchllm.planner.evidence.measurements import Row
+from torchllm.planner.evidence.measurements import MeasuredRow
 
 
-def named(rows: list[Row], **cells: str) -> list[Row]:
+def named(rows: list[MeasuredRow], **cells: str) -> list[MeasuredRow]:
     return [row._replace(cells={**row.cells, **cells}) for row in rows]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchllm.planner.evidence.layer import layer_seconds
-from torchllm.planner.evidence.measurements import Row, read_row
+from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 
@@ -72,13 +72,13 @@ FOUNDRY = (
 )
 
 
-def read(**cells: Any) -> Row:
+def read(**cells: Any) -> MeasuredRow:
     row = read_row({key: str(value) for key, value in {**A100, **cells}.items()})
     assert row.case is not None, row.problem
     return row
 
 
-def error(row: Row) -> float:
+def error(row: MeasuredRow) -> float:
     assert row.case is not None
     assert row.seconds is not None
     return abs(predict(row.case).step / row.seconds - 1)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.parity import Settings, tiny
 from torchllm.planner.evidence.measurements import read_row
-from torchllm.planner.evidence.rows import row_of
+from torchllm.planner.evidence.rows import measurement_of
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "HSDP": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 3}),
@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 def test_a_row_is_the_layout(name: str) -> None:
     gpus, settings = LAYOUTS[name]
     config = tiny(settings)
-    row = read_row({**row_of(config, gpus), "cluster": "this_cpu"})
+    row = read_row({**measurement_of(config, gpus), "cluster": "this_cpu"})
     assert row.case is not None, row.problem
     case = row.case
     assert case.ranks == gpus

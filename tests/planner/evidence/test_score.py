@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchllm.planner.evidence.measurements import Row, read_row
+from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import predict_file, regret, score_files, score_rows, spearman
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
@@ -40,7 +40,7 @@ ROW = {
 }
 
 
-def row(factor: float | None, **cells: str) -> Row:
+def row(factor: float | None, **cells: str) -> MeasuredRow:
     """A row whose measured time is `factor` of the predicted one; None: it ran out of memory."""
     plain = read_row({**ROW, **cells})
     assert plain.case is not None, plain.problem
@@ -49,7 +49,7 @@ def row(factor: float | None, **cells: str) -> Row:
     return read_row({**ROW, **cells, "step_time_s": repr(predict(plain.case).step * factor)})
 
 
-def table(file: Path, rows: list[Row], extra: tuple[dict[str, str], ...] = ()) -> str:
+def table(file: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str], ...] = ()) -> str:
     names = list(dict.fromkeys(name for one in rows for name in one.cells))
     with open(file, "w", newline="") as opened:
         writer = csv.DictWriter(opened, names, restval="")
@@ -58,7 +58,7 @@ def table(file: Path, rows: list[Row], extra: tuple[dict[str, str], ...] = ()) -
     return str(file)
 
 
-def scored(tmp_path: Path, rows: list[Row], extra: tuple[dict[str, str], ...] = ()) -> Any:
+def scored(tmp_path: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str], ...] = ()) -> Any:
     return json.loads(score_files([table(tmp_path / "rows.csv", rows, extra)], as_json=True))
 
 

@@ -10,7 +10,7 @@ from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training, load_config
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
-from torchllm.planner.search.auto import choose, cluster_of, device
+from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device
 
 CONFIG = Config(
     cluster=Cluster("dgx_a100"),
@@ -22,32 +22,34 @@ CONFIG = Config(
 
 
 def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
-    [free], line = choose(CONFIG, 16, ())
+    [free], line = choose_layouts(CONFIG, 16, ())
     assert free.parallel.layout == "manual"
     assert free.parallel.keep_last_block is False
     assert not list(problems(free, 16))
     assert "layouts of 16 ranks on dgx_a100" in line
     assert free.recompute.mode == "none"
-    [kept], _ = choose(CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"})
+    [kept], _ = choose_layouts(
+        CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"}
+    )
     assert (kept.parallel.tp, kept.recompute.mode, kept.training.micro_batch_size) == (2, "full", 4)
     assert kept.parallel.dp_shard > 0  # -1 is open
     assert replace(kept, parallel=CONFIG.parallel) == CONFIG  # and nothing else has changed
 
 
 def test_two_ranks_come_to_the_same() -> None:
-    assert choose(CONFIG, 16, ()) == choose(CONFIG, 16, ())
+    assert choose_layouts(CONFIG, 16, ()) == choose_layouts(CONFIG, 16, ())
 
 
 def test_a_clusters_name_from_the_drivers() -> None:
-    assert cluster_of("NVIDIA A100-SXM4-80GB") == "dgx_a100"
-    assert cluster_of("NVIDIA A100-SXM4-40GB") == "mosaic_a100_40gb"
-    assert cluster_of("NVIDIA H100 80GB HBM3") == "dgx_h100"
-    assert cluster_of("NVIDIA H200") == "hgx_h200"
-    assert cluster_of("NVIDIA B200") == "hgx_b200"
-    assert cluster_of("") == "this_cpu"
+    assert cluster_with_gpu("NVIDIA A100-SXM4-80GB") == "dgx_a100"
+    assert cluster_with_gpu("NVIDIA A100-SXM4-40GB") == "mosaic_a100_40gb"
+    assert cluster_with_gpu("NVIDIA H100 80GB HBM3") == "dgx_h100"
+    assert cluster_with_gpu("NVIDIA H200") == "hgx_h200"
+    assert cluster_with_gpu("NVIDIA B200") == "hgx_b200"
+    assert cluster_with_gpu("") == "this_cpu"
     for gpu in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090"):
         with pytest.raises(UserError, match=f"has a {gpu}: set cluster.name"):
-            cluster_of(gpu)
+            cluster_with_gpu(gpu)
 
 
 def test_the_drivers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

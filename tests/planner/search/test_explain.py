@@ -9,12 +9,12 @@ from tests.planner.search.test_search import LARGE, SMALL, cluster, job
 from torchllm.planner.predict import predict
 from torchllm.planner.search.explain import (
     divides_nowhere,
-    figures,
     fits_nowhere,
+    layout_figures,
     misses,
+    ranking_table,
     rejections,
     scaling,
-    table,
     terms,
     why,
 )
@@ -25,7 +25,7 @@ FOUND = search(JOB)
 
 
 def test_figures_agree_with_each_other() -> None:
-    of = figures(JOB, FOUND.best[0], tokens=1e12)
+    of = layout_figures(JOB, FOUND.best[0], tokens=1e12)
     tokens = 32 * 2048
     assert of["tokens_per_second"] == pytest.approx(tokens / of["step_seconds"])
     assert of["days"] * 24 * 16 == pytest.approx(of["gpu_hours"])
@@ -33,11 +33,11 @@ def test_figures_agree_with_each_other() -> None:
     assert of["petaflops"] == pytest.approx(of["mfu"] * 16 * 0.312)
     assert sum(of["terms"].values()) == pytest.approx(of["step_seconds"])
     assert sum(of["memory"].values()) == pytest.approx(of["memory_gib"])
-    assert "days" not in figures(JOB, FOUND.best[0])
+    assert "days" not in layout_figures(JOB, FOUND.best[0])
 
 
 def test_a_table_has_two_lines_a_layout_and_the_terms_largest_first() -> None:
-    lines = list(table(JOB, FOUND.best, 1e12))
+    lines = list(ranking_table(JOB, FOUND.best, 1e12))
     assert len(lines) == 1 + 2 * len(FOUND.best)
     assert lines[1].startswith(" 1.")
     assert FOUND.best[0].layout.text() in lines[1]

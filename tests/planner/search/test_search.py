@@ -10,7 +10,7 @@ from torchllm.config import SCHEDULES, Cluster, Config, Model, Parallel, Recompu
 from torchllm.config.checks import problems
 from torchllm.planner.predict import pipeline_seconds, predict
 from torchllm.planner.search.bounds import Bounds, at_least
-from torchllm.planner.search.layouts import MODES, Job, Layout, Mesh, divisors
+from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout, divisors
 from torchllm.planner.search.search import Search, search
 from torchllm.planner.simulate import StageTimes
 from torchllm.spec.cluster import Hardware, read_cluster
@@ -97,12 +97,12 @@ def test_no_layout_that_the_config_accepts_is_left_out() -> None:
 
 def test_a_mesh_is_refused_with_its_reason() -> None:
     of = job(replace(SMALL, kv_heads=2, heads=6, hidden=384), gpus=12, batch=10)
-    assert of.refusal(Mesh(1, 1, 3, 4)) == "tp does not divide model.heads = 6"
-    assert of.refusal(Mesh(1, 4, 1, 3)) == "tp does not divide model.kv_heads = 2"
-    assert of.refusal(Mesh(12, 1, 1, 1)) == "pp is over model.layers = 6"
-    assert of.refusal(Mesh(1, 12, 1, 1)) == "data-parallel ranks do not divide the batch of 10 sequences"
-    assert of.refusal(Mesh(1, 1, 12, 1)).startswith("cp does not cut the sequence of 512 tokens")
-    assert not of.refusal(Mesh(3, 2, 1, 2))
+    assert of.refusal(DegreeMesh(1, 1, 3, 4)) == "tp does not divide model.heads = 6"
+    assert of.refusal(DegreeMesh(1, 4, 1, 3)) == "tp does not divide model.kv_heads = 2"
+    assert of.refusal(DegreeMesh(12, 1, 1, 1)) == "pp is over model.layers = 6"
+    assert of.refusal(DegreeMesh(1, 12, 1, 1)) == "data-parallel ranks do not divide the batch of 10 sequences"
+    assert of.refusal(DegreeMesh(1, 1, 12, 1)).startswith("cp does not cut the sequence of 512 tokens")
+    assert not of.refusal(DegreeMesh(3, 2, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_bounds_hold() -> None:
     ):
         bounds = Bounds(of)
         for layout in random.Random(1).sample(every(of), 400):
-            mesh = Mesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
+            mesh = DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
             known = layout._replace(dp_replicate=layout.data_ranks, dp_shard=1, zero_stage=0)
             least = predict(of.case(layout), at_least)
             exact = predict(of.case(layout)).step * (1 + 1e-9)

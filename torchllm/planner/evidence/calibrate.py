@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from torchllm.planner.case import Case
-from torchllm.planner.evidence.measurements import Row, cluster_of, read_rows
+from torchllm.planner.evidence.measurements import MeasuredRow, cluster_of_row, read_rows
 from torchllm.planner.predict import predict
 from torchllm.resources import find_config, name_base
 from torchllm.spec.cluster import FOLDER
@@ -27,7 +27,7 @@ TIMES = ("launch", "traffic", "exposed", "wait", "flush")
 """constants that a step time shows; those of memory are fitted to peaks"""
 
 
-def calibrate(rows: Sequence[Row]) -> tuple[Constants, float, float]:
+def calibrate(rows: Sequence[MeasuredRow]) -> tuple[Constants, float, float]:
     """The fitted constants, and the mean error before and after. ValueError where nothing is timed."""
     timed = [(row.case, row.seconds) for row in rows if row.case is not None and row.seconds]
     if not timed:
@@ -92,7 +92,9 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     """
     rows = read_rows(source, cluster)
     constants, before, after = calibrate(rows)
-    cluster = cluster or Counter(cluster_of(row.cells) for row in rows if row.case is not None).most_common(1)[0][0]
+    if not cluster:
+        names = Counter(cluster_of_row(row.cells) for row in rows if row.case is not None)
+        cluster = names.most_common(1)[0][0]
     base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
     lines = [
         f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"

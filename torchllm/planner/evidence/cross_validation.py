@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from torchllm.planner.evidence.calibrate import calibrate
-from torchllm.planner.evidence.measurements import Row, read_rows
+from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.predict import predict
 from torchllm.spec.software import Constants
 
@@ -41,7 +41,7 @@ def cross_validate(files: Sequence[str], what: Literal["model", "dataset"], as_j
     return "\n".join(lines)
 
 
-def leave_out_models(rows: Sequence[Row]) -> list[LeftOut]:
+def leave_out_models(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
     """Each model of each data set that has others."""
     found = []
     for dataset, of_set in _by(rows, "dataset").items():
@@ -53,7 +53,7 @@ def leave_out_models(rows: Sequence[Row]) -> list[LeftOut]:
     return found
 
 
-def leave_out_datasets(rows: Sequence[Row]) -> list[LeftOut]:
+def leave_out_datasets(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
     """Each data set."""
     sets = _by(rows, "dataset")
     found = []
@@ -63,7 +63,7 @@ def leave_out_datasets(rows: Sequence[Row]) -> list[LeftOut]:
     return found
 
 
-def _left_out(name: str, rows: Sequence[Row], constants: Constants) -> LeftOut:
+def _left_out(name: str, rows: Sequence[MeasuredRow], constants: Constants) -> LeftOut:
     before, after = [], []
     for row in rows:
         if row.case is None or not row.seconds:
@@ -74,8 +74,8 @@ def _left_out(name: str, rows: Sequence[Row], constants: Constants) -> LeftOut:
     return LeftOut(name, len(after), mean(before), mean(after), median(after))
 
 
-def _by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def _by(rows: Sequence[MeasuredRow], key: str) -> dict[str, list[MeasuredRow]]:
+    found: dict[str, list[MeasuredRow]] = {}
     for row in rows:
         if row.case is not None and row.seconds:
             found.setdefault(row.cells.get(key, "") or "-", []).append(row)

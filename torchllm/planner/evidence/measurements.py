@@ -1,7 +1,7 @@
 """Measured layouts, one a row of CSV (DESIGN's columns), as cases for `predict`. No torch.
 
 Published tables leave out much. What a row does not say is taken as its framework's or GPU's default, and said so in
-`Row.assumed`; a row that cannot be understood says why.
+`MeasuredRow.assumed`; a row that cannot be understood says why.
 """
 
 import csv
@@ -52,7 +52,7 @@ SCHEDULE = {
 }
 
 
-class Row(NamedTuple):
+class MeasuredRow(NamedTuple):
     """One row."""
 
     cells: dict[str, str]
@@ -74,7 +74,7 @@ class Row(NamedTuple):
         return {"ok": False, "": False, "oom": True}.get(self.cells.get("status", ""))
 
 
-def read_rows(file: str, cluster: str = "") -> list[Row]:
+def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
     """The rows of a CSV file. OSError if there is none, ValueError if it is not such a table.
 
     cluster: a cluster that all of them are of, whatever they say; ValueError if there is none of this name.
@@ -91,13 +91,13 @@ def read_rows(file: str, cluster: str = "") -> list[Row]:
         ]
 
 
-def read_row(cells: dict[str, str]) -> Row:
+def read_row(cells: dict[str, str]) -> MeasuredRow:
     """One row as a case."""
     assumed: list[str] = []
     try:
-        return Row(cells, _case(cells, assumed), assumed, "")
+        return MeasuredRow(cells, _case(cells, assumed), assumed, "")
     except (ValueError, KeyError, ZeroDivisionError) as error:
-        return Row(cells, None, assumed, str(error) or type(error).__name__)
+        return MeasuredRow(cells, None, assumed, str(error) or type(error).__name__)
 
 
 def number(cells: dict[str, str], key: str, default: int | None = None) -> int:
@@ -197,7 +197,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     return ()
 
 
-def cluster_of(cells: dict[str, str]) -> str:
+def cluster_of_row(cells: dict[str, str]) -> str:
     """The cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
     if name.endswith(".toml") or (FOLDER / f"{name}.toml").is_file():
@@ -209,7 +209,7 @@ def cluster_of(cells: dict[str, str]) -> str:
 
 
 def _hardware(cells: dict[str, str], assumed: list[str]) -> Hardware:
-    name = cluster_of(cells)
+    name = cluster_of_row(cells)
     if name != cells.get("cluster", ""):
         assumed.append(f"cluster {cells.get('cluster', '')!r} is not known: {name}, for its GPU")
     if name not in _CLUSTERS:
@@ -259,6 +259,6 @@ def _count_in_name(name: str) -> float:
     return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
 
 
-def cases(rows: Iterable[Row]) -> list[Case]:
+def cases(rows: Iterable[MeasuredRow]) -> list[Case]:
     """Of those rows that can be understood."""
     return [row.case for row in rows if row.case is not None]

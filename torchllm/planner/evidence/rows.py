@@ -6,7 +6,7 @@ from torchllm.config import Config, gradient_accumulation
 from torchllm.spec.flops import parameter_count
 
 
-def row_of(config: Config, gpus: int) -> dict[str, str]:
+def measurement_of(config: Config, gpus: int) -> dict[str, str]:
     """What a resolved config says of its layout on so many GPUs, by column."""
     model, training, parallel = config.model, config.training, config.parallel
     dp = parallel.dp_replicate * parallel.dp_shard

@@ -14,7 +14,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from torchllm.planner.evidence.layer import layer_seconds
-from torchllm.planner.evidence.measurements import Row, read_rows
+from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.validity import Verdict, judge
@@ -24,7 +24,7 @@ from torchllm.spec.software import UNITS, Constants
 class Scored(NamedTuple):
     """A row and what is predicted of it."""
 
-    row: Row
+    row: MeasuredRow
     prediction: Prediction | None
     verdict: Verdict | None
 
@@ -36,7 +36,7 @@ class Scored(NamedTuple):
         return self.prediction.step / self.row.seconds - 1
 
 
-def score_rows(rows: Iterable[Row]) -> list[Scored]:
+def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
     """Predict each row."""
     found = []
     for row in rows:

@@ -24,7 +24,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 CPU = "this_cpu"
 
 
-def choose(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
+def choose_layouts(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
     """The config with each of the `count` fastest layouts in it, fastest first, and a line that says which that is.
 
     written: keys ("parallel.tp", "recompute.mode") that the run gives, which stay; -1 and a default do not count.
@@ -65,7 +65,7 @@ def planned(config: Config) -> Prediction | None:
 
 
 def _cluster_of_run(config: Config) -> str:
-    return config.cluster.name or cluster_of(device() if config.run.device != "cpu" else "")
+    return config.cluster.name or cluster_with_gpu(device() if config.run.device != "cpu" else "")
 
 
 def case_of(config: Config, hardware: Hardware) -> Case:
@@ -95,7 +95,7 @@ def device() -> str:
     return ""
 
 
-def cluster_of(gpu: str) -> str:
+def cluster_with_gpu(gpu: str) -> str:
     """The first of train_configs/clusters that has such a GPU, NVIDIA's own systems before others."""
     if not gpu:
         return CPU

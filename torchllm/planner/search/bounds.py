@@ -14,9 +14,9 @@ from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.predict import memory_of, tail
-from torchllm.planner.search.layouts import Job, Layout, Mesh
+from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
 from torchllm.planner.simulate import StageTimes, most_in_flight
-from torchllm.planner.stage import BlockCost, Computed, StageCost, block_cost, computed, end_times
+from torchllm.planner.stage import BlockCost, Computed, StageCost, computed, cost_of_block, end_times
 from torchllm.spec.flops import recompute_interval
 from torchllm.spec.stages import V_SHAPED, balanced_split, stage_of_rank
 
@@ -38,7 +38,7 @@ def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple
     return step, busy
 
 
-class Order(NamedTuple):
+class ScheduleBound(NamedTuple):
     """A schedule, and what the first rank holds at least."""
 
     schedule: PipelineSchedule
@@ -77,13 +77,13 @@ class Bounds:
         self._block: dict[tuple[object, ...], tuple[StageTimes, float, float]] = {}
         self._ends: dict[tuple[Piece, Kernels], tuple[float, float]] = {}
         self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
-        self._sharded: dict[Mesh, list[Sharding]] = {}
+        self._sharded: dict[DegreeMesh, list[Sharding]] = {}
         self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        self._orders: dict[tuple[int, int], list[Order]] = {}
-        self._smallest: dict[tuple[int, int], Order] = {}
+        self._orders: dict[tuple[int, int], list[ScheduleBound]] = {}
+        self._smallest: dict[tuple[int, int], ScheduleBound] = {}
         self._received: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], list[StageSize]] = {}
-        self._ways: dict[Mesh, list[tuple[tuple[int, int, int], float, float]]] = {}
+        self._ways: dict[DegreeMesh, list[tuple[tuple[int, int, int], float, float]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
     def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
@@ -103,7 +103,7 @@ class Bounds:
         key = case.piece, case.kernels
         if key not in self._computed:
             self._computed[key] = computed(case)
-        return block_cost(case, self._computed[key])
+        return cost_of_block(case, self._computed[key])
 
     def ends(self, case: Case, over_tp: float) -> tuple[float, float]:
         """As `block`, which ends are the same for many of."""
@@ -152,7 +152,7 @@ class Bounds:
             self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
         return self._stages[key]
 
-    def shardings(self, mesh: Mesh) -> list[Sharding]:
+    def shardings(self, mesh: DegreeMesh) -> list[Sharding]:
         """What each keeps of a rank's share of the blocks, and what it costs at a step's end, at least."""
         if mesh not in self._sharded:
             sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
@@ -172,7 +172,7 @@ class Bounds:
             self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
         return self._sharded[mesh]
 
-    def cheapest(self, layout: Layout, mesh: Mesh, order: Order) -> tuple[Layout, float]:
+    def cheapest(self, layout: Layout, mesh: DegreeMesh, order: ScheduleBound) -> tuple[Layout, float]:
         """The layout with the sharding that costs a micro batch least of those that may fit, and the bytes missing.
 
         Nothing is gathered for a micro batch but with zero_stage 3, and the less, the fewer share.
@@ -194,12 +194,12 @@ class Bounds:
             least = min(least, over)
         return layout, least
 
-    def holds(self, layout: Layout, sharding: Sharding, order: Order) -> float:
+    def holds(self, layout: Layout, sharding: Sharding, order: ScheduleBound) -> float:
         """A bound of the first rank's memory."""
         received, most, later = self.held(layout, order)
         return sharding.standing + sharding.reserve + received + max(most, later + sharding.gradients)
 
-    def held(self, layout: Layout, order: Order) -> tuple[float, float, float]:
+    def held(self, layout: Layout, order: ScheduleBound) -> tuple[float, float, float]:
         """Bytes beside what stands, at least: what a pipeline receives in, and the activations of all micro batches in
         flight; or, in the middle of a step, of one less, beside the gradients of those before."""
         received = 0.0
@@ -213,7 +213,7 @@ class Bounds:
         later = kept * (order.flying - order.blocks) if order.graded else -math.inf
         return received, kept * order.flying, later
 
-    def memory(self, layout: Layout, mesh: Mesh) -> float:
+    def memory(self, layout: Layout, mesh: DegreeMesh) -> float:
         """A bound of what the first rank holds beside `Sharding.standing`, whatever the sharding."""
         least = math.inf
         for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
@@ -234,7 +234,7 @@ class Bounds:
             self._kept[key] = (two - one) / many
         return self._kept[key] * layout.micro_batch_size
 
-    def orders(self, layout: Layout, mesh: Mesh) -> list[Order]:
+    def orders(self, layout: Layout, mesh: DegreeMesh) -> list[ScheduleBound]:
         """The schedules of so many micro batches."""
         m = self.job.training.global_batch_size // (layout.micro_batch_size * mesh.data)
         if (mesh.pp, m) not in self._orders:
@@ -242,7 +242,7 @@ class Bounds:
             self._orders[mesh.pp, m] = [self.order(mesh.pp, m, name, stages) for name, stages in schedules]
         return self._orders[mesh.pp, m]
 
-    def smallest(self, layout: Layout, mesh: Mesh) -> Order:
+    def smallest(self, layout: Layout, mesh: DegreeMesh) -> ScheduleBound:
         """In each thing at least as small as any of them."""
         key = mesh.pp, layout.micro_batch_size * mesh.data
         if key not in self._smallest:
@@ -255,16 +255,16 @@ class Bounds:
             )
         return self._smallest[key]
 
-    def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> Order:
+    def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> ScheduleBound:
         """What is known of a schedule of `m` micro batches without going through it."""
         layers = self.job.model.layers
         if pp == 1:
-            return Order(name, v, m > 1, layers, 0, 0)
+            return ScheduleBound(name, v, m > 1, layers, 0, 0)
         blocks = [size.blocks for size in self.stages(Layout(pp, 1, 1, 1, 1, name, v))]
         round = m // max(1, m // pp)
         if name in V_SHAPED:
             both = most_in_flight(name, pp, 2, min(m, 3 * round + m % round), 0)
-            return Order(
+            return ScheduleBound(
                 name, v, m >= 3 * pp, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2
             )
         mine = blocks[::pp]
@@ -273,4 +273,4 @@ class Bounds:
             ahead = (v - 1) * round + (2 if name == "Interleaved1F1B" else 1) * (pp - 1)
             flying = min(m * v, ahead + 1) * min(mine)
             graded = graded or m * v > ahead + v * round  # after a round of backwards
-        return Order(name, v, graded, flying, max(mine), 2 * len(mine) - 1)
+        return ScheduleBound(name, v, graded, flying, max(mine), 2 * len(mine) - 1)

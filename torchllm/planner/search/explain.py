@@ -9,7 +9,7 @@ from typing import Any
 
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.bounds import at_least
-from torchllm.planner.search.layouts import MODES, Job, Layout, Mesh
+from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout
 from torchllm.planner.search.search import Found, Ranked, search
 from torchllm.planner.search.validity import judge
 
@@ -19,7 +19,7 @@ FURTHER = (2, 4, 8, 16, 32)
 KINDS = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
-def figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
+def layout_figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
     """Of one layout: seconds, bytes, shares of 1. `tokens`: of the whole training, 0: not known."""
     of = one.prediction
     per_step = job.training.global_batch_size * job.training.sequence_length
@@ -42,13 +42,13 @@ def figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
     return found
 
 
-def table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
+def ranking_table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
     """Two lines a layout: what it is and costs; where the time goes, the largest first."""
     budget = "   days   GPU-hours" if tokens else ""
     shares = f"{'MFU':>6} {'HFU':>6}"
     yield f"{'':3} {'step s':>8} {shares} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
     for place, one in enumerate(best, start=1):
-        of = figures(job, one, tokens)
+        of = layout_figures(job, one, tokens)
         cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
         yield (
             f"{place:2}. {of['step_seconds']:8.4g} {of['mfu']:6.1%} {of['hfu']:6.1%} {of['memory_gib']:6.1f} "
@@ -60,11 +60,11 @@ def table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str
 def scaling(best: Sequence[tuple[Job, Ranked]], tokens: float = 0.0) -> Iterator[str]:
     """A line for each number of GPUs, and how near it is to the first one's tokens a GPU and second."""
     first = min(best, key=lambda one: one[0].gpus)
-    alone = figures(*first)["tokens_per_second"] / first[0].gpus
+    alone = layout_figures(*first)["tokens_per_second"] / first[0].gpus
     budget = "   days   GPU-hours" if tokens else ""
     yield f"{'GPUs':>6} {'step s':>8} {'MFU':>6} {'tokens/s':>11} {'scaling':>8}{budget}  layout"
     for job, one in sorted(best, key=lambda each: each[0].gpus):
-        of = figures(job, one, tokens)
+        of = layout_figures(job, one, tokens)
         cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
         yield (
             f"{job.gpus:6} {of['step_seconds']:8.4g} {of['mfu']:6.1%} {of['tokens_per_second']:11,.0f} "
@@ -103,7 +103,7 @@ def _changes(job: Job, layout: Layout) -> Iterator[list[Layout]]:
         for less in degrees:
             for up, down in ((more, less), (less, more)):
                 if up != down and degrees[down] % 2 == 0 and more == max(more, less, key=list(degrees).index):
-                    mesh = Mesh(**{**degrees, up: 2 * degrees[up], down: degrees[down] // 2})
+                    mesh = DegreeMesh(**{**degrees, up: 2 * degrees[up], down: degrees[down] // 2})
                     yield _on(job, layout, mesh)
     yield [found for mode in MODES if mode != layout.recompute if job.accepts(found := layout._replace(recompute=mode))]
     for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
@@ -111,7 +111,7 @@ def _changes(job: Job, layout: Layout) -> Iterator[list[Layout]]:
         yield [found] if size and job.accepts(found) else []
 
 
-def _on(job: Job, layout: Layout, mesh: Mesh) -> list[Layout]:
+def _on(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
     """The layout on another mesh, its schedule, sharding and sequence parallelism anew."""
     if mesh not in job.meshes or job.refusal(mesh):
         return []

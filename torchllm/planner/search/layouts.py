@@ -91,7 +91,7 @@ def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
     )
 
 
-class Mesh(NamedTuple):
+class DegreeMesh(NamedTuple):
     """Degrees, the data-parallel ones as one."""
 
     pp: int
@@ -180,16 +180,16 @@ class Job:
         )
 
     @cached_property
-    def meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[DegreeMesh]:
         """All factorizations of the GPUs that agree with what is fixed."""
         found = []
         for tp in self.allowed("tp", divisors(self.gpus)):
             for cp in self.allowed("cp", divisors(self.gpus // tp)):
                 for pp in self.allowed("pp", divisors(self.gpus // tp // cp)):
-                    found.append(Mesh(pp, self.gpus // tp // cp // pp, cp, tp))
+                    found.append(DegreeMesh(pp, self.gpus // tp // cp // pp, cp, tp))
         return found
 
-    def refusal(self, mesh: Mesh) -> str:
+    def refusal(self, mesh: DegreeMesh) -> str:
         """Why no layout of the mesh can be, as `config.checks` would say; empty: there are some."""
         model, tp = self.model, mesh.tp
         for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
@@ -207,7 +207,7 @@ class Job:
             return "the batch has too few micro batches for a schedule, or what the config fixes does not fit"
         return ""
 
-    def context_methods(self, mesh: Mesh) -> list[ContextMethod]:
+    def context_methods(self, mesh: DegreeMesh) -> list[ContextMethod]:
         """Ways to share a sequence."""
         length, cp = self.training.sequence_length, mesh.cp
         if cp == 1:
@@ -216,18 +216,18 @@ class Job:
         ulysses = length % cp == 0 and self.model.kv // mesh.tp % cp == 0
         return self.allowed("cp_method", ["ring"] * ring + ["ulysses"] * ulysses)
 
-    def sequence_parallel(self, mesh: Mesh) -> list[bool]:
+    def sequence_parallel(self, mesh: DegreeMesh) -> list[bool]:
         """Off, and on where there is something to cut."""
         even = mesh.tp > 1 and self.training.sequence_length // mesh.cp % mesh.tp == 0
         return self.allowed("sequence_parallel", [False, True] if even else [False])
 
-    def pieces(self, mesh: Mesh) -> Iterator[int]:
+    def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
         """Micro batch sizes for which there is a schedule."""
         for size in self.allowed("micro_batch_size", divisors(self.training.global_batch_size // mesh.data)):
             if self.schedules(mesh, size):
                 yield size
 
-    def schedules(self, mesh: Mesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
+    def schedules(self, mesh: DegreeMesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules with their virtual stages."""
         return self._schedules(mesh.pp, self.training.global_batch_size // (micro_batch_size * mesh.data))
 
@@ -257,7 +257,7 @@ class Job:
             found += [(name, v) for v in self.allowed("virtual_stages", stages)]
         return found
 
-    def shardings(self, mesh: Mesh) -> list[tuple[int, int, int]]:
+    def shardings(self, mesh: DegreeMesh) -> list[tuple[int, int, int]]:
         """(dp_replicate, dp_shard, zero_stage)."""
         stages = self.allowed("zero_stage", [0, 1, 2, 3])
         if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once a step: 2 is 1
@@ -271,7 +271,7 @@ class Job:
         keep = self.fixed.get("dp_replicate"), self.fixed.get("dp_shard")
         return [one for one in found if keep[0] in (None, one[0]) and keep[1] in (None, one[1])]
 
-    def modes(self, mesh: Mesh) -> list[Mode]:
+    def modes(self, mesh: DegreeMesh) -> list[Mode]:
         """Recomputation."""
         left = self.allowed("recompute", list(MODES))
         if mesh.cp > 1 and self.compile and self.compile.block:
@@ -280,7 +280,7 @@ class Job:
 
     def accepts(self, layout: Layout) -> bool:
         """Whether it is one of them."""
-        mesh = Mesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
+        mesh = DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
         if mesh not in self.meshes or self.refusal(mesh) or layout.micro_batch_size not in self.pieces(mesh):
             return False
         return (
@@ -291,7 +291,7 @@ class Job:
             and layout.recompute in self.modes(mesh)
         )
 
-    def count(self, mesh: Mesh) -> int:
+    def count(self, mesh: DegreeMesh) -> int:
         """Layouts of a mesh that is not refused."""
         cut = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
         ways = len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh)) * len(self.modes(mesh))

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torchllm.planner.predict import Prediction, memory_of, predict
 from torchllm.planner.search.bounds import Bounds, at_least
-from torchllm.planner.search.layouts import Job, Layout, Mesh
+from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
 
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 """memory: the least among the layouts that are at most `SLOWER` slower than the fastest"""
@@ -66,7 +66,7 @@ class Open(NamedTuple):
     """Layouts that agree in what is decided so far; the rest of `layout` is what costs least time."""
 
     layout: Layout
-    mesh: Mesh
+    mesh: DegreeMesh
     decided: int
     """steps of `Search.run`"""
     tail: float = 0.0
@@ -113,7 +113,7 @@ class Search:
         self._pushed += 1  # of equals the first
         heapq.heappush(self._queue, (least, self._pushed, node))
 
-    def starts(self, mesh: Mesh) -> Iterator[Layout]:
+    def starts(self, mesh: DegreeMesh) -> Iterator[Layout]:
         """All that is not decided costs nothing: no sharding, no recomputation."""
         pp, data, cp, tp = mesh
         for size in self.job.pieces(mesh):
@@ -185,7 +185,7 @@ class Search:
         prediction = predict(self.job.case(node.layout))
         self.push(prediction.step, node._replace(decided=6, prediction=prediction))
 
-    def reject(self, layout: Layout, mesh: Mesh, over: float, count: int) -> None:
+    def reject(self, layout: Layout, mesh: DegreeMesh, over: float, count: int) -> None:
         """So many layouts do not fit: of those remember the smallest, for it may miss by little."""
         self.found.rejected[MEMORY] += count
         key = (layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute)
