@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.config import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
@@ -203,6 +205,16 @@ def test_recipes_have_no_if_on_the_layout() -> None:
                 words |= {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
                 assert not words & degrees, f"{file.name}:{node.lineno}: {ast.unparse(node.test)}"
     assert conditions > 5
+
+
+def test_no_family_of_models_is_asked_for_by_name() -> None:
+    """Code asks for a feature (`model.features.gated_ffn`), or a third family would silently be built as a second."""
+    by_name = ast.Compare | ast.MatchValue
+    for module, file in MODULES.items():
+        for node in ast.walk(tree(file)):
+            if isinstance(node, by_name):
+                compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                assert not compared & FAMILIES.keys(), f"{module}:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_the_package_itself_holds_its_version_and_nothing_else() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_flash_without_its_package_says_what_to_do(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         UserError, match=r'model.attention = "flash" cannot be used here: .*flash_attn.*\[flash\].*sdpa'
     ):
-        Attention(Model(attention="flash"), bias=False)
+        Attention(Model(attention="flash"))
 
 
 def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +137,11 @@ def test_cached_core_is_the_whole_computation(name: str, heads: int, kv: int) ->
     torch.testing.assert_close(out.double(), spelled_out(q, k, v, None), **TOLERANCE)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_attention_module_around_its_core(biased: bool) -> None:
+@pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])
+def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biased: bool) -> None:
     """Projections to heads, rotation of q and k but not of v, output projection."""
-    model = Model(hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager")
-    module = Attention(model, biased)
+    model = Model(family, hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager")
+    module = Attention(model)
     assert (module.q_proj.bias is not None) == biased
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_feed_forward_layers_are_their_formulas() -> None:
     expected = (gated * torch.sigmoid(gated) * (x.double() @ up.T)) @ down.T
     torch.testing.assert_close(swiglu(x).double(), expected, **tolerance)
 
-    gelu = filled(GELUFeedForward(MODEL))
+    gelu = filled(GELUFeedForward(replace(MODEL, family="gpt")))  # with biases
     h = F.linear(x.double(), gelu.up_proj.weight.double(), gelu.up_proj.bias.double())
     h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
     expected = F.linear(h, gelu.down_proj.weight.double(), gelu.down_proj.bias.double())

@@ -2,6 +2,7 @@
 
 from torchllm.config.load import load_config, load_configs, write_config
 from torchllm.config.schema import (
+    FAMILIES,
     SCHEDULES,
     Bound,
     Checkpoint,
@@ -12,6 +13,7 @@ from torchllm.config.schema import (
     Data,
     Degree,
     Evaluate,
+    Features,
     Fraction,
     Generate,
     Metrics,
@@ -32,6 +34,7 @@ from torchllm.config.schema import (
 )
 
 __all__ = [
+    "FAMILIES",
     "SCHEDULES",
     "Bound",
     "Checkpoint",
@@ -42,6 +45,7 @@ __all__ = [
     "Data",
     "Degree",
     "Evaluate",
+    "Features",
     "Fraction",
     "Generate",
     "Metrics",

@@ -62,9 +62,9 @@ def problems(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem("model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim")
     if model.heads % model.kv:
         yield Problem("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
-    if model.family == "llama" and model.head_width % 2:
+    if not model.features.learned_positions and model.head_width % 2:
         yield Problem("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
-    if model.family == "gpt" and training.sequence_length > model.max_sequence_length:
+    if model.features.learned_positions and training.sequence_length > model.max_sequence_length:
         yield Problem(
             "training.sequence_length",
             f"{training.sequence_length} is over model.max_sequence_length {model.max_sequence_length}",
@@ -75,7 +75,7 @@ def problems(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
-    if config.compile.norm and model.family == "gpt":
+    if config.compile.norm and model.features.norm == "layer":
         yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
     yield from _parallel_problems(config, world_size)
     yield from _data_problems(config)

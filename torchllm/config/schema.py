@@ -63,6 +63,29 @@ class Cluster:
     """a file of train_configs/clusters (dgx_h100); empty: not known"""
 
 
+class Features(NamedTuple):
+    """What the decoders of one family are made of.
+
+    Code that builds, counts or costs a model asks for a feature, never for the name of a family: a new family is one
+    row of `FAMILIES`, and a feature that it does not share with the others is one field here.
+    """
+
+    norm: Literal["rms", "layer"]
+    """rms: RMSNorm, which has a weight; layer: LayerNorm, which has a weight and a bias"""
+    gated_ffn: bool
+    """SwiGLU, three matrices: down(silu(gate(x)) * up(x)); False: GELU, two matrices: down(gelu(up(x)))"""
+    biases: bool
+    """the matrices of attention and of the feed-forward layer have biases"""
+    learned_positions: bool
+    """a learned position is added to each token's embedding; False: rotary positions turn q and k (RoPE)"""
+
+
+FAMILIES = {
+    "llama": Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False),
+    "gpt": Features(norm="layer", gated_ffn=False, biases=True, learned_positions=True),
+}
+
+
 @dataclass(frozen=True)
 class Model:
     """Sizes of the decoder."""
@@ -103,6 +126,11 @@ class Model:
     """standard deviation of the initial matrices, cut at 3 of it; what adds to the residual stream: / sqrt(2 L)"""
     attention: Literal["eager", "sdpa", "flash", "flex"] = "sdpa"
     """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
+
+    @property
+    def features(self) -> Features:
+        """What the model is made of, by its family."""
+        return FAMILIES[self.family]
 
     @property
     def kv(self) -> int:

@@ -20,10 +20,11 @@ from torchllm.models.layers import Rotary, rotate
 
 
 class Attention(nn.Module):
-    """q, k, v projections, rotary positions (Llama), the core, output projection."""
+    """q, k, v projections, rotary positions if the model has them, the core, output projection."""
 
-    def __init__(self, model: Model, bias: bool) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
+        bias = model.features.biases
         self.head_width = model.head_width
         self.q_proj = nn.Linear(model.hidden, model.heads * model.head_width, bias=bias)
         self.k_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)

@@ -1,4 +1,4 @@
-"""One decoder; Llama and GPT are settings of it.
+"""One decoder, made of the features that its model asks for (`config.Features`): Llama, GPT, Qwen.
 
 Plain PyTorch: nothing here knows of ranks. What parallelism needs from it: blocks in a ModuleDict keyed by their global
 index, ends that a pipeline stage may lack, positions and document ids as inputs, and replaceable parts (attention core,
@@ -6,30 +6,14 @@ norm kernel, cross entropy, `run_blocks`).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.attention import Attention
 from torchllm.models.head import Head
-from torchllm.models.layers import GELUFeedForward, LayerNorm, RMSNorm, Rotary, SwiGLU, rotary_angles
-
-
-class Family(NamedTuple):
-    """What makes a decoder a Llama or a GPT."""
-
-    norm: Callable[[Model], nn.Module]
-    feed_forward: Callable[[Model], nn.Module]
-    bias: bool
-    rotary: Callable[[Model, Tensor], Rotary | None]
-    learned_positions: bool
-
-
-FAMILIES = {
-    "llama": Family(RMSNorm, SwiGLU, False, rotary_angles, False),
-    "gpt": Family(LayerNorm, GELUFeedForward, True, lambda model, positions: None, True),
-}
+from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
 
 
 class Block(nn.Module):
@@ -37,11 +21,10 @@ class Block(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        family = FAMILIES[model.family]
-        self.input_layernorm = family.norm(model)
-        self.self_attn = Attention(model, family.bias)
-        self.post_attention_layernorm = family.norm(model)
-        self.mlp = family.feed_forward(model)
+        self.input_layernorm = build_norm(model)
+        self.self_attn = Attention(model)
+        self.post_attention_layernorm = build_norm(model)
+        self.mlp = build_feed_forward(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """x (B, S, D) -> (B, S, D)"""
@@ -61,18 +44,16 @@ class Decoder(nn.Module):
 
     def __init__(self, model: Model, loss_chunk: int) -> None:
         super().__init__()
-        family = FAMILIES[model.family]
         self.model = model
-        self.rotary = family.rotary
         self.embeds = True
         """whether the input is tokens; False on a pipeline stage that gets hidden states (the last one of a tied model
         has `embed_tokens` all the same, for its head's weight)"""
         self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab, model.hidden)
         self.embed_positions: nn.Module | None = None
-        if family.learned_positions:
+        if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
         self.layers = nn.ModuleDict({str(index): Block(model) for index in range(model.layers)})
-        self.norm: nn.Module | None = family.norm(model)
+        self.norm: nn.Module | None = build_norm(model)
         self.lm_head: Head | None = Head(model, loss_chunk)
         self.run_blocks: Callable[..., Tensor] = run_blocks
         self.tie_embeddings()
@@ -98,9 +79,9 @@ class Decoder(nn.Module):
             x = self.embed_tokens(x)
             if self.embed_positions is not None:
                 x = x + self.embed_positions(positions)
+        rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
         blocks = list(self.layers.values())
-        mask = self.mask(document_ids)
-        x = self.run_blocks(blocks, x, self.rotary(self.model, positions), mask)
+        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids))
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)

@@ -43,6 +43,11 @@ class LayerNorm(nn.Module):
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
+def build_norm(model: Model) -> nn.Module:
+    """Return the norm of the residual stream that the model asks for."""
+    return RMSNorm(model) if model.features.norm == "rms" else LayerNorm(model)
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
@@ -51,14 +56,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
+def build_feed_forward(model: Model) -> nn.Module:
+    """Return the feed-forward layer that the model asks for."""
+    return SwiGLU(model) if model.features.gated_ffn else GELUFeedForward(model)
+
+
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), Llama's feed-forward layer."""
+    """down(silu(gate(x)) * up(x)), the gated feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=False)
-        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=False)
-        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=False)
+        bias = model.features.biases
+        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
+        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
+        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)"""
@@ -66,12 +77,13 @@ class SwiGLU(nn.Module):
 
 
 class GELUFeedForward(nn.Module):
-    """down(gelu(up(x))) with biases, GPT's feed-forward layer (the tanh form of GELU)."""
+    """down(gelu(up(x))), the feed-forward layer of GPT, with the tanh form of GELU."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(model.hidden, model.ffn)
-        self.down_proj = nn.Linear(model.ffn, model.hidden)
+        bias = model.features.biases
+        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
+        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)"""

@@ -1,7 +1,7 @@
 """What blocks keep of a micro batch for their backward pass, and what a backward needs beside it: bytes. No torch.
 
 16-bit computation. What is kept of a token in a block with dropout and a fused softmax is Korthikanti et al. 2022
-(arXiv 2205.05198, table 2), general in heads, key-value heads, feed-forward, family and fusion; without either it is
+(arXiv 2205.05198, table 2), general in heads, key-value heads, feed-forward, features and fusion; without either it is
 what autograd keeps, which `tests/planner/test_memory.py` compares with the dry run.
 
 Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
@@ -60,18 +60,18 @@ def block_activations(
     model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software
 ) -> BlockActivations:
     """What one block keeps. Sizes of a token first, then times the tokens."""
-    llama, hidden = model.family == "llama", float(model.hidden)
+    gated, hidden = model.features.gated_ffn, float(model.hidden)
     wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
     ffn, here = model.ffn / piece.tp, hidden / piece.spread
-    fused_norm = not llama or kernels.fused_norm or kernels.compiled
+    fused_norm = model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
     norm = (2.0 if fused_norm else 8.0) * here  # the input; or it and its normalised self in float32
     feeds = 2.0 * (hidden if software.keeps_gathered else here)  # what the products read
     exchanged = 2.0 * wide * (parallel.cp > 1 and parallel.cp_method == "ulysses")  # the result in both arrangements
     dropped = here * software.dropout  # a mask of a byte
     of_core = core(model, piece, kernels, software)
     attention = norm + feeds + dropped + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
-    inner = (6.0 if kernels.compiled else 8.0) * ffn if llama else 4.0 * ffn
-    gates = 4.0 * ffn if llama else 2.0 * ffn
+    inner = (6.0 if kernels.compiled else 8.0) * ffn if gated else 4.0 * ffn
+    gates = 4.0 * ffn if gated else 2.0 * ffn
     shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
     results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
     if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...

@@ -60,7 +60,7 @@ def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = Fa
 def products(model: Model, tp: int) -> list[tuple[int, int]]:
     """(outputs, inputs) of a block's matrices on one of `tp` ranks, those of one input put together."""
     wide, narrow, ffn = model.heads * model.head_width // tp, model.kv * model.head_width // tp, model.ffn // tp
-    gates = 2 if model.family == "llama" else 1
+    gates = 2 if model.features.gated_ffn else 1
     return [(wide + 2 * narrow, model.hidden), (model.hidden, wide), (gates * ffn, model.hidden), (model.hidden, ffn)]
 
 
@@ -151,16 +151,16 @@ def elementwise(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> Seconds:
     """Norms, residuals, rotary positions, activation, of one block: bytes read and written, 2 an element."""
-    llama, fused = model.family == "llama", kernels.compiled or software.fused_elementwise
-    unfused = llama and not (kernels.fused_norm or kernels.compiled)
+    features, fused = model.features, kernels.compiled or software.fused_elementwise
+    unfused = features.norm == "rms" and not (kernels.fused_norm or kernels.compiled)
     norm = UNFUSED_NORM[backward] if unfused else FUSED_NORM[backward]
-    residual = 6.0 if fused else 6.0 + (0.0 if llama else 4.0) + 5.0 * software.dropout
+    residual = 6.0 if fused else 6.0 + (4.0 if features.biases else 0.0) + 5.0 * software.dropout
     width = (model.heads + model.kv) * model.head_width / piece.tp
-    rotary = (6.0 if fused else 22.0) if llama else 4.0
+    rotary = 4.0 if features.learned_positions else (6.0 if fused else 22.0)
     ffn = model.ffn / piece.tp
     act = (
         ((10.0 if backward else 6.0) if fused else (18.0 if backward else 10.0))
-        if llama
+        if features.gated_ffn
         else ((6.0 if fused else 10.0) + 2.0 * backward)
     )
     copies = 4.0 * 2 * width

@@ -77,14 +77,14 @@ class StageSize(NamedTuple):
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
     sizes = matrices(model)
-    llama = model.family == "llama"
-    norm = model.hidden * (1 if llama else 2)
+    features = model.features
+    norm = model.hidden * (2 if features.norm == "layer" else 1)
     found = stage.blocks * ((sizes.attention + sizes.ffn) / tp + 2 * norm)
-    if not llama:  # biases: those after a sum are whole on every rank
+    if features.biases:  # those after a sum are whole on every rank
         found += stage.blocks * (((model.heads + 2 * model.kv) * model.head_width + model.ffn) / tp + 2 * model.hidden)
     table = sizes.head / (tp if vocab_parallel else 1)
     found += table * (stage.first + (stage.last and not (model.tied_embeddings and stage.first))) + stage.last * norm
-    return found + (stage.first and not llama) * model.max_sequence_length * model.hidden
+    return found + (stage.first and features.learned_positions) * model.max_sequence_length * model.hidden
 
 
 class Rank(NamedTuple):
@@ -110,7 +110,7 @@ class Rank(NamedTuple):
     @property
     def root(self) -> float:
         """What is gathered beside blocks and, where it is not tied, the embedding: of GPT the positions too."""
-        positions = self.model.max_sequence_length * self.model.hidden * (self.model.family == "gpt")
+        positions = self.model.max_sequence_length * self.model.hidden * self.model.features.learned_positions
         return positions + self.table * self.model.tied_embeddings
 
     @property
@@ -224,7 +224,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     model, piece, software = rank.model, rank.piece, rank.software
     blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
     held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
-    if model.family == "llama":
+    if not model.features.learned_positions:
         held += piece.tokens * 4.0 * model.head_width  # the angles
     if stage.last:
         ends = rank.one.norm + piece.tokens * 2.0 * model.hidden

@@ -37,7 +37,8 @@ def matrices(model: Model) -> Matrices:
     """Sizes of the weight matrices that tokens are multiplied with."""
     attention = 2 * model.hidden * (model.heads + model.kv) * model.head_width
     down = model.hidden * model.ffn
-    return Matrices(attention, (3 if model.family == "llama" else 2) * down, down, model.vocab * model.hidden)
+    ffn = (3 if model.features.gated_ffn else 2) * down
+    return Matrices(attention, ffn, down, model.vocab * model.hidden)
 
 
 def parameter_count(model: Model) -> int:
@@ -46,9 +47,14 @@ def parameter_count(model: Model) -> int:
     norms = (2 * model.layers + 1) * model.hidden
     count = model.layers * (sizes.attention + sizes.ffn) + norms
     count += sizes.head * (1 if model.tied_embeddings else 2)
-    if model.family == "gpt":
-        biases = (model.heads + 2 * model.kv) * model.head_width + model.ffn + 2 * model.hidden
-        count += model.layers * biases + norms + model.max_sequence_length * model.hidden
+    if model.features.norm == "layer":
+        count += norms  # a bias as long as the weight
+    if model.features.biases:
+        of_attention = (model.heads + 2 * model.kv) * model.head_width + model.hidden
+        of_ffn = (2 if model.features.gated_ffn else 1) * model.ffn + model.hidden
+        count += model.layers * (of_attention + of_ffn)
+    if model.features.learned_positions:
+        count += model.max_sequence_length * model.hidden
     return count
 
 

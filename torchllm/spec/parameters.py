@@ -34,7 +34,7 @@ TABLE = (
     Row(r"layers\.\d+\.self_attn\.o_proj\.weight", "rowwise", "residual", True),  # (D, H Q)
     Row(r"layers\.\d+\.self_attn\.o_proj\.bias", "whole", "zeros", False),  # (D): added once, after the sum over tp
     Row(r"layers\.\d+\.mlp\.(gate|up)_proj\.weight", "colwise", "normal", True),  # (F, D)
-    Row(r"layers\.\d+\.mlp\.up_proj\.bias", "colwise", "zeros", False),  # (F)
+    Row(r"layers\.\d+\.mlp\.(gate|up)_proj\.bias", "colwise", "zeros", False),  # (F)
     Row(r"layers\.\d+\.mlp\.down_proj\.weight", "rowwise", "residual", True),  # (D, F)
     Row(r"layers\.\d+\.mlp\.down_proj\.bias", "whole", "zeros", False),  # (D)
     Row(r"layers\.\d+\.(input|post_attention)_layernorm\.weight", "whole", "ones", False),  # (D)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
+from torchllm.config import FAMILIES, SCHEDULES, Model, Parallel, Recompute, Training
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS, stack_of
@@ -237,9 +237,10 @@ def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Mod
     count = number(cells, "n_params", 0) or _count_in_name(cells.get("model", ""))
     candidates: list[Model] = []
     for family in ("llama", "gpt"):
-        width = ffn or (4 * hidden if family == "gpt" else -(-8 * hidden // 768) * 256)
+        features = FAMILIES[family]
+        width = ffn or (-(-8 * hidden // 768) * 256 if features.gated_ffn else 4 * hidden)
         shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": width, "vocab": vocab}
-        is_tied = tied == "1" if tied else family == "gpt"
+        is_tied = tied == "1" if tied else not features.gated_ffn  # as those of the time were
         candidates.append(Model(family, tied_embeddings=is_tied, max_sequence_length=length, **shape))  # type: ignore[arg-type]
     llama, gpt = candidates
     if not ffn:

@@ -86,7 +86,7 @@ def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
     """What a run of this repository computes with."""
     return Kernels(
         "eager" if model.attention == "eager" else software.attention,
-        fused_norm=compile.norm or compile.block or model.family == "gpt",
+        fused_norm=compile.norm or compile.block or model.features.norm == "layer",
         compiled=compile.block,
     )
 
@@ -136,7 +136,7 @@ class Job:
             return self.compile, self.compile
         if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
             return Compile(), Compile()
-        return Compile(norm=self.model.family == "llama"), Compile(block=True, loss=True)
+        return Compile(norm=self.model.features.norm == "rms"), Compile(block=True, loss=True)
 
     @cached_property
     def _training_of(self) -> Callable[[int], Training]:
