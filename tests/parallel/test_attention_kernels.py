@@ -1,7 +1,7 @@
-"""Attention block by block: every kernel against torch's plain attention, forward and backward, and merged parts."""
+"""Attention block by block: every kernel against attention by its definition, forward and backward."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,95 +14,117 @@ from torchllm.parallel.attention_kernels import (
     CpuKernel,
     CudaKernels,
     EagerKernel,
+    Gradients,
+    KeyMask,
+    PartialAttention,
     block_kernel,
-    check_kernel,
     document_bias,
 )
+from torchllm.parallel.kernel_check import check_kernel
 
 CPU = torch.device("cpu")
 KERNELS = [EagerKernel(), CpuKernel()]
 EXACT = 1e-13  # of the largest element, in float64: sums of 24 terms, in another order
 
 
-def blocks(groups: int, dtype: torch.dtype = torch.float64, queries: int = 12, keys: int = 24) -> list[Tensor]:
-    """q, kv, gradient of out; 2 sequences, 3 key-value heads of width 8."""
+class Block(NamedTuple):
+    """Random inputs of one block: 2 sequences, 3 key-value heads of width 8."""
+
+    q: Tensor
+    kv: Tensor
+    d_out: Tensor
+
+
+def random_block(groups: int, dtype: torch.dtype = torch.float64, queries: int = 12, keys: int = 24) -> Block:
     generator = torch.Generator().manual_seed(0)
-    q, gradient = (torch.randn(2, 3 * groups, queries, 8, generator=generator, dtype=dtype) for _ in range(2))
-    return [q, torch.randn(2, 2, 3, keys, 8, generator=generator, dtype=dtype), gradient]
+    query_shape = (2, 3 * groups, queries, 8)
+    q = torch.randn(query_shape, generator=generator, dtype=dtype)
+    d_out = torch.randn(query_shape, generator=generator, dtype=dtype)
+    kv = torch.randn(2, 2, 3, keys, 8, generator=generator, dtype=dtype)
+    return Block(q, kv, d_out)
 
 
-def plain(q: Tensor, kv: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse by the definition, in whole tensors, for autograd; hidden: (..., S, T) bool."""
+def attention_by_definition(q: Tensor, kv: Tensor, hidden: Tensor) -> PartialAttention:
+    """Attention in whole tensors, for autograd; hidden: (..., S, T) bool."""
     k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return PartialAttention(scores.softmax(-1) @ v, scores.logsumexp(-1))
 
 
-def close(got: Tensor, want: Tensor, relative: float) -> bool:
-    assert got.shape == want.shape
-    return bool((got.double() - want).abs().max() <= relative * want.abs().max())
+def close(result: Tensor, expected: Tensor, relative: float) -> bool:
+    assert result.shape == expected.shape
+    difference = (result.double() - expected).abs().max()
+    return bool(difference <= relative * expected.abs().max())
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("kind", ["whole", "causal", "bias"])
 def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str) -> None:
-    q, kv, gradient = blocks(groups, queries=24)
+    q, kv, d_out = random_block(groups, queries=24)
     hidden = torch.zeros(24, 24, dtype=torch.bool)
-    bias = None
+    mask = KeyMask()
     if kind == "causal":
         hidden = torch.ones_like(hidden).triu(1)
+        mask = KeyMask(causal=True)
     elif kind == "bias":
         ids = (torch.arange(24) // torch.tensor([[5], [9]])).double()
         bias = document_bias(ids, ids, True, torch.float64)
         hidden = bias == UNSEEN
         assert 0 < hidden.sum() < hidden.numel()
+        mask = KeyMask(bias=bias)
     q.requires_grad_()
     kv.requires_grad_()
-    want_out, want_lse = plain(q, kv, hidden)
-    want_dq, want_dkv = torch.autograd.grad(want_out, (q, kv), gradient)
+    expected = attention_by_definition(q, kv, hidden)
+    expected_dq, expected_dkv = torch.autograd.grad(expected.out, (q, kv), d_out)
     with torch.no_grad():
-        out, lse = kernel.forward(q, kv, kind == "causal", bias)
-        dq, dk, dv = kernel.backward(gradient, q, kv, out, lse, kind == "causal", bias)
-    assert close(out, want_out, EXACT)
-    assert close(lse, want_lse, EXACT)
-    assert close(dq, want_dq, EXACT)
-    assert close(torch.stack((dk, dv)), want_dkv, EXACT)
+        attention = kernel.forward(q, kv, mask)
+        gradients = kernel.backward(d_out, q, kv, attention, mask)
+    assert close(attention.out, expected.out, EXACT)
+    assert close(attention.lse, expected.lse, EXACT)
+    assert close(gradients.dq, expected_dq, EXACT)
+    assert close(torch.stack((gradients.dk, gradients.dv)), expected_dkv, EXACT)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 def test_rows_that_see_nothing_have_no_weight_and_no_gradient(kernel: BlockKernel) -> None:
-    """Rows 0 to 3 see no key of this block, but some of another one, whose lse is 1."""
-    q, kv, gradient = blocks(2)
+    """Rows 4 to 7 alone see keys of this block; every row has seen keys of another block, with an lse of 1."""
+    q, kv, d_out = random_block(2)
     bias = document_bias(torch.arange(12).expand(2, 12) // 4, torch.ones(2, 24), False, torch.float64)
-    out, lse = kernel.forward(q, kv, False, bias)
+    out, lse = kernel.forward(q, kv, KeyMask(bias=bias))
     assert (lse[:, :, [0, 1, 2, 3, 8, 9, 10, 11]] < UNSEEN / 2).all()
     assert (lse[:, :, 4:8].abs() < 10).all()
-    both = torch.logaddexp(lse, torch.ones_like(lse))
-    dq, dk, dv = kernel.backward(gradient, q, kv, out, both, False, bias)
-    assert not dq[:, :, :4].any()
-    assert dq[:, :, 4:8].all()
-    without = [x[:, :, 4:8] for x in (gradient, q)]
-    same = kernel.backward(*without, kv, out[:, :, 4:8], both[:, :, 4:8], False, bias[:, :, 4:8])
-    assert close(dk, same[1], EXACT)
-    assert close(dv, same[2], EXACT)
+    attention = PartialAttention(out, torch.logaddexp(lse, torch.ones_like(lse)))
+    gradients = kernel.backward(d_out, q, kv, attention, KeyMask(bias=bias))
+    assert not gradients.dq[:, :, :4].any()
+    assert gradients.dq[:, :, 4:8].all()
+    seeing = slice(4, 8)
+    of_seeing_rows = kernel.backward(
+        d_out[:, :, seeing], q[:, :, seeing], kv, attention.rows(seeing), KeyMask(bias=bias[:, :, seeing])
+    )
+    assert close(gradients.dk, of_seeing_rows.dk, EXACT)
+    assert close(gradients.dv, of_seeing_rows.dv, EXACT)
 
 
 def test_minus_infinity_would_poison_the_merge() -> None:
-    """Why what is not seen has a score of -1e30: torch's kernel answers lse 0 for a row of -inf."""
-    q, kv, _ = blocks(1)
+    """Why an unseen key has a score of -1e30: torch's kernel answers lse 0 for a row of -inf."""
+    q, kv, _ = random_block(1)
     bias = torch.full((2, 1, 12, 24), -torch.inf, dtype=torch.float64)
-    assert not CpuKernel().forward(q, kv, False, bias)[1].any()
+    attention = CpuKernel().forward(q, kv, KeyMask(bias=bias))
+    assert not attention.lse.any()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_sum_exp_is_float32_at_least(kernel: BlockKernel, dtype: torch.dtype) -> None:
-    q, kv, gradient = blocks(2, dtype)
-    bias = document_bias(torch.zeros(2, 12), torch.zeros(2, 24), False, dtype)
-    out, lse = kernel.forward(q, kv, False, bias)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert {x.dtype for x in kernel.backward(gradient, q, kv, out, lse, False, bias)} == {dtype}
+    q, kv, d_out = random_block(2, dtype)
+    mask = KeyMask(bias=document_bias(torch.zeros(2, 12), torch.zeros(2, 24), False, dtype))
+    attention = kernel.forward(q, kv, mask)
+    assert attention.out.dtype == dtype
+    assert attention.lse.dtype == torch.float32
+    gradients = kernel.backward(d_out, q, kv, attention, mask)
+    assert {gradient.dtype for gradient in gradients} == {dtype}
 
 
 def test_document_bias() -> None:
@@ -127,40 +149,42 @@ def test_right_kernels_pass_the_check(groups: int, width: int) -> None:
 
 
 class Wrong(CpuKernel):
-    """One of its results is off, by a twentieth, where there is a bias."""
+    """A kernel of which one result is 5 % too large where there is a bias."""
 
-    def __init__(self, which: str) -> None:
-        self.which = which
+    def __init__(self, result: str) -> None:
+        self.result = result
 
-    def _spoiled(self, bias: Tensor | None, **results: Tensor) -> Any:
-        return tuple(x * 1.05 if name == self.which and bias is not None else x for name, x in results.items())
+    def _spoil(self, mask: KeyMask, results: Any) -> Any:
+        if mask.bias is None or self.result not in results._fields:
+            return results
+        return results._replace(**{self.result: getattr(results, self.result) * 1.05})
 
-    def forward(self, q: Tensor, kv: Tensor, causal: bool, bias: Tensor | None) -> Any:
-        out, lse = super().forward(q, kv, causal, bias)
-        return self._spoiled(bias, out=out, lse=lse)
+    def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        return self._spoil(mask, super().forward(q, kv, mask))
 
-    def backward(self, gradient: Tensor, q: Tensor, kv: Tensor, *rest: Any) -> Any:
-        dq, dk, dv = super().backward(gradient, q, kv, *rest)
-        return self._spoiled(rest[-1], dq=dq, dk=dk, dv=dv)
+    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: Any, mask: KeyMask) -> Gradients:
+        return self._spoil(mask, super().backward(d_out, q, kv, attention, mask))
 
 
-@pytest.mark.parametrize("which", ["out", "lse", "dq", "dk", "dv"])
-def test_the_check_finds_a_wrong_result(which: str) -> None:
-    with pytest.raises(UserError, match=rf"float32 \({which} is off by .*model.attention = \"eager\""):
-        check_kernel(Wrong(which), CPU, 2, 16)
+@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv"])
+def test_the_check_finds_a_wrong_result(result: str) -> None:
+    with pytest.raises(UserError, match=rf"float32 \({result} is off by .*model.attention = \"eager\""):
+        check_kernel(Wrong(result), CPU, 2, 16)
 
 
 def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
     class Contiguous(CpuKernel):
-        def backward(self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
-            packed = torch.empty(lse.shape).stride()
-            return super().backward(gradient, q, kv, out, lse.as_strided(lse.shape, packed), *rest)
+        def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: Any, mask: KeyMask) -> Gradients:
+            shape = attention.lse.shape
+            contiguous_strides = torch.empty(shape).stride()
+            misread = attention._replace(lse=attention.lse.as_strided(shape, contiguous_strides))
+            return super().backward(d_out, q, kv, misread, mask)
 
     with pytest.raises(UserError, match="is off by"):
         check_kernel(Contiguous(), CPU, 2, 16)
 
 
 def test_the_check_finds_a_kernel_that_fails() -> None:
-    """As the CUDA kernels do without a GPU; on one, tests/gpu compares them."""
+    """Without a GPU the CUDA kernels fail; with one, tests/gpu compares them."""
     with pytest.raises(UserError, match="does not do what the ring needs in float32"):
         check_kernel(CudaKernels(), CPU, 2, 16)

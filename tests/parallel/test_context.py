@@ -1,9 +1,9 @@
-"""Context parallelism trains the same model; what travels with the tokens; what Ulysses sends; what is recomputed."""
+"""Context parallelism trains the same model; tests of what travels with the tokens, is sent and is recomputed."""
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -26,6 +26,7 @@ from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.attention_kernels import PartialAttention
 from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, shard_sequence
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import OneStage
@@ -73,7 +74,7 @@ COMPILED = [RING2, {**RING2, **SP2, "recompute.mode": "segment"}, {**ULYSSES2, *
 
 @pytest.mark.parametrize("settings", COMPILED, ids=["ring", "ring x tp+sp", "ulysses"])
 def test_compiled_blocks(settings: Settings) -> None:
-    """The graphs break at the core: what is before and what is after it is compiled."""
+    """The graphs break at the core: the code before it and the code after it are compiled."""
     settings = {**settings, "model.layers": 2, "compile.block": True}
     trained, graphs, breaks = run(train_compiled, ranks_of(tiny(settings)), settings, TRACED)[0]
     compare(trained, reference(settings))
@@ -83,30 +84,41 @@ def test_compiled_blocks(settings: Settings) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_why_compiled_blocks_refuse_a_recomputation_as_one(mode: str) -> None:
-    """The model is right, but nothing is compiled: the config says so. If torch learns it, take the refusal out."""
+    """The model is right, but nothing is compiled, so the config refuses it. Once torch can, remove the refusal."""
     settings = {**ULYSSES2, "model.layers": 1, "compile.block": True, "recompute.mode": mode}
     trained, graphs, _ = run(train_compiled, 2, settings, TRACED)[0]
     compare(trained, reference(settings))
     assert graphs == 0
 
 
-def shares(method: str, documents: bool) -> list[Any]:
-    """This rank's part of a batch, and what a step counts."""
+class RankStep(NamedTuple):
+    """What one rank saw and counted in an evaluation and a step."""
+
+    batches: list[Batch]
+    """the rank's part of the micro batches"""
+    tokens: int
+    pairs: int
+    validation_loss: float
+    loss: float
+
+
+def evaluate_and_step(method: str, documents: bool) -> RankStep:
     config = tiny({"parallel.cp": dist.get_world_size(), "parallel.cp_method": method, "data.document_mask": documents})
     mesh, stages = build(config)
-    counted: list[Batch] = []
+    recorded: list[Batch] = []
     optimizer = build_optimizer(stages, config.optimizer)
-    plain = OneStage(stages, config.parallel)
+    forward_backward = OneStage(stages, config.parallel)
 
-    def keep(batches: Any, scale: Tensor) -> Tensor:
-        counted.extend(batches)
-        return plain(batches, scale)
+    def record(batches: Any, scale: Tensor) -> Tensor:
+        recorded.extend(batches)
+        return forward_backward(batches, scale)
 
     rate = LearningRate(config.schedule, 1e-3, 10)
     batches = my_batches(config, mesh, 1, ragged=True)
-    loss = evaluate(plain, batches, CPU, mesh)
-    result = TrainStep(stages, keep, optimizer, rate, mesh, config.training, CPU)(1, batches)
-    return [counted, int(result.tokens), int(result.pairs), loss, float(result.loss)]
+    validation_loss = evaluate(forward_backward, batches, CPU, mesh)
+    step = TrainStep(stages, record, optimizer, rate, mesh, config.training, CPU)
+    result = step(1, batches)
+    return RankStep(recorded, int(result.tokens), int(result.pairs), validation_loss, float(result.loss))
 
 
 PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]]}  # eighths, of 4 ranks
@@ -116,19 +128,24 @@ PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], 
 @pytest.mark.parametrize("method", METHODS)
 def test_everything_of_a_token_travels_with_it_and_counts_once(method: str, documents: bool) -> None:
     whole = step_batch(tiny({"data.document_mask": documents}), 1, ragged=True)
-    found = run(shares, 4, method, documents)
-    for rank, (batches, tokens, pairs, loss, step_loss) in enumerate(found):
-        eighths = PIECES[method][rank]
-        assert len(batches) == 8
-        for row, batch in enumerate(batches):
-            for got, want in zip(batch, whole, strict=True):
-                assert (got is None) == (want is None)
-                if want is not None:
-                    assert torch.equal(got[0], torch.cat([want[row].chunk(8)[index] for index in eighths]))
-        assert tokens == (whole.labels != -100).sum()
-        assert pairs == (whole.positions + 1).sum()
-        assert loss == pytest.approx(step_loss, rel=1e-6)
-        assert loss == found[0][3]
+    steps = run(evaluate_and_step, 4, method, documents)
+    for rank, step in enumerate(steps):
+        assert len(step.batches) == 8
+        for row, batch in enumerate(step.batches):
+            check_pieces(batch, whole, row, PIECES[method][rank])
+        assert step.tokens == (whole.labels != -100).sum()
+        assert step.pairs == (whole.positions + 1).sum()
+        assert step.validation_loss == pytest.approx(step.loss, rel=1e-6)
+        assert step.validation_loss == steps[0].validation_loss
+
+
+def check_pieces(batch: Batch, whole: Batch, row: int, eighths: list[int]) -> None:
+    """Assert that a batch of one sequence holds these eighths of sequence `row` of the whole batch."""
+    for part, expected in zip(batch, whole, strict=True):
+        assert (part is None) == (expected is None)
+        if part is not None and expected is not None:
+            pieces = expected[row].chunk(8)
+            assert torch.equal(part[0], torch.cat([pieces[index] for index in eighths]))
 
 
 def test_one_rank_has_the_whole_sequence() -> None:
@@ -141,7 +158,7 @@ def untouched() -> bool:
 
 
 class Sends(TorchDispatchMode):
-    """Bytes that a rank sends over cp, collective by collective."""
+    """Records the bytes that a rank sends over cp, collective by collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +175,7 @@ class Sends(TorchDispatchMode):
 
 
 def sends(settings: Settings) -> tuple[list[float], list[float]]:
-    """Of one micro batch: forward, and backward."""
+    """Return the bytes sent in the forward and in the backward of one micro batch."""
     config = tiny(settings)
     mesh, (stage,) = build(config)
     batch = shard_sequence(my_batches(config, mesh, 1, ragged=False)[0], mesh)
@@ -173,23 +190,26 @@ def sends(settings: Settings) -> tuple[list[float], list[float]]:
 def test_bytes_of_ulysses() -> None:
     """(n - 1) / n of q, k and v, then of the output; the same backward. B 2, S 32, H 8, K 4, Q 8, float32."""
     for ranks in (2, 4):
-        numbers = [2 * 32 // ranks * heads * 8 * 4 * (ranks - 1) / ranks for heads in (8 + 2 * 4, 8)]
+        bytes_per_head = 2 * 32 // ranks * 8 * 4
+        sent_per_head = bytes_per_head * (ranks - 1) / ranks
+        q_k_v, out = (8 + 2 * 4) * sent_per_head, 8 * sent_per_head
         for forward, backward in run(sends, ranks, {**ULYSSES2, "parallel.cp": ranks, "model.layers": 2}):
-            assert forward == numbers * 2
-            assert backward == numbers[::-1] * 2
+            assert forward == [q_k_v, out, q_k_v, out]
+            assert backward == [out, q_k_v, out, q_k_v]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_selective_recomputation_sends_nothing_again(method: str) -> None:
-    """`full` sends a forward again, whole: all ranks recompute the same blocks in the same order."""
-    plain, selective, full = (
-        run(sends, 2, {**METHODS[method], "recompute.mode": mode, "model.layers": 2})
-        for mode in ("none", "selective", "full")
-    )
-    assert selective == plain
-    for (forward, backward), (once, again) in zip(plain, full, strict=True):
-        assert once == forward
-        assert sum(again) == sum(backward) + sum(forward)
+    """`full` sends a whole forward again: all ranks recompute the same blocks in the same order."""
+
+    def sends_of(mode: str) -> list[Any]:
+        return run(sends, 2, {**METHODS[method], "recompute.mode": mode, "model.layers": 2})
+
+    plain = sends_of("none")
+    assert sends_of("selective") == plain
+    for (forward, backward), (full_forward, full_backward) in zip(plain, sends_of("full"), strict=True):
+        assert full_forward == forward
+        assert sum(full_backward) == sum(backward) + sum(forward)
 
 
 def test_attention_cores_are_replaced_and_ulysses_keeps_the_models() -> None:
@@ -212,111 +232,111 @@ def cores() -> None:
 
 
 def _replaced(target: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """Replace an attribute by what `change` makes of it."""
     return mock.patch.object(target, name, change(getattr(target, name)))
 
 
-def _with_part(**changed: Callable[[Tensor], Tensor]) -> Any:
-    """A batch of which some fields are cut otherwise."""
+def _with_part(field: str, cut: Callable[[Tensor], Tensor]) -> Any:
+    """Cut one field of every batch differently."""
 
-    def change(real: Any) -> Any:
-        def cut(batch: Batch, mesh: Any) -> Batch:
-            return real(batch, mesh)._replace(**{name: make(getattr(batch, name)) for name, make in changed.items()})
+    def change(shard_sequence: Any) -> Any:
+        def shard_wrongly(batch: Batch, mesh: Any) -> Batch:
+            return shard_sequence(batch, mesh)._replace(**{field: cut(getattr(batch, field))})
 
-        return cut
+        return shard_wrongly
 
     return _replaced(torchllm.train.step, "shard_sequence", change)
 
 
 def positions_counted_from_zero_on_every_rank() -> Any:
-    return _with_part(positions=lambda x: x.chunk(2, dim=1)[0])
+    return _with_part("positions", lambda x: x.chunk(2, dim=1)[0])
 
 
 def labels_of_contiguous_pieces() -> Any:
-    return _with_part(labels=lambda x: x.chunk(2, dim=1)[dist.get_rank()])
+    return _with_part("labels", lambda x: x.chunk(2, dim=1)[dist.get_rank()])
 
 
 def blocks_averaged() -> Any:
-    """Merged without their log-sum-exp."""
+    """Blocks are merged without their log-sum-exp."""
 
-    def average(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-        out.add_(other_out).div_(2)
-        lse.copy_(torch.logaddexp(lse, other_lse))
+    def average(into: PartialAttention, part: PartialAttention) -> None:
+        into.out.add_(part.out).div_(2)
+        into.lse.copy_(torch.logaddexp(into.lse, part.lse))
 
-    return _replaced(torchllm.parallel.ring, "merge", lambda real: average)
+    return _replaced(torchllm.parallel.ring, "merge", lambda merge: average)
 
 
 def lse_of_the_first_block_kept() -> Any:
-    """The output is right, so is the loss; the backward takes probabilities that do not sum to one."""
+    """Output and loss are right, but the backward takes probabilities that do not sum to one."""
 
-    def change(real: Any) -> Any:
-        def forgetful(out: Tensor, lse: Tensor, *other: Tensor) -> None:
-            real(out, lse.clone(), *other)
+    def change(merge: Any) -> Any:
+        def merge_without_lse(into: PartialAttention, part: PartialAttention) -> None:
+            merge(PartialAttention(into.out, into.lse.clone()), part)
 
-        return forgetful
+        return merge_without_lse
 
     return _replaced(torchllm.parallel.ring, "merge", change)
 
 
 def gradients_of_keys_and_values_left_where_they_are() -> Any:
-    """What a rank computes of another's keys and values does not go home."""
+    """The gradients that a rank computes of another rank's keys and values are lost."""
 
-    def change(backward: Any) -> Any:
-        def unsent(*args: Any) -> Any:
-            made: list[Any] = []  # over two ranks: keys and values, then their gradients
+    def change(ring_backward: Any) -> Any:
+        def backward(*args: Any) -> Any:
+            waits: list[Any] = []  # over two ranks: of the keys and values, then of their gradients
 
-            class Unsent(torchllm.parallel.ring.Exchange):
+            class LosesGradients(torchllm.parallel.ring.Exchange):
                 def wait(self) -> Tensor:
-                    made.append(self)
-                    return super().wait() * (len(made) < 2)
+                    waits.append(self)
+                    received = super().wait()
+                    return received if len(waits) == 1 else torch.zeros_like(received)
 
-            with mock.patch.object(torchllm.parallel.ring, "Exchange", Unsent):
-                return backward(*args)
+            with mock.patch.object(torchllm.parallel.ring, "Exchange", LosesGradients):
+                return ring_backward(*args)
 
-        return unsent
+        return backward
 
-    return _replaced(torchllm.parallel.ring, "_backward", change)
+    return _replaced(torchllm.parallel.ring, "ring_backward", change)
 
 
 def later_keys_seen() -> Any:
-    """The whole of an earlier rank's keys, its late piece too."""
+    """Queries see all keys of an earlier rank, those of its late piece too."""
 
-    def change(real: Any) -> Any:
-        def init(self: Any, ring: Any, number: int, length: int) -> None:
-            real(self, ring, number, length)
+    def change(init: Any) -> Any:
+        def init_with_all_keys(self: Any, ring: Any, number: int, length: int) -> None:
+            init(self, ring, number, length)
             self.keys = slice(0, length)
 
-        return init
+        return init_with_all_keys
 
-    return _replaced(torchllm.parallel.ring._Step, "__init__", change)
-
-
-def documents_of_this_rank_for_all() -> Any:
-    def change(real: Any) -> Any:
-        return lambda x, group: [x] * dist.get_world_size(group)
-
-    return _both("of_all_ranks", change)
+    return _replaced(torchllm.parallel.ring.RingStep, "__init__", change)
 
 
 @contextlib.contextmanager
-def _both(name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+def documents_of_this_rank_for_all() -> Iterator[None]:
+    """Every rank takes its own document ids for those of the other ranks."""
+
+    def repeat(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        return [x] * dist.get_world_size(group)
+
     with (
-        _replaced(torchllm.parallel.ring, name, change),
-        _replaced(torchllm.parallel.context, name, change),
+        mock.patch.object(torchllm.parallel.ring, "gather_from_ranks", repeat),
+        mock.patch.object(torchllm.parallel.context, "gather_from_ranks", repeat),
     ):
         yield
 
 
 def gradient_not_sent_back() -> Any:
-    """Of Ulysses: heads' gradients stay on the rank that computed them."""
-    kind = torchllm.parallel.context._AllToAll
-    return _replaced(kind, "backward", lambda real: staticmethod(lambda ctx, gradient: (gradient, None)))
+    """Ulysses: the gradients of heads stay on the rank that computed them."""
+    unsent = staticmethod(lambda ctx, gradient: (gradient, None))
+    return mock.patch.object(torchllm.parallel.context._AllToAll, "backward", unsent)
 
 
 def heads_in_the_wrong_order() -> Any:
-    """Of Ulysses: a rank gets its neighbour's heads; forward and backward agree with each other."""
+    """Ulysses: a rank gets its neighbour's heads; forward and backward agree with each other."""
 
-    def change(real: Any) -> Any:
-        return lambda x, group: real(x, group).flip(0)
+    def change(all_to_all: Any) -> Any:
+        return lambda x, group: all_to_all(x, group).flip(0)
 
     return _replaced(torchllm.parallel.context, "all_to_all", change)
 
@@ -345,7 +365,7 @@ def train_mutated(index: int) -> Trained | None:
 
 @pytest.mark.parametrize("index", range(len(MUTATIONS)), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
 def test_parity_fails_with(index: int) -> None:
-    got = run(train_mutated, 2, index)[0]
+    trained = run(train_mutated, 2, index)[0]
     with pytest.raises(AssertionError) as caught:
-        compare(got, reference({**MUTATIONS[index][1], "model.layers": 2}))
+        compare(trained, reference({**MUTATIONS[index][1], "model.layers": 2}))
     assert re.search(GRADIENT, str(caught.value)), caught.value

@@ -14,229 +14,300 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchllm.parallel.ring
 from tests.workers import run
 from torchllm.models.attention import EagerAttention
-from torchllm.parallel.attention_kernels import UNSEEN, BlockKernel, CpuKernel, EagerKernel, document_bias
+from torchllm.parallel.attention_kernels import (
+    UNSEEN,
+    BlockKernel,
+    CpuKernel,
+    EagerKernel,
+    KeyMask,
+    PartialAttention,
+    document_bias,
+)
 from torchllm.parallel.ring import Exchange, RingAttention, merge
 
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
 KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel()}
 EXACT = 1e-13  # of the largest element, in float64: the same sums in another order
 
-# document of each token; 48 tokens divide into 2 n pieces for n = 2, 3, 4
+TOKEN = torch.arange(LENGTH).expand(BATCH, LENGTH)
+# Document of each token; 48 tokens divide into 2 n pieces for n = 2, 3, 4 ranks.
 DOCUMENTS: dict[str, Tensor | None] = {
     "none": None,
-    "one": torch.zeros(BATCH, LENGTH, dtype=torch.int64),
-    "some": (torch.arange(LENGTH).unsqueeze(0) >= torch.tensor([[7], [30]])).long(),
-    "a token each": torch.arange(LENGTH).expand(BATCH, LENGTH).clone(),  # rows see nothing but themselves
-    "six tokens each": (torch.arange(LENGTH) // 6).expand(BATCH, LENGTH).clone(),  # of 2, 3 or 4 ranks whole blocks
-    "halves": (torch.arange(LENGTH) // 24).expand(BATCH, LENGTH).clone(),  # see nothing of another rank's piece
-    "ends apart": ((torch.arange(LENGTH) >= 6) & (torch.arange(LENGTH) < 42)).long().expand(BATCH, LENGTH).clone(),
+    "a single one": torch.zeros(BATCH, LENGTH, dtype=torch.int64),
+    "two": (torch.tensor([[7], [30]]) <= TOKEN).long(),
+    "a token each": TOKEN.clone(),  # a row sees nothing but itself
+    "six tokens each": TOKEN // 6,  # the pieces of 4 ranks
+    "halves": TOKEN // 24,
+    "ends apart": ((TOKEN >= 6) & (TOKEN < 42)).long(),  # one document in the middle, another at both ends
 }
 
 
-def tensors(dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, and a gradient of the output, of the whole sequence."""
+class Inputs(NamedTuple):
+    """Random inputs of an attention core: (B, S, heads, Q)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+
+    def part(self, rank: int, ranks: int) -> "Inputs":
+        return Inputs(*(part_of(x, rank, ranks) for x in self))
+
+
+class Results(NamedTuple):
+    """Output and gradients of an attention core."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def whole_inputs(dtype: torch.dtype) -> Inputs:
+    """Return the inputs of the whole sequence."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-        for heads in (HEADS, KV, KV, HEADS)
-    ]
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+
+    return Inputs(q=random(HEADS), k=random(KV), v=random(KV), d_out=random(HEADS))
 
 
-def mine(x: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's two pieces, by index: not the library's own way."""
+def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return a rank's two pieces, by index: not in the library's way."""
     size = LENGTH // (2 * ranks)
-    rows = [*range(rank * size, (rank + 1) * size), *range(LENGTH - (rank + 1) * size, LENGTH - rank * size)]
-    return x[:, rows]
+    early = range(rank * size, (rank + 1) * size)
+    late = range(LENGTH - (rank + 1) * size, LENGTH - rank * size)
+    return x[:, [*early, *late]]
 
 
-def around(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> list[Tensor]:
-    """On every rank: out, dq, dk, dv of its part."""
+def forward_backward(core: Any, inputs: Inputs, mask: Any) -> Results:
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    out = core(q, k, v, mask)
+    out.backward(inputs.d_out)
+    return Results(out.detach(), q.grad, k.grad, v.grad)
+
+
+def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
+    """On every rank: attention and gradients of the rank's part."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
     ring = RingAttention(mesh, KERNELS[kernel])
-    part = functools.partial(mine, rank=mesh.get_local_rank(), ranks=mesh.size())
-    *inputs, gradient = map(part, tensors(dtype))
-    inputs = [x.requires_grad_() for x in inputs]
-    out = ring(*inputs, ring.mask(None if documents is None else part(documents)))
-    out.backward(gradient)
-    return [out.detach(), *(x.grad for x in inputs)]
+    if documents is not None:
+        documents = part_of(documents, rank, ranks)
+    return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
 
 
-class WholeEager(EagerAttention):
-    """Attention over the whole sequence, in the inputs' own type: `EagerAttention` computes scores in float32."""
+class Float64Attention(EagerAttention):
+    """Attention over the whole sequence in the inputs' own type; `EagerAttention` computes scores in float32."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1) if mask is None else ~mask
+        if mask is None:
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         k, v = (x.repeat_interleave(HEADS // KV, dim=2) for x in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def whole(documents: Tensor | None) -> list[Tensor]:
-    """The same of the whole sequence in one process, float64."""
-    *inputs, gradient = tensors(torch.float64)
-    inputs = [x.requires_grad_() for x in inputs]
-    core = WholeEager()
-    out = core(*inputs, core.mask(documents))
-    out.backward(gradient)
-    return [out.detach(), *(x.grad for x in inputs)]
-
-
-def worst(found: list[list[Tensor]], documents: Tensor | None) -> float:
-    """Largest error of any rank's out, dq, dk, dv, over the largest element of that tensor or 1."""
+def worst_error(results_of_ranks: list[Results], documents: Tensor | None) -> float:
+    """Return the largest error of any rank's results, relative to the largest element of that tensor or 1."""
+    core = Float64Attention()
+    expected = forward_backward(core, whole_inputs(torch.float64), core.mask(documents))
     errors = []
-    for index, want in enumerate(whole(documents)):
-        for rank, results in enumerate(found):
-            assert results[index].shape == mine(want, rank, len(found)).shape
-            error = (results[index].double() - mine(want, rank, len(found))).abs().max()
-            errors.append(error / want.abs().max().clamp(min=1.0))  # a token that sees itself alone has no dq and dk
+    for rank, results in enumerate(results_of_ranks):
+        for result, whole in zip(results, expected, strict=True):
+            part = part_of(whole, rank, len(results_of_ranks))
+            assert result.shape == part.shape
+            error = (result.double() - part).abs().max()
+            errors.append(error / whole.abs().max().clamp(min=1.0))  # a token that sees itself alone: dq = dk = 0
     return float(max(errors))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_ring_is_attention_over_the_whole_sequence(name: str, ranks: int) -> None:
+    documents = DOCUMENTS[name]
     for kernel in KERNELS if ranks == 2 else ["sdpa"]:
-        assert worst(run(around, ranks, kernel, torch.float64, DOCUMENTS[name]), DOCUMENTS[name]) <= EXACT
+        results = run(on_the_ring, ranks, kernel, torch.float64, documents)
+        assert worst_error(results, documents) <= EXACT
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_lower_precision(dtype: torch.dtype, error: float) -> None:
     """bfloat16 rounds q, k, v, the scores' products and each block's result once, 2**-8; merging adds nothing."""
-    found = run(around, 4, "sdpa", dtype, DOCUMENTS["some"])
-    assert {x.dtype for results in found for x in results} == {dtype}
-    assert worst(found, DOCUMENTS["some"]) <= error
+    results_of_ranks = run(on_the_ring, 4, "sdpa", dtype, DOCUMENTS["two"])
+    for results in results_of_ranks:
+        assert {x.dtype for x in results} == {dtype}
+    assert worst_error(results_of_ranks, DOCUMENTS["two"]) <= error
 
 
-def seen(documents: Tensor, ranks: int) -> Tensor:
-    """Pairs that each rank's queries see of each rank's keys, per query: (rank, rank, B, S / n)."""
-    pairs = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()
-    return torch.stack(
-        [torch.stack([mine(mine(pairs, q, ranks).mT, k, ranks).sum(1) for k in range(ranks)]) for q in range(ranks)]
-    )
+def visible_pairs(name: str, ranks: int) -> dict[tuple[int, int], Tensor]:
+    """Return how many keys of rank k each query of rank q sees, (B, S / n), by (q, k)."""
+    documents = DOCUMENTS[name]
+    assert documents is not None
+    visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril()  # (B, queries, keys)
+    counts = {}
+    for q, k in itertools.product(range(ranks), repeat=2):
+        of_keys = part_of(visible, q, ranks).mT
+        counts[q, k] = part_of(of_keys, k, ranks).sum(1)
+    return counts
+
+
+def between_ranks(name: str, ranks: int) -> list[Tensor]:
+    return [count for (q, k), count in visible_pairs(name, ranks).items() if q != k]
 
 
 def test_there_are_rows_blocks_and_ranks_that_see_nothing() -> None:
-    """In the documents above: rows of a block, a block of keys for all rows, all other ranks for a whole rank."""
-
-    def others(count: Tensor) -> list[Tensor]:
-        return [count[q, k] for q, k in itertools.permutations(range(len(count)), 2)]
-
-    some, tokens, sixes, ends = (DOCUMENTS[name] for name in ("some", "a token each", "six tokens each", "ends apart"))
-    assert some is not None and tokens is not None and sixes is not None and ends is not None  # noqa: PT018
-    assert any(block.any() and not block.all() for block in others(seen(some, 2)))
-    assert not any(block.any() for block in others(seen(tokens, 4)))
-    blocks = others(seen(sixes, 3))  # pieces of 8 tokens, documents of 6
+    """The documents above hide from some queries: a block of another rank, every block of it, all other ranks."""
+    assert any(block.any() and not block.all() for block in between_ranks("two", 2))
+    assert not any(block.any() for block in between_ranks("a token each", 4))
+    blocks = between_ranks("six tokens each", 3)  # pieces of 8 tokens, documents of 6
     assert any(block.any() for block in blocks)
     assert any(not block.any() for block in blocks)
-    by_rank = seen(ends, 4)  # rank 0 has the document at both ends, and nothing else: of 12 tokens
-    assert not by_rank[0, 1:].any() and not by_rank[1:, 0].any()  # noqa: PT018
-    assert by_rank[2, 1].any()
+    pairs = visible_pairs("ends apart", 4)  # rank 0 holds the document at both ends, and nothing else
+    for rank in (1, 2, 3):
+        assert not pairs[0, rank].any()
+        assert not pairs[rank, 0].any()
+    assert pairs[2, 1].any()
 
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    q, k, v, _ = (x.transpose(1, 2) for x in tensors(torch.float64))
-    kernel, kv = EagerKernel(), torch.stack((k, v))
-    ids, nothing = torch.zeros(BATCH, LENGTH), torch.ones(BATCH, 10)
-    want = kernel.forward(q, kv, False, None)
-    out, lse = (x.clone() for x in kernel.forward(q, kv[:, :, :, :10], False, None))
-    merge(out, lse, *kernel.forward(q, kv[:, :, :, 10:12], False, None))
-    before = out.clone(), lse.clone()
-    bias = document_bias(ids, nothing, False, torch.float64)
-    merge(out, lse, *kernel.forward(q, kv[:, :, :, :10], False, bias))  # a block that nobody sees
-    assert torch.equal(out, before[0])
-    assert torch.equal(lse, before[1])
-    merge(out, lse, *kernel.forward(q, kv[:, :, :, 12:], False, None))
-    torch.testing.assert_close(out, want[0], rtol=0, atol=1e-14)
-    torch.testing.assert_close(lse, want[1], rtol=0, atol=1e-14)
-    assert lse.min() > UNSEEN / 2
+    inputs = whole_inputs(torch.float64)
+    q = inputs.q.transpose(1, 2)
+    kv = torch.stack((inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)))
+    kernel = EagerKernel()
+
+    def attend(first: int, last: int) -> PartialAttention:
+        return kernel.forward(q, kv[:, :, :, first:last], KeyMask())
+
+    attention = PartialAttention(*(x.clone() for x in attend(0, 10)))
+    merge(attention, attend(10, 12))
+    out, lse = attention.out.clone(), attention.lse.clone()
+    unseen = document_bias(torch.zeros(BATCH, LENGTH), torch.ones(BATCH, 10), False, torch.float64)
+    merge(attention, kernel.forward(q, kv[:, :, :, :10], KeyMask(bias=unseen)))  # changes nothing
+    assert torch.equal(attention.out, out)
+    assert torch.equal(attention.lse, lse)
+    merge(attention, attend(12, LENGTH))
+    expected = attend(0, LENGTH)
+    torch.testing.assert_close(attention.out, expected.out, rtol=0, atol=1e-14)
+    torch.testing.assert_close(attention.lse, expected.lse, rtol=0, atol=1e-14)
+    assert attention.lse.min() > UNSEEN / 2
 
 
 class Event(NamedTuple):
-    """What a rank does: "send", "receive", "compute" or "wait"; bytes sent, or pairs of queries and keys computed."""
+    """One thing that a rank does in a ring."""
 
     kind: str
+    """send, receive, compute or wait"""
     size: int
+    """bytes sent, received or waited for; pairs of queries and keys computed"""
 
 
 class Events(TorchDispatchMode):
-    """Of the ring, while it is active."""
+    """Records what the ring sends, receives and computes while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Event] = []
+        self.events: list[Event] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         if name == "c10d::send":
-            self.found.append(Event("send", sum(x.nbytes for x in args[0])))
+            self.events.append(Event("send", sum(x.nbytes for x in args[0])))
         elif name == "c10d::recv_":
-            self.found.append(Event("receive", sum(x.nbytes for x in args[0])))
-        elif "flash_attention_for_cpu" in name:
-            backward = "backward" in name
-            q, k = args[1:3] if backward else args[:2]
-            causal = (7 if backward else 4) < len(args) and args[7 if backward else 4]  # False is left out
-            pairs = q.shape[2] * (q.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2]
-            self.found.append(Event("compute", pairs))
+            self.events.append(Event("receive", sum(x.nbytes for x in args[0])))
+        elif name.endswith("flash_attention_for_cpu"):
+            self.events.append(_computes(*args[:2], causal=args[4:5]))
+        elif name.endswith("flash_attention_for_cpu_backward"):
+            self.events.append(_computes(*args[1:3], causal=args[7:8]))
         return func(*args, **(kwargs or {}))
 
 
-def events(dtype: torch.dtype) -> list[list[Event]]:
-    """Of this rank's forward, and of its backward."""
+def _computes(q: Tensor, k: Tensor, causal: tuple[bool, ...]) -> Event:
+    """causal: the kernel's argument, which torch drops where it is False, its default."""
+    queries, keys = q.shape[2], k.shape[2]
+    if any(causal):
+        return Event("compute", queries * (queries + 1) // 2)
+    return Event("compute", queries * keys)
+
+
+class RankEvents(NamedTuple):
+    """What one rank does in one forward and in its backward."""
+
+    forward: list[Event]
+    backward: list[Event]
+
+
+def record_events(dtype: torch.dtype) -> RankEvents:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     ring = RingAttention(mesh, CpuKernel())
-    part = functools.partial(mine, rank=mesh.get_local_rank(), ranks=mesh.size())
-    *inputs, gradient = map(part, tensors(dtype))
+    inputs = whole_inputs(dtype).part(mesh.get_local_rank(), mesh.size())
     wait = Exchange.wait
 
-    def noted(self: Exchange) -> Tensor:
-        trace.found.append(Event("wait", self.received.nbytes))
-        return wait(self)
+    def recorded_wait(exchange: Exchange) -> Tensor:
+        recorder.events.append(Event("wait", exchange.received.nbytes))
+        return wait(exchange)
 
-    found = []
-    with mock.patch.object(torchllm.parallel.ring.Exchange, "wait", noted):
-        with Events() as trace:
-            out = ring(*(x.requires_grad_() for x in inputs), None)
-        found.append(trace.found)
-        with Events() as trace:
-            out.backward(gradient)
-        found.append(trace.found)
-    return found
+    with mock.patch.object(torchllm.parallel.ring.Exchange, "wait", recorded_wait):
+        with Events() as recorder:
+            out = ring(*(x.requires_grad_() for x in inputs[:3]), None)
+        forward = recorder.events
+        with Events() as recorder:
+            out.backward(inputs.d_out)
+    return RankEvents(forward, recorder.events)
 
 
 @functools.cache
-def events_of(ranks: int, dtype: torch.dtype = torch.float32) -> list[list[list[Event]]]:
-    return run(events, ranks, dtype)
+def events_of(ranks: int, dtype: torch.dtype = torch.float32) -> list[RankEvents]:
+    return run(record_events, ranks, dtype)
+
+
+def sizes(events: list[Event], kind: str) -> list[int]:
+    return [event.size for event in events if event.kind == kind]
+
+
+FORWARD_KINDS = {
+    2: ["send", "receive", "compute", "wait", "compute"],
+    4: ["send", "receive", "compute", "wait"] * 3 + ["compute"],
+}
+BACKWARD_KINDS = {
+    2: [
+        *["send", "receive", "compute", "wait"],  # the own block: its gradient stays here
+        *["compute", "send", "receive", "wait"],  # the last block, and the only gradient's way home
+    ],
+    4: [
+        *["send", "receive", "compute", "wait"],  # the own block: its gradient stays here
+        *["send", "receive", "compute", "send", "receive", "wait"],  # the first gradient leaves
+        *["send", "receive", "compute", "wait", "send", "receive", "wait"],
+        *["compute", "wait", "send", "receive", "wait"],  # only the last hop is waited for at once
+    ],
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_next_exchange_is_under_way_while_a_block_computes(ranks: int) -> None:
-    """And the gradients of keys and values travel beside the next block's; only their last hop is waited for."""
-    for forward, backward in events_of(ranks):
-        order = [event.kind for event in forward]
-        assert order == ["send", "receive", "compute", "wait"] * (ranks - 1) + ["compute"]
-        order = [event.kind for event in backward]
-        first = ["send", "receive", "compute", "wait"]  # the own block: its gradient stays here
-        second = ["send", "receive", "compute", "send", "receive", "wait"]
-        later = ["send", "receive", "compute", "wait", "send", "receive", "wait"]
-        last = ["compute", *(["wait"] if ranks > 2 else []), "send", "receive", "wait"]
-        assert order == first + (second if ranks > 2 else []) + later * (ranks - 3) + last
+    """The gradients of keys and values travel beside the next block's; only their last hop is waited for."""
+    for events in events_of(ranks):
+        assert [event.kind for event in events.forward] == FORWARD_KINDS[ranks]
+        assert [event.kind for event in events.backward] == BACKWARD_KINDS[ranks]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent(ranks: int, dtype: torch.dtype) -> None:
-    """Of each rank: keys and values of the other ranks, forward and backward, and as many gradients in float32."""
+    """Each rank sends n - 1 times keys and values, forward and backward, and as many gradients in float32."""
     numbers = (ranks - 1) * 2 * BATCH * LENGTH // ranks * KV * WIDTH
-    for forward, backward in events_of(ranks, dtype):
-        assert sum(event.size for event in forward if event.kind == "send") == numbers * dtype.itemsize
-        assert sum(event.size for event in backward if event.kind == "send") == numbers * (dtype.itemsize + 4)
+    for events in events_of(ranks, dtype):
+        assert sum(sizes(events.forward, "send")) == numbers * dtype.itemsize
+        assert sum(sizes(events.backward, "send")) == numbers * (dtype.itemsize + 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_computes_as_much_in_every_step(ranks: int) -> None:
-    """Half a block of s x s; the causal one has its diagonal too."""
+    """Every step is half a block of s x s pairs; the causal one has its diagonal too."""
     part = LENGTH // ranks
-    for forward, backward in events_of(ranks):
-        for found in (forward, backward):
-            pairs = [event.size for event in found if event.kind == "compute"]
-            assert pairs == [part * (part + 1) // 2] + [part * part // 2] * (ranks - 1)
+    causal, half = part * (part + 1) // 2, part * part // 2
+    for events in events_of(ranks):
+        assert sizes(events.forward, "compute") == [causal] + [half] * (ranks - 1)
+        assert sizes(events.backward, "compute") == [causal] + [half] * (ranks - 1)

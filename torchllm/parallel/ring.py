@@ -1,17 +1,17 @@
 """Ring attention: keys and values go round the ranks while each computes (Liu et al. 2023; zigzag as in Llama 3).
 
-Sharded: the sequence. Of 2 n equal pieces rank r of n holds pieces r and 2 n - 1 - r, so that each step of the ring is
-the same work for every rank, half a block of scores:
+Sharded: the sequence. Of 2 n equal pieces rank r of n holds pieces r and 2 n - 1 - r ("zigzag"), so that each step of
+the ring is the same work for every rank, half a block of scores:
   the rank's own keys          causal
   keys of an earlier rank      all queries over the first piece of keys
   keys of a later rank         the second piece of queries over all keys
 
-Sent, per layer and rank, to the next rank: forward n - 1 times the keys and values of one rank, 2 x B x S / n x K x Q
-numbers; backward again n - 1 times these, and as often their gradients, in float32. Heads are not expanded. What the
-next step needs is under way while this one computes. Document ids are gathered once a forward, in `mask`.
+Sent, per layer and rank, to the next rank of the ring, while it computes the current step: in the forward n - 1 times
+the keys and values of one rank, 2 x B x S / n x K x Q numbers; in the backward again n - 1 times these, and n - 1 times
+their gradients, in float32. Heads are not expanded. The document ids are gathered once per forward, in `mask`.
 
-What is merged is merged in float32. Saved for the backward: this rank's q, k, v, out and lse; under selective
-recomputation out and lse are kept as results of one operation, so that nothing is computed or sent again.
+Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
+out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
 
 from typing import Any
@@ -21,144 +21,174 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.parallel.attention_kernels import BlockKernel, document_bias
+from torchllm.parallel.attention_kernels import BlockKernel, KeyMask, PartialAttention, document_bias
 from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
 
 
 class RingAttention(nn.Module):
-    """An attention core over a sequence of which each rank of `mesh` (one axis) has two pieces."""
+    """An attention core over a sequence of which each rank of `mesh` (one dimension) holds two pieces."""
 
     def __init__(self, mesh: DeviceMesh, kernel: BlockKernel) -> None:
         super().__init__()
-        self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.ranks = mesh.size()
         self.kernel = kernel
 
     def mask(self, document_ids: Tensor | None) -> Tensor | None:
-        """This rank's ids (B, S / n) -> those of every rank (n, B, S / n)."""
-        return None if document_ids is None else torch.stack(of_all_ranks(document_ids, self.group))
+        """Gather the document ids: this rank's (B, S / n) -> every rank's (n, B, S / n)."""
+        if document_ids is None:
+            return None
+        return torch.stack(gather_from_ranks(document_ids, self.group))
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q (B, S / n, H, Q), k and v (B, S / n, K, Q), mask: document ids (n, B, S / n) -> (B, S / n, H, Q)"""
+        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q), mask: document ids (n, B, S / n) -> (B, S / n, H, Q)."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _Ring.apply(q, torch.stack((k, v)), mask, self).transpose(1, 2)
+        out = _Ring.apply(q, torch.stack((k, v)), mask, self)
+        return out.transpose(1, 2)
 
 
-def of_all_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """A tensor of each rank of a group, in their order."""
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, x.contiguous(), group=group)
-    return found
+def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors `x` of all ranks of a group, in order of rank."""
+    tensors = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, x.contiguous(), group=group)
+    return tensors
 
 
 class Exchange:
     """A tensor on its way to the next rank of the ring, and the previous rank's on its way here."""
 
     def __init__(self, tensor: Tensor, ring: RingAttention) -> None:
-        self.sent, self.received = tensor, torch.empty_like(tensor)  # what is sent must stay until it has left
-        after, before = (ring.rank + 1) % ring.ranks, (ring.rank - 1) % ring.ranks
+        self.sent = tensor  # must stay alive until it has left
+        self.received = torch.empty_like(tensor)
+        next_rank = (ring.rank + 1) % ring.ranks
+        previous_rank = (ring.rank - 1) % ring.ranks
+        send = dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=next_rank)
+        receive = dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=previous_rank)
         with messages(ring.group):
-            self.works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=after),
-                    dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=before),
-                ]
-            )
+            self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
-        """What came from the previous rank."""
+        """Wait for both transfers; returns what the previous rank sent."""
         for work in self.works:
             work.wait()
         return self.received
 
 
-class _Step:
-    """One step of a ring: which queries meet which keys, and how."""
+class RingStep:
+    """One step of a ring: which of this rank's queries meet which keys of rank `source`."""
 
     def __init__(self, ring: RingAttention, number: int, length: int) -> None:
-        self.rank, self.source = ring.rank, (ring.rank - number) % ring.ranks
-        self.causal = self.source == ring.rank
+        """number: 0 to n - 1, counted from the rank's own keys. length: tokens per rank, S / n."""
+        self.rank = ring.rank
+        self.source = (ring.rank - number) % ring.ranks
         half = length // 2
-        self.queries = slice(half, length) if self.source > ring.rank else slice(0, length)
-        self.keys = slice(0, half) if self.source < ring.rank else slice(0, length)
+        self.queries = slice(0, length)
+        self.keys = slice(0, length)
+        if self.source < ring.rank:
+            self.keys = slice(0, half)
+        elif self.source > ring.rank:
+            self.queries = slice(half, length)
 
-    def bias(self, documents: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What hides other documents; with them it hides later tokens as well."""
+    def mask(self, documents: Tensor | None, dtype: torch.dtype) -> KeyMask:
+        """Return what hides later tokens and, given the document ids (n, B, S / n), other documents."""
+        causal = self.source == self.rank
         if documents is None:
-            return None
-        mine, theirs = documents[self.rank, :, self.queries], documents[self.source, :, self.keys]
-        return document_bias(mine, theirs, self.causal, dtype)
+            return KeyMask(causal=causal)
+        query_ids = documents[self.rank, :, self.queries]
+        key_ids = documents[self.source, :, self.keys]
+        return KeyMask(bias=document_bias(query_ids, key_ids, causal, dtype))
 
 
 class _Ring(torch.autograd.Function):
-    """q (B, H, S, Q), kv (2, B, K, S, Q), documents (n, B, S) or None, of a rank -> out (B, H, S, Q); S is S / n."""
+    """Maps q (B, H, S / n, Q), kv (2, B, K, S / n, Q), document ids (n, B, S / n) or None -> out (B, H, S / n, Q)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> Tensor:
-        out, lse = computed_once(lambda: _forward(q, kv, documents, ring))
+        out, lse = computed_once(lambda: ring_forward(q, kv, documents, ring))
         ctx.ring = ring
         ctx.save_for_backward(q, kv, documents, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, documents, out, lse = ctx.saved_tensors
-        dq, dkv = _backward(gradient, q, kv, documents, out, lse, ctx.ring)
+        dq, dkv = ring_backward(d_out, q, kv, documents, PartialAttention(out, lse), ctx.ring)
         return dq, dkv, None, None
 
 
-def _forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> tuple[Tensor, Tensor]:
-    """out, lse"""
-    block, out, lse = kv, q.new_empty(0), q.new_empty(0)
+def ring_forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> PartialAttention:
+    """Return the attention of this rank's queries over the keys of all ranks."""
+    block = kv  # keys and values of rank step.source
     for number in range(ring.ranks):
-        coming = Exchange(block, ring) if number + 1 < ring.ranks else None
-        step = _Step(ring, number, q.shape[2])
-        bias = step.bias(documents, q.dtype)
-        causal = step.causal and bias is None
-        part = ring.kernel.forward(q[:, :, step.queries], block[:, :, :, step.keys], causal, bias)
+        incoming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        step = RingStep(ring, number, length=q.shape[2])
+        mask = step.mask(documents, q.dtype)
+        part = ring.kernel.forward(q[:, :, step.queries], block[:, :, :, step.keys], mask)
         if number == 0:
-            out, lse = part[0].to(_wide(q)), part[1]
+            attention = PartialAttention(part.out.to(_wide(q)), part.lse)
         else:
-            merge(out[:, :, step.queries], lse[:, :, step.queries], *part)
-        block = coming.wait() if coming else block
-    return out.to(q.dtype), lse
+            merge(attention.rows(step.queries), part)
+        if incoming is not None:
+            block = incoming.wait()
+    return PartialAttention(attention.out.to(q.dtype), attention.lse)
 
 
-def _backward(
-    gradient: Tensor, q: Tensor, kv: Tensor, documents: Tensor | None, out: Tensor, lse: Tensor, ring: RingAttention
+def ring_backward(
+    d_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    documents: Tensor | None,
+    attention: PartialAttention,
+    ring: RingAttention,
 ) -> tuple[Tensor, Tensor]:
-    """dq, dkv"""
-    dq, own = (torch.zeros_like(x, dtype=_wide(x)) for x in (q, kv))
-    block = kv
+    """Return dq and dkv of this rank, given the `attention` of its queries over the keys of all ranks."""
+    dq = torch.zeros_like(q, dtype=_wide(q))
+    dkv = torch.zeros_like(kv, dtype=_wide(kv))
+    block = kv  # keys and values of rank step.source
     returning: Exchange | None = None  # gradients of keys and values, on their way round to their owner
     for number in range(ring.ranks):
-        coming = Exchange(block, ring) if number + 1 < ring.ranks else None
-        step = _Step(ring, number, q.shape[2])
-        bias = step.bias(documents, q.dtype)
-        rows = (slice(None), slice(None), step.queries)
-        causal = step.causal and bias is None
-        dq_part, *dkv_part = ring.kernel.backward(
-            gradient[rows], q[rows], block[:, :, :, step.keys], out[rows], lse[rows], causal, bias
+        incoming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        step = RingStep(ring, number, length=q.shape[2])
+        gradients = ring.kernel.backward(
+            d_out[:, :, step.queries],
+            q[:, :, step.queries],
+            block[:, :, :, step.keys],
+            attention.rows(step.queries),
+            step.mask(documents, q.dtype),
         )
-        dq[rows] += dq_part
-        total = own if number == 0 else torch.zeros_like(own) if returning is None else returning.wait()
-        for side, part in zip(total, dkv_part, strict=True):
-            side[:, :, step.keys] += part
+        dq[:, :, step.queries] += gradients.dq
+        if number == 0:
+            d_block = dkv
+        elif returning is None:
+            d_block = torch.zeros_like(dkv)
+        else:
+            d_block = returning.wait()
+        d_block[0, :, :, step.keys] += gradients.dk
+        d_block[1, :, :, step.keys] += gradients.dv
         if number > 0:
-            returning = Exchange(total, ring)
-        block = coming.wait() if coming else block
+            returning = Exchange(d_block, ring)
+        if incoming is not None:
+            block = incoming.wait()
     if returning is not None:
-        own += returning.wait()
-    return dq.to(q.dtype), own.to(kv.dtype)
+        dkv += returning.wait()
+    return dq.to(q.dtype), dkv.to(kv.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    """Return the type in which results are merged: float32, or x's own if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Attention over two sets of keys from attention over each, into `out` (B, H, S, Q) and `lse` (B, H, S)."""
-    both = torch.logaddexp(lse, other_lse)
-    out.mul_((lse - both).exp().unsqueeze(-1)).addcmul_(other_out.to(out.dtype), (other_lse - both).exp().unsqueeze(-1))
-    lse.copy_(both)
+def merge(into: PartialAttention, part: PartialAttention) -> None:
+    """Make `into` the attention over both sets of keys, in place.
+
+    Each out is weighted by its share of the sum of exp(scores): exp(lse - logaddexp(both lse)).
+    """
+    lse = torch.logaddexp(into.lse, part.lse)
+    into_weight = (into.lse - lse).exp().unsqueeze(-1)
+    part_weight = (part.lse - lse).exp().unsqueeze(-1)
+    into.out.mul_(into_weight).addcmul_(part.out.to(into.out.dtype), part_weight)
+    into.lse.copy_(lse)

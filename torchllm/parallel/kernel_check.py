@@ -1,0 +1,112 @@
+"""Checks, before training, that this device's fused attention does what ring attention needs of it.
+
+Nothing is sharded or sent. A kernel that is wrong on some device, type or mask would train a wrong model without a
+word; a small block of each kind that a ring has is compared with the eager kernel instead.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchllm.config.errors import UserError
+from torchllm.parallel.attention_kernels import (
+    UNSEEN,
+    BlockKernel,
+    EagerKernel,
+    KeyMask,
+    PartialAttention,
+    document_bias,
+)
+
+LENGTH = 48
+"""queries and keys of the blocks"""
+DOCUMENT_LENGTH = 20
+TOLERANCES = {
+    torch.float32: 1e-3,  # allows for products in tf32
+    torch.bfloat16: 3e-2,  # allows for the rounding of bfloat16, 2**-8, in sums of some terms
+}
+"""largest difference, of the largest element"""
+
+
+class _Inputs(NamedTuple):
+    """Random inputs of one block."""
+
+    q: Tensor
+    """(1, H, S, Q)"""
+    kv: Tensor
+    """(2, 1, K, S, Q)"""
+    d_out: Tensor
+    """(1, H, S, Q)"""
+
+    def to(self, dtype: torch.dtype) -> "_Inputs":
+        return _Inputs(self.q.to(dtype), self.kv.to(dtype), self.d_out.to(dtype))
+
+
+def check_kernel(kernel: BlockKernel, device: torch.device, groups: int, width: int) -> None:
+    """Compare a kernel with the eager one on each kind of block that a ring has.
+
+    groups: query heads per key-value head; width: of a head. Raises UserError if they differ or the kernel fails.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads = (2 * groups, LENGTH, width)
+    q = torch.randn(1, *heads, generator=generator).to(device)
+    d_out = torch.randn(1, *heads, generator=generator).to(device)
+    kv = torch.randn(2, 1, 2, LENGTH, width, generator=generator).to(device)
+    inputs = _Inputs(q, kv, d_out)
+    for dtype, tolerance in TOLERANCES.items():
+        for mask in _masks(device):
+            _compare(kernel, inputs, mask, dtype, tolerance)
+
+
+def _masks(device: torch.device) -> list[KeyMask]:
+    """Return one mask of each kind, without and with documents: a rank's own keys, and those of another rank."""
+    ids = torch.arange(LENGTH, device=device).unsqueeze(0) // DOCUMENT_LENGTH
+    same_rank = document_bias(ids, ids, True, torch.float32)
+    other_rank = document_bias(ids, ids + 1, False, torch.float32)  # some rows see nothing
+    return [KeyMask(causal=True), KeyMask(), KeyMask(bias=same_rank), KeyMask(bias=other_rank)]
+
+
+def _compare(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask, dtype: torch.dtype, tolerance: float) -> None:
+    """Raise UserError if `kernel` in `dtype` differs from the eager kernel in float32."""
+    expected = _forward_backward(EagerKernel(), inputs, mask)
+    if mask.bias is not None:
+        mask = KeyMask(bias=mask.bias.to(dtype))
+    try:
+        results = _forward_backward(kernel, inputs.to(dtype), mask)
+    except RuntimeError as error:
+        raise _unusable(dtype, str(error).splitlines()[0]) from error
+    for name, expected_result in expected.items():
+        difference = (results[name].float() - expected_result).abs().max()
+        relative = float(difference / expected_result.abs().max())
+        if not relative <= tolerance:  # not `>`: nan must fail
+            raise _unusable(dtype, f"{name} is off by {relative:.1e}")
+
+
+def _forward_backward(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> dict[str, Tensor]:
+    """Return out, lse, dq, dk and dv by name.
+
+    As in a ring, the tensors are slices of larger ones, and the backward gets the out and lse of rows that have seen
+    more than this block. The out of a row that sees nothing is cleared: its weight is 0, so it may be anything.
+    """
+    q = _as_second_half(inputs.q)
+    d_out = _as_second_half(inputs.d_out)
+    out, lse = kernel.forward(q, inputs.kv, mask)
+    sees_nothing = lse < UNSEEN / 2
+    out = _as_second_half(out.masked_fill(sees_nothing.unsqueeze(-1), 0.0))
+    lse = _as_second_half(lse.logaddexp(torch.ones_like(lse)))
+    gradients = kernel.backward(d_out, q, inputs.kv, PartialAttention(out, lse), mask)
+    return {"out": out, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+
+
+def _as_second_half(x: Tensor) -> Tensor:
+    """Return the same numbers as a view of the second half of twice as many rows."""
+    return torch.cat((torch.zeros_like(x), x), dim=2)[:, :, x.shape[2] :]
+
+
+def _unusable(dtype: torch.dtype, reason: str) -> UserError:
+    name = str(dtype).removeprefix("torch.")
+    return UserError(
+        f"parallel.cp: this device's fused attention does not do what the ring needs in {name} ({reason}): "
+        'use model.attention = "eager", or parallel.cp_method = "ulysses"'
+    )
