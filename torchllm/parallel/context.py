@@ -60,10 +60,11 @@ def shard_sequence(batch: Batch, mesh: Mesh) -> Batch:
     rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
     if ranks == 1:
         return batch
+    count = ranks
+    indices = [rank]
     if mesh.cp_method == "ring":
-        count, indices = 2 * ranks, (rank, 2 * ranks - 1 - rank)
-    else:
-        count, indices = ranks, (rank,)
+        count = 2 * ranks
+        indices = [rank, count - 1 - rank]
 
     def part(x: Tensor) -> Tensor:
         pieces = x.chunk(count, dim=1)
