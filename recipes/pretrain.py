@@ -8,7 +8,8 @@ To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.p
 
 import sys
 
-from torchllm.config import Config, load_configs, write_config
+from torchllm.config import Config, write_config
+from torchllm.start import load_configs
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     CONFIGS = load_configs(sys.argv[1:])

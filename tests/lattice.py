@@ -24,9 +24,9 @@ from tests.parity import Settings, check, tiny, with_settings, world_size
 from torchllm import config as c
 from torchllm.config import SCHEDULES, Config
 from torchllm.config.checks import problems
-from torchllm.config.load import dump_toml
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import read_files
+from torchllm.config.write import dump_toml
 
 Layout = Settings
 MOST_RANKS = 8

@@ -64,7 +64,7 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
 def world_size(config: Config) -> int:
     """Ranks of a config's layout."""
-    return math.prod(getattr(config.parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    return config.parallel.ranks
 
 
 def step_batch(config: Config, step: int, ragged: bool) -> Batch:

@@ -35,7 +35,6 @@ ROOMS = [
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
-TO_BE_CUT = {"config.load": {"spec.cluster", "planner.search.auto"}}
 TORCH_FREE = {"resources", "config", "spec", "planner", "start", "environment", "cli"}
 
 PRIVATE = {  # what only torch_compat.py may do, and where else and why
@@ -111,7 +110,6 @@ def test_the_files_are_found() -> None:
 def test_rooms_import_only_rooms_above_them(module: str) -> None:
     allowed = ROOMS[: ROOMS.index(room_of(module)) + 1]
     wrong = [other for other in own_imports(MODULES[module]) if room_of(other) not in allowed]
-    wrong = [other for other in wrong if other not in TO_BE_CUT.get(module, ())]
     assert not wrong, f"{module} may not import {wrong}"
 
 

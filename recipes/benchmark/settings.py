@@ -23,8 +23,9 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from torchllm.config import Config, Count, Natural, Positive, Run, load_config
+from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.resources import resource
+from torchllm.start import load_configs
 
 NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
 """each a function of this name in the file NAME.py beside this one"""
@@ -80,4 +81,4 @@ def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
     elif not any(word.endswith(".toml") for word in rest):
         rest.insert(0, str(resource("train_configs/debug.toml")))
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
-    return name, load_config(rest, schema=BenchmarkConfig)
+    return name, load_configs(rest, BenchmarkConfig)[0]

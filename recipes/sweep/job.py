@@ -12,11 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchllm.config import Config, load_config
+from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.planner.evidence.rows import measurement_of
 from torchllm.planner.search.auto import cluster_with_gpu, device, planned
 from torchllm.resources import resource
+from torchllm.start import load_configs
 
 Layout = tuple[str, ...]
 """overrides of the command line"""
@@ -47,15 +48,14 @@ def resolve_layout(config: str, layout: Layout, processes: int) -> tuple[Config 
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             # As a dry run, which speaks of ranks without being one.
-            resolved = load_config([config, *layout, "--run.dry_run=true", "--run.folder=unused"])
+            [resolved, *_] = load_configs([config, *layout, "--run.dry_run=true", "--run.folder=unused"])
     except SystemExit:
         return None, "; ".join(said.getvalue().strip().splitlines())
     finally:
         os.environ.pop("NPROC") if before is None else os.environ.update(NPROC=before)
-    parallel = resolved.parallel
-    world = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    if world != processes:
-        return None, f"needs {world} ranks, not {processes}"
+    ranks = resolved.parallel.ranks
+    if ranks != processes:
+        return None, f"needs {ranks} ranks, not {processes}"
     return resolved, ""
 
 

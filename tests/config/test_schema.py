@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Parallel, Source, data_ranks, gradient_accumulation
+from torchllm.config import Config, Parallel, Source, gradient_accumulation
 from torchllm.config.checks import Problem, problems, resolve_degrees
 from torchllm.config.help import field_docs
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def change(**keys: Any) -> Config:
@@ -29,7 +27,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
 
 ULYSSES = {"parallel__cp_method": "ulysses"}
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
-    ({"model__heads": 3}, None, ["model.heads", "model.head_dim"]),
+    ({"model__heads": 3}, None, ["model.heads"]),
     ({"model__heads": 3, "model__head_dim": 2}, None, []),
     ({"model__kv_heads": 3}, None, ["model.kv_heads"]),
     ({"model__head_dim": 3}, None, ["model.head_dim"]),
@@ -99,45 +97,50 @@ def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, holds:
     ]
 
 
-DEGREES: list[tuple[tuple[int, ...], int | None, tuple[int, ...]]] = [  # degrees, world size, resolved
-    ((1, 1, -1, 1, 1), 8, (1, 1, 8, 1, 1)),
-    ((1, 1, -1, 1, 2), 8, (1, 1, 4, 1, 2)),
-    ((1, -1, 8, 1, 1), 64, (1, 8, 8, 1, 1)),
-    ((2, 3, 4, 5, 6), None, (2, 3, 4, 5, 6)),
-    ((2, 3, 4, 5, 6), 720, (2, 3, 4, 5, 6)),
+ALL_FIVE = Parallel(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6)
+DEGREES: list[tuple[Parallel, int | None, Parallel]] = [  # as written, number of ranks, resolved
+    (Parallel(dp_shard=-1), 8, Parallel(dp_shard=8)),
+    (Parallel(dp_shard=-1, tp=2), 8, Parallel(dp_shard=4, tp=2)),
+    (Parallel(dp_replicate=-1, dp_shard=8), 64, Parallel(dp_replicate=8, dp_shard=8)),
+    (ALL_FIVE, None, ALL_FIVE),
+    (ALL_FIVE, 720, ALL_FIVE),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "world", "resolved"), DEGREES)
-def test_degrees(degrees: tuple[int, ...], world: int | None, resolved: tuple[int, ...]) -> None:
-    parallel = Parallel(**dict(zip(AXES, degrees, strict=True)))  # type: ignore[arg-type]
-    assert resolve_degrees(parallel, world) == (dict(zip(AXES, resolved, strict=True)), [])
+@pytest.mark.parametrize(("written", "world", "resolved"), DEGREES)
+def test_degrees(written: Parallel, world: int | None, resolved: Parallel) -> None:
+    assert resolve_degrees(written, world) == (resolved, [])
 
 
-WRONG_DEGREES: list[tuple[tuple[int, ...], int | None, str, str]] = [
-    ((1, 1, 0, 1, 1), 8, "parallel.dp_shard", "at least 1"),
-    ((1, 0, 1, 1, 1), 8, "parallel.dp_replicate", "at least 1"),
-    ((1, -1, -1, 1, 1), 8, "parallel.dp_replicate", "only one"),
-    ((1, 1, -1, 1, 1), None, "parallel.dp_shard", "set NPROC"),
-    ((1, -1, 4, 1, 1), 6, "parallel.dp_replicate", "6 ranks do not divide by pp 1 x dp_shard 4 x cp 1 x tp 1"),
-    ((1, 1, 4, 1, 2), 6, "parallel.dp_shard", "= 8 ranks, but there are 6"),
+WRONG_DEGREES: list[tuple[Parallel, int | None, str, str]] = [  # number of ranks, the key to change, why
+    (Parallel(dp_shard=0), 8, "parallel.dp_shard", "at least 1"),
+    (Parallel(dp_replicate=0, dp_shard=1), 8, "parallel.dp_replicate", "at least 1"),
+    (Parallel(dp_replicate=-1, dp_shard=-1), 8, "parallel.dp_replicate", "only one"),
+    (Parallel(dp_shard=-1), None, "parallel.dp_shard", "set NPROC"),
+    (
+        Parallel(dp_replicate=-1, dp_shard=4),
+        6,
+        "parallel.dp_replicate",
+        "6 ranks are no multiple of pp 1 x dp_shard 4 x cp 1 x tp 1 = 4",
+    ),
+    (Parallel(dp_shard=4, tp=2), 6, "parallel.dp_shard", "= 8 ranks, but there are 6"),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "world", "key", "message"), WRONG_DEGREES)
-def test_wrong_degrees(degrees: tuple[int, ...], world: int | None, key: str, message: str) -> None:
-    parallel = Parallel(**dict(zip(AXES, degrees, strict=True)))  # type: ignore[arg-type]
-    _, found = resolve_degrees(parallel, world)
-    assert [problem.key for problem in found] == [key]
-    assert message in found[0].message
-    assert isinstance(found[0], Problem)
+@pytest.mark.parametrize(("parallel", "world", "key", "message"), WRONG_DEGREES)
+def test_wrong_degrees(parallel: Parallel, world: int | None, key: str, message: str) -> None:
+    unresolved, (problem,) = resolve_degrees(parallel, world)
+    assert unresolved == parallel
+    assert problem.key == key
+    assert message in problem.message
 
 
 def test_accumulation() -> None:
-    degrees, _ = resolve_degrees(Parallel(dp_replicate=2, dp_shard=-1, tp=2), 16)
-    assert data_ranks(degrees) == 8
+    parallel, _ = resolve_degrees(Parallel(dp_replicate=2, dp_shard=-1, tp=2), 16)
+    assert parallel.data_ranks == 8
+    assert parallel.ranks == 16
     training = replace(Config().training, global_batch_size=64, micro_batch_size=2)
-    assert gradient_accumulation(training, data_ranks(degrees)) == 4
+    assert gradient_accumulation(training, parallel.data_ranks) == 4
 
 
 @pytest.mark.parametrize("section", [*fields(Config), Source], ids=lambda section: getattr(section, "name", "source"))

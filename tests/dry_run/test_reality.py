@@ -129,7 +129,7 @@ def really_held(settings: Settings) -> dict[str, Any]:
 def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
     """The same, from the dry run."""
     config = tiny(settings)
-    count = gradient_accumulation(config.training, config.parallel.dp_replicate * config.parallel.dp_shard)
+    count = gradient_accumulation(config.training, config.parallel.data_ranks)
     traced: Traced = apart(trace, config, torch.float32, pp_rank, count, config.parallel.pp, pp_rank)
     tail = traced.spans[-1].start
     sent: Counter[str] = Counter()

@@ -44,7 +44,7 @@ def layout(name: str, layers: int = 4, **more: Any) -> Layout:
     mode, length, micro = more.pop("mode", "none"), more.pop("length", 2048), more.pop("micro", 1)
     count, chunk = more.pop("count", 2), more.pop("chunk", 0)
     parallel = c.Parallel(**{"dp_shard": 1, **more})
-    batch = count * micro * parallel.dp_replicate * parallel.dp_shard
+    batch = count * micro * parallel.data_ranks
     training = c.Training(
         micro_batch_size=micro, global_batch_size=batch, sequence_length=length, loss_chunk=chunk, dtype="bfloat16"
     )
@@ -62,7 +62,7 @@ def memory(
     piece = Piece(
         training.micro_batch_size, tokens, length, parallel.tp, parallel.tp if parallel.sequence_parallel else 1
     )
-    count = training.global_batch_size // (training.micro_batch_size * parallel.dp_replicate * parallel.dp_shard)
+    count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     kernels = kernels or Kernels("eager" if model.attention == "eager" else "flash2")
     stages = [StageSize(split[at], at == 0, at == len(split) - 1) for at in stage_of_rank(parallel, rank)]
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, count, rank)

@@ -1,6 +1,9 @@
-"""The config of a run: `Config` and its sections, `load_config` to read one, `write_config` to save one. No torch."""
+"""The config of a run: `Config` and its sections, `load_config` to read one, `write_config` to save one. No torch.
 
-from torchllm.config.load import load_config, load_configs, write_config
+A recipe whose layout the planner may choose reads its config with `torchllm.start.load_configs`.
+"""
+
+from torchllm.config.load import load_config
 from torchllm.config.schema import (
     FAMILIES,
     SCHEDULES,
@@ -29,9 +32,9 @@ from torchllm.config.schema import (
     Schedule,
     Source,
     Training,
-    data_ranks,
     gradient_accumulation,
 )
+from torchllm.config.write import write_config
 
 __all__ = [
     "FAMILIES",
@@ -61,9 +64,7 @@ __all__ = [
     "Schedule",
     "Source",
     "Training",
-    "data_ranks",
     "gradient_accumulation",
     "load_config",
-    "load_configs",
     "write_config",
 ]

@@ -1,110 +1,142 @@
 """The command line of a recipe: `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`."""
 
 import re
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin
 
 from torchllm.config.read import field_types, plain_type, type_at
 from torchllm.config.toml import KeyPath, Layer, dotted, parse_value, shown
 
 
-class Words(NamedTuple):
-    """The arguments by kind; `overrides` maps "section.key" to the text of its value, `valueless` have none."""
+@dataclass
+class Arguments:
+    """A command line, sorted by kind."""
 
-    file: str
-    overrides: dict[str, str]
-    valueless: list[str]
-    check: bool
-    help: bool
+    words: Sequence[str]
+    """as they were given"""
+    file: str = ""
+    """the config; "" if there is none"""
+    overrides: dict[str, str] = field(default_factory=dict)
+    """"section.key" to the text of its value"""
+    check: bool = False
+    help: bool = False
 
 
-def split(arguments: Sequence[str], found: list[str]) -> Words:
-    """The arguments by kind; appends a line to `found` for each that is none."""
-    files: list[str] = []
-    overrides: dict[str, str] = {}
-    valueless: list[str] = []
-    check = help = False
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.partition("=")
+def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
+    """Sort a command line by kind. Appends a line to `errors` for each word of no kind."""
+    arguments = Arguments(words)
+    waiting = deque(words)
+    while waiting:
+        word = waiting.popleft()
+        flag, equals, value = word.partition("=")
         if word in ("--help", "-h"):
-            help = True
+            arguments.help = True
         elif word == "--check":
-            check = True
+            arguments.check = True
         elif word == "--json":
-            overrides["run.json"] = "true"
-        elif key.startswith("--") and equals and key not in ("--check", "--json", "--help"):
-            if overrides.setdefault(key[2:], value) != value:
-                found.append(f"{key}: given twice: {shown(overrides[key[2:]])} and {shown(value)}")
+            arguments.overrides["run.json"] = "true"
+        elif _has_spaces_around_equals(word, waiting):
+            errors.append(f"{flag}: no spaces around the equals sign: {flag}={_take_value(waiting)}")
+        elif word.startswith("--") and equals and flag not in ("--check", "--json", "--help"):
+            first = arguments.overrides.setdefault(flag[2:], value)
+            if first != value:
+                errors.append(f"{flag}: given twice: {shown(first)} and {shown(value)}")
         elif word.startswith("--") and "." in word and not equals:
-            follows = rest.pop(0) if rest and not rest[0].startswith("-") and not rest[0].endswith(".toml") else "VALUE"
-            found.append(f"{word}: needs a value: {word}={follows}")
-            valueless.append(key[2:])
+            errors.append(f"{flag}: needs a value: {flag}={_take_value(waiting)}")
         elif word.startswith("-"):
-            found.append(f"{word}: unknown flag; overrides are --section.key=value, flags --check, --json and --help")
-        elif files:
-            found.append(f"{word}: one config file only, and {files[0]} is given; overrides are --section.key=value")
+            errors.append(f"{word}: unknown flag; overrides are --section.key=value, flags --check, --json and --help")
+        elif arguments.file:
+            errors.append(
+                f"{word}: one config file only, and {arguments.file} is given; overrides are --section.key=value"
+            )
         else:
-            files.append(word)
-    return Words(files[0] if files else "", overrides, valueless, check, help)
+            arguments.file = word
+    return arguments
 
 
-def override(layer: Layer, schema: type, path: KeyPath, text: str, found: list[str]) -> None:
-    """Put one override into the tables; an unknown key or a wrong value is found when they are read.
+def _has_spaces_around_equals(word: str, following: Sequence[str]) -> bool:
+    """Whether a word and those after it are `--key = value`, `--key =value` or `--key= value`."""
+    if not word.startswith("--") or "." not in word or not following:
+        return False
+    if word.endswith("="):  # an empty value is right, too, if what follows is an argument of another kind
+        return word.count("=") == 1 and not following[0].startswith("-") and not following[0].endswith(".toml")
+    return "=" not in word and following[0].startswith("=")
 
-    An index of an array is an existing one, or the length for a new element. Elements that only the defaults have
-    become the file's.
+
+def _take_value(waiting: deque[str]) -> str:
+    """Take a value that was written as a word of its own from the words; "VALUE" if there is none."""
+    is_value = False
+    if waiting and waiting[0] == "=":
+        waiting.popleft()
+        is_value = bool(waiting)  # whatever it is: -1, too
+    elif waiting:
+        is_value = not waiting[0].startswith("-") and not waiting[0].endswith(".toml")
+    return waiting.popleft().removeprefix("=") if is_value else "VALUE"
+
+
+def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[str]) -> None:
+    """Put one override into the tables. An unknown key or a wrong value is found when they are read.
+
+    An index of an array is that of an existing element, or the array's length for a new one. Elements that only the
+    defaults have are copied into the table first.
     """
     place = f"--{'.'.join(path)}"
     kind, _ = plain_type(type_at(schema, path))
     if isinstance(kind, type) and is_dataclass(kind):
-        found.append(f"{place}: is a table: give its keys one by one, such as {place}.{next(iter(field_types(kind)))}=")
+        first = next(iter(field_types(kind)))
+        errors.append(f"{place}: is a table: give its keys one by one, such as {place}.{first}=")
         return
-    here: Any = layer.table
+    container: Any = layer.table
     for depth, part in enumerate(path, start=1):
-        index: Any = part
-        if isinstance(here, list):
-            if not re.fullmatch("[0-9]{1,9}", part) or int(part) > len(here):
-                array = dotted(path[: depth - 1])
-                found.append(f"{place}: {array} has {len(here)} elements: the index is 0 to {len(here)}")
+        inside = path[:depth]
+        is_last = depth == len(path)
+        key: Any = part
+        if isinstance(container, list):
+            if not re.fullmatch("[0-9]{1,9}", part) or int(part) > len(container):
+                size = len(container)
+                errors.append(f"{place}: {dotted(path[: depth - 1])} has {size} elements: the index is 0 to {size}")
                 return
-            index = int(part)
-            if index == len(here):
-                here.append({})
-                layer.places[path[:depth]] = place
-        elif not isinstance(here, dict):
+            key = int(part)
+            if key == len(container):
+                container.append({})
+                layer.places[inside] = place
+        elif not isinstance(container, dict):
             return  # the file has a value where a table belongs: reported when it is read
-        elif depth < len(path) and part not in here:
-            here[part] = _default(schema, path[:depth])
-            layer.places[path[:depth]] = place
-        if depth == len(path):
+        elif not is_last and part not in container:
+            container[part] = _default(schema, inside)
+            layer.places[inside] = place
+        if is_last:
             layer.forget(path)
-            here[index] = _parse(text, kind)
+            container[key] = _parse(text, kind)
             layer.places[path] = place
         else:
-            here = here[index]
+            container = container[key]
 
 
 def _default(schema: type, path: KeyPath) -> Any:
-    """What an override reaches into where the file has nothing: the elements of an array's default, else a table."""
+    """Return what an override reaches into where the file has nothing: an array's default elements, or a table."""
     if get_origin(plain_type(type_at(schema, path))[0]) is not tuple:
         return {}
-    table, _ = plain_type(type_at(schema, path[:-1]))
-    return _plain(getattr(table(), path[-1]))
+    section, _ = plain_type(type_at(schema, path[:-1]))
+    return _plain(getattr(section(), path[-1]))
 
 
 def _plain(value: Any) -> Any:
+    """Return dataclasses and tuples as the tables and arrays that TOML would give."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else value
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """An override's value: text where text is wanted (quotes are optional), else TOML; what is not TOML stays text."""
+    """Return an override's value: text where text is wanted (quotes are optional), else TOML; other text stays text."""
     choices = get_args(kind) if get_origin(kind) is Literal else ()
-    if (kind is str or any(isinstance(choice, str) for choice in choices)) and text[:1] not in ("'", '"'):
+    is_text = kind is str or any(isinstance(choice, str) for choice in choices)
+    if is_text and text[:1] not in ("'", '"'):
         return text
     try:
         return parse_value(text)

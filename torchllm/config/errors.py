@@ -1,8 +1,8 @@
-"""The one kind of error that is meant for the user rather than for us."""
+"""The one kind of error that is meant for the user rather than for the developer."""
 
 
 class UserError(Exception):
-    """Something the user can mend: the text says what is wrong, where, and what to do.
+    """Something the user can fix: the text says what is wrong, where, and what to do.
 
-    Raised on every rank alike (whoever finds it shares it first); only rank 0 prints it, without a traceback.
+    Raised on every rank alike (the rank that finds it shares it first); only rank 0 prints it, without a traceback.
     """

@@ -2,12 +2,13 @@
 
 import ast
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from torchllm.config.read import describe, field_types, plain_type
 from torchllm.config.toml import toml_value
@@ -15,24 +16,24 @@ from torchllm.config.toml import toml_value
 
 @cache
 def _docs_in(module: str) -> dict[str, dict[str, str]]:
-    """Class name to field name to the string under the field, of all classes in a module."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if isinstance(node, ast.ClassDef):
-            found[node.name] = {
-                field.target.id: inspect.cleandoc(text.value.value)
-                for field, text in zip(node.body, node.body[1:], strict=False)
-                if isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            }
-    return found
+    """Return class name to field name to the string under the field, of all classes in a module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {node.name: _docs_of_fields(node) for node in classes}
+
+
+def _docs_of_fields(node: ast.ClassDef) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return docs
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """Field name to docstring of a dataclass, inherited fields included; a field without one is left out."""
+    """Return field name to docstring of a dataclass, inherited fields included; a field without one is missing."""
     docs: dict[str, str] = {}
     for kind in reversed(schema.__mro__):
         if is_dataclass(kind):
@@ -41,24 +42,48 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def help_text(schema: type) -> str:
-    """All of the configuration, for people."""
+    """Return the whole configuration, for people."""
     usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]"
-    return "\n".join([usage, *_section(schema(), "")])
+    return "\n".join([usage, *_section_lines(schema(), "")])
 
 
-def _section(table: Any, prefix: str) -> Iterator[str]:
-    schema: type = type(table)
-    docs, types = field_docs(schema), field_types(schema)
-    nested = []
-    for field in fields(table):
-        annotated, value, name = types[field.name], getattr(table, field.name), prefix + field.name
-        kind, _ = plain_type(annotated)
-        item = get_args(kind)[0] if get_origin(kind) is tuple else kind
-        if isinstance(item, type) and is_dataclass(item):
-            nested.append((item, name, f"[{name}]" if item is kind else f"[[{name}]]", docs.get(field.name)))
+class _Subsection(NamedTuple):
+    schema: type
+    header: str
+    prefix: str
+    """what the names of its keys begin with"""
+    doc: str
+
+
+def _section_lines(section: Any, prefix: str) -> Iterator[str]:
+    """Return the lines of a section's own keys, then those of the sections inside it."""
+    schema: type = type(section)
+    docs = field_docs(schema)
+    types = field_types(schema)
+    subsections = []
+    for field in fields(section):
+        name = prefix + field.name
+        doc = docs.get(field.name, "")
+        kind, _ = plain_type(types[field.name])
+        element = get_args(kind)[0] if get_origin(kind) is tuple else kind
+        if isinstance(element, type) and is_dataclass(element):
+            doc = doc or inspect.getdoc(element) or ""
+            if element is kind:
+                subsections.append(_Subsection(element, f"[{name}]", f"{name}.", doc))
+            else:
+                subsections.append(_Subsection(element, f"[[{name}]]", f"{name}.0.", doc))
             continue
-        yield f"  {name} = {toml_value(value)}    ({describe(annotated)})"
-        yield textwrap.fill(docs.get(field.name, ""), 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    for item, name, header, doc in nested:
-        yield f"\n{header}  {doc or inspect.getdoc(item)}"
-        yield from _section(item(), f"{name}{'.0.' if header.startswith('[[') else '.'}")
+        yield f"  {name} = {toml_value(getattr(section, field.name))}    ({describe(types[field.name])})"
+        yield textwrap.fill(doc, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for subsection in subsections:
+        yield f"\n{subsection.header}  {subsection.doc}"
+        yield from _section_lines(subsection.schema(), subsection.prefix)
+
+
+def print_help(schema: type) -> None:
+    """Print the help text; `| head` may close the pipe before its end."""
+    try:
+        print(help_text(schema), flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends, and would complain about that.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -313,6 +313,16 @@ class Parallel:
     """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank some whole heads"""
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks; no degree may be -1."""
+        return self.pp * self.data_ranks * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences; no degree may be -1."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def stages_per_rank(self) -> int:
         """Pipeline stages of a rank, resolved."""
         kind = SCHEDULES.get(self.schedule)  # the planner knows some that torch has not
@@ -422,11 +432,6 @@ class Config:
     generate: Generate = field(default_factory=Generate)
 
 
-def data_ranks(degrees: dict[str, int]) -> int:
-    """Ranks that read different sequences."""
-    return degrees["dp_replicate"] * degrees["dp_shard"]
-
-
-def gradient_accumulation(training: Training, ranks: int) -> int:
-    """Micro batches of one step on one of `ranks` data-parallel ranks."""
-    return training.global_batch_size // (training.micro_batch_size * ranks)
+def gradient_accumulation(training: Training, data_ranks: int) -> int:
+    """Return the number of micro batches of one step on one of `data_ranks` data-parallel ranks."""
+    return training.global_batch_size // (training.micro_batch_size * data_ranks)

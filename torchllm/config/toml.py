@@ -1,9 +1,10 @@
-"""TOML files as plain tables that remember where each key was written, and values written back as TOML.
+"""Read TOML files as plain tables that remember where each key was written, and write values back as TOML.
 
 `base = "parent.toml"` at the top of a file names one parent, relative to that file. A child's tables merge over the
 parent's key by key; everything else, arrays included, replaces.
 """
 
+import codecs
 import datetime
 import difflib
 import json
@@ -25,87 +26,140 @@ KeyPath = tuple[str, ...]
 
 
 class Layer(NamedTuple):
-    """A table and where its keys and array elements were written: "file.toml:12" or "--training.steps"."""
+    """A table and where its keys and array elements were written."""
 
     table: dict[str, Any]
     places: dict[KeyPath, str]
+    """"file.toml:12" or "--training.steps" """
+    is_complete: bool = True
+    """False: a file could not be read, and its keys are missing"""
 
     def forget(self, path: KeyPath) -> None:
         """Drop the places of a key, and of all inside it, that is about to be replaced."""
-        for place in [place for place in self.places if place[: len(path)] == path]:
-            del self.places[place]
+        for place in list(self.places):
+            if place[: len(path)] == path:
+                del self.places[place]
 
 
-def read_files(file: str, found: list[str]) -> Layer:
-    """A file merged over its chain of bases. Appends a line to `found` for all that cannot be read."""
+def read_files(file: str, errors: list[str]) -> Layer:
+    """Return a file merged over its chain of bases. Appends a line to `errors` for each file that cannot be read."""
     layers: list[Layer] = []
     file = find_config(file)
     seen: dict[str, str] = {}  # real path -> as it is named in messages
-    named_at = ""
+    named_at = ""  # where the file is named as a base: a prefix for messages
     while True:
         real = os.path.realpath(file)
         if real in seen:
-            chain = list(seen.values())
-            found.append(f"{named_at}base: a cycle: {' -> '.join([*chain[list(seen).index(real) :], seen[real]])}")
+            names = list(seen.values())
+            cycle = [*names[list(seen).index(real) :], seen[real]]
+            errors.append(f"{named_at}base: a cycle: {' -> '.join(cycle)}")
+            layers.append(_unread())
             break
         seen[real] = file
-        layer = _read_file(file, named_at, found)
+        layer = _read_file(file, named_at, errors)
         layers.append(layer)
-        base = layer.table.pop("base", None)
-        if base is None:
+        if "base" not in layer.table:
             break
+        base = layer.table.pop("base")
         named_at = f"{layer.places[('base',)]}: "
         if not isinstance(base, str) or not base:
-            found.append(f"{named_at}base: must name a file, not {shown(base)}")
+            errors.append(f"{named_at}base: must name a file, not {shown(base)}")
+            layers.append(_unread())
             break
         file = os.path.normpath(find_base(os.path.dirname(file), base))
     merged = layers.pop()
     while layers:
-        _merge(merged, layers.pop())
+        merged = _merge(merged, layers.pop())
     return merged
 
 
-def _merge(below: Layer, above: Layer) -> None:
-    def over(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath) -> None:
-        for key, value in upper.items():
-            if isinstance(value, dict) and isinstance(lower.get(key), dict):
-                over(lower[key], value, (*path, key))
-            else:
-                below.forget((*path, key))
-                lower[key] = value
-
-    over(below.table, above.table, ())
-    below.places.update(above.places)
+def _merge(base: Layer, child: Layer) -> Layer:
+    """Return `base` with the keys of `child` over it."""
+    merged = Layer(base.table, base.places, base.is_complete and child.is_complete)
+    _put_over(merged, merged.table, child.table, ())
+    merged.places.update(child.places)
+    return merged
 
 
-def _read_file(file: str, named_at: str, found: list[str]) -> Layer:
+def _put_over(layer: Layer, lower: dict[str, Any], upper: dict[str, Any], path: KeyPath) -> None:
+    """Put the keys of `upper` over those of `lower`, which is the layer's table at `path`."""
+    for key, value in upper.items():
+        if isinstance(value, dict) and isinstance(lower.get(key), dict):
+            _put_over(layer, lower[key], value, (*path, key))
+        else:
+            layer.forget((*path, key))
+            lower[key] = value
+
+
+def _unread() -> Layer:
+    """Return a new layer that stands for a file that could not be read."""
+    return Layer({}, {}, is_complete=False)
+
+
+def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     path = Path(file)
-    if not path.is_file():  # never opened otherwise: reading a pipe or a device may not end
-        near = "" if path.exists() else _near_files(path)
-        what = "is not a file" if path.exists() else "no such file"
-        found.append(f"{named_at}{file}: {what}" + (f"; did you mean {near}?" if near else ""))
-        return Layer({}, {})
+    if path.exists() and not path.is_file():  # never opened: reading a pipe or a device may not end
+        errors.append(f"{named_at}{file}: is not a file")
+        return _unread()
+    if not path.exists():
+        near = _near_files(path)
+        hint = f"; did you mean {near}?" if near else ""
+        errors.append(f"{named_at}{file}: no such file{hint}")
+        return _unread()
     try:
         data = path.read_bytes()
-        text = data.decode()
-        return Layer(tomllib.loads(text), {key: f"{file}:{line}" for key, line in key_lines(text).items()})
     except OSError as error:
-        found.append(f"{named_at}{file}: cannot be read: {error.strerror}")
+        errors.append(f"{named_at}{file}: cannot be read: {error.strerror}")
+        return _unread()
+    if data.startswith(codecs.BOM_UTF8):
+        errors.append(f"{file}:1: starts with a byte order mark: save it as UTF-8 without one (without BOM)")
+        return _unread()
+    try:
+        text = data.decode()
     except UnicodeDecodeError as error:
-        found.append(f"{file}:{data[: error.start].count(10) + 1}: is not UTF-8")
+        errors.append(f"{file}:{_line_of(data[: error.start])}: is not UTF-8")
+        return _unread()
+    try:
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the decoder lets through
-        message = str(error).replace("Cannot overwrite a value", "a key is given twice")
-        at = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", message)
-        line = (at and at[1]) or max(1, text.rstrip("\n").count("\n") + 1)
-        found.append(f"{file}:{line}: {message[: at.start()] if at else message}")
-    return Layer({}, {})
+        errors.append(f"{file}:{_parser_message(str(error), text)}")
+        return _unread()
+    places = {key: f"{file}:{line}" for key, line in key_lines(text).items()}
+    return Layer(table, places)
+
+
+def _line_of(before: bytes) -> int:
+    """Return the number of the line that follows so much of a file."""
+    return before.count(b"\n") + 1
+
+
+def _parser_message(error: str, text: str) -> str:
+    """Return "LINE: what is wrong" for an error of the TOML parser."""
+    message = error
+    line = str(max(1, text.rstrip("\n").count("\n") + 1))  # the last, unless the parser names one
+    position = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", error)
+    if position:
+        message = error[: position.start()]
+        line = position[1] or line
+    if twice := re.fullmatch(r"Cannot declare \((.*)\) twice", message):
+        section = dotted(tuple(re.findall(r"'([^']*)'", twice[1])))
+        return f"{line}: section [{section}] is given twice"
+    if message == "Cannot overwrite a value":
+        return f"{line}: a key is given twice"
+    if re.fullmatch(r"Illegal character '\\n'|Unterminated string|Expected \"'+\"", message):
+        return f"{line}: a string has no closing quote"
+    if message == "Invalid value" and position and position[1]:
+        return f"{line}: invalid value: text needs quotes, and it is true and false"
+    return f"{line}: {message}"
 
 
 def _near_files(path: Path) -> str:
-    """Existing TOML files with a name like that of the missing one."""
-    files = [*path.parent.glob("*.toml"), *Path("train_configs").rglob("*.toml")] if path.name else []
+    """Return the TOML files with a name like that of the missing one, for a message."""
+    if not path.name:
+        return ""
+    files = {*path.parent.glob("*.toml"), *Path("train_configs").rglob("*.toml")}
     close = difflib.get_close_matches(path.stem, {file.stem for file in files}, n=2, cutoff=0.7)
-    return " or ".join(sorted({str(file) for file in files if file.stem in close}))
+    return " or ".join(sorted(str(file) for file in files if file.stem in close))
 
 
 _TOKEN = re.compile(
@@ -115,82 +169,110 @@ _TOKEN = re.compile(
 )
 
 
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line on which each key, table and array element of a *valid* TOML text begins."""
-    tokens: list[tuple[str, int]] = []
-    line = 1
-    for match in _TOKEN.finditer(text):
-        if match[0][0] not in "# \t\r":
-            tokens.append((match[0], line))
-        line += match[0].count("\n")
-    tokens.append(("\n", line))
-    tokens.reverse()  # the next token is the last
-    lines: dict[KeyPath, int] = {}
-    tables: dict[KeyPath, int] = {}  # [[array of tables]] -> index of its last element
+class _Token(NamedTuple):
+    text: str
+    line: int
 
-    def key(prefix: KeyPath) -> KeyPath:
-        """A dotted key; inside an array of tables it continues in the last element."""
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line on which each key, table and array element of a *valid* TOML text begins."""
+    reader = _LineReader(text)
+    reader.read_document()
+    return reader.lines
+
+
+class _LineReader:
+    """Walks over the tokens of a valid TOML text and notes where its keys are."""
+
+    def __init__(self, text: str) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.last_element: dict[KeyPath, int] = {}
+        """[[array of tables]] -> index of its last element"""
+        self.tokens: list[_Token] = []
+        """in reverse: the next token is the last of the list"""
+        line = 1
+        for match in _TOKEN.finditer(text):
+            if match[0][0] not in "# \t\r":
+                self.tokens.append(_Token(match[0], line))
+            line += match[0].count("\n")
+        self.tokens.append(_Token("\n", line))
+        self.tokens.reverse()
+
+    @property
+    def next_text(self) -> str:
+        """The next token, which stays where it is."""
+        return self.tokens[-1].text
+
+    def read_document(self) -> None:
+        """Read to the end of the text."""
+        table: KeyPath = ()
+        while self.tokens:
+            if self.next_text == "\n":
+                self.tokens.pop()
+            elif self.next_text == "[":
+                table = self.read_header()
+            else:
+                self.read_assignment(table)
+
+    def read_header(self) -> KeyPath:
+        """Read `[table]` or `[[array of tables]]` and return the path of the table that it opens."""
+        line = self.tokens.pop().line
+        is_array = self.next_text == "["
+        if is_array:
+            self.tokens.pop()
+        table = self.read_key(())
+        if is_array:
+            self.last_element[table] = self.last_element.get(table, -1) + 1
+        if table in self.last_element:
+            table = (*table, str(self.last_element[table]))
+            self.lines.setdefault(table, line)
+        while self.next_text == "]":
+            self.tokens.pop()
+        return table
+
+    def read_key(self, prefix: KeyPath) -> KeyPath:
+        """Read a dotted key; inside an array of tables it continues in the last element."""
         path = prefix
         while True:
-            part, line = tokens.pop()
+            part, line = self.tokens.pop()
             path += (parse_value(part) if part[0] in "\"'" else part,)
-            lines.setdefault(path, line)
-            if tokens[-1][0] != ".":
+            self.lines.setdefault(path, line)
+            if self.next_text != ".":
                 return path
-            tokens.pop()
-            if path in tables:
-                path += (str(tables[path]),)
+            self.tokens.pop()
+            if path in self.last_element:
+                path += (str(self.last_element[path]),)
 
-    def assignment(prefix: KeyPath) -> None:
-        path = key(prefix)
-        tokens.pop()  # =
-        value(path)
+    def read_assignment(self, prefix: KeyPath) -> None:
+        """Read `key = value`."""
+        path = self.read_key(prefix)
+        self.tokens.pop()  # =
+        self.read_value(path)
 
-    def value(path: KeyPath) -> None:
-        opening = tokens[-1][0]
+    def read_value(self, path: KeyPath) -> None:
+        """Read a value; of an array or an inline table also what is in it."""
+        opening = self.next_text
         if opening not in ("[", "{"):
-            while tokens[-1][0] not in ("\n", ",", "]", "}"):
-                tokens.pop()
+            while self.next_text not in ("\n", ",", "]", "}"):
+                self.tokens.pop()
             return
-        tokens.pop()
+        self.tokens.pop()
         index = 0
-        while tokens[-1][0] not in ("]", "}"):
-            if tokens[-1][0] in ("\n", ","):
-                tokens.pop()
+        while self.next_text not in ("]", "}"):
+            if self.next_text in ("\n", ","):
+                self.tokens.pop()
             elif opening == "{":
-                assignment(path)
+                self.read_assignment(path)
             else:
                 element = (*path, str(index))
-                lines[element] = tokens[-1][1]
-                value(element)
+                self.lines[element] = self.tokens[-1].line
+                self.read_value(element)
                 index += 1
-        tokens.pop()
-
-    table: KeyPath = ()
-    while tokens:
-        token, line = tokens[-1]
-        if token == "\n":
-            tokens.pop()
-        elif token == "[":
-            tokens.pop()
-            is_array = tokens[-1][0] == "["
-            if is_array:
-                tokens.pop()
-            table = key(())
-            if is_array:
-                tables[table] = tables.get(table, -1) + 1
-            if table in tables:
-                table += (str(tables[table]),)
-                lines.setdefault(table, line)
-            while tokens[-1][0] == "]":
-                tokens.pop()
-        else:
-            assignment(table)
-    return lines
+        self.tokens.pop()
 
 
 def parse_value(text: str) -> Any:
-    """The value that a TOML text spells; ValueError if it is not exactly one."""
+    """Return the value that a TOML text spells; ValueError if it is not exactly one."""
     try:
         table = tomllib.loads(f"value = {text}")
     except RecursionError as error:
@@ -201,7 +283,7 @@ def parse_value(text: str) -> Any:
 
 
 def toml_value(value: bool | int | float | str | tuple[Any, ...]) -> str:
-    """One value as TOML."""
+    """Return one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML wants DEL escaped too
@@ -212,12 +294,12 @@ def toml_value(value: bool | int | float | str | tuple[Any, ...]) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path on one line, as it is written in TOML."""
+    """Return a key path on one line, as it is written in TOML."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else toml_value(part) for part in path)
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message, on one line and not too long."""
+    """Return a wrong value for a message, on one line and not too long."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):

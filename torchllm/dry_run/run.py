@@ -19,7 +19,7 @@ import torch
 from torchllm.config import Config, Parallel, gradient_accumulation
 from torchllm.dry_run.replay import Key, Step, Traced, keys, replay
 from torchllm.dry_run.report import Kind, Report, as_json, as_text
-from torchllm.dry_run.trace import CPU, fake_ranks, ranks_of, trace, true_orders
+from torchllm.dry_run.trace import CPU, fake_ranks, trace, true_orders
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import compute_dtype, report_errors
 from torchllm.spec.cluster import read_cluster
@@ -57,7 +57,7 @@ def examine(config: Config) -> Report:
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
     gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
-    count = gradient_accumulation(training, parallel.dp_replicate * parallel.dp_shard)
+    count = gradient_accumulation(training, parallel.data_ranks)
     plans = [plan(parallel, ranks, count) for ranks in kinds(config)]
     # A process each: DTensor's caches keep process groups by name, and would find those of the last layout. Forked from
     # a server, not from here: a child of a process that has computed with several threads may wait for them for ever.
@@ -65,7 +65,7 @@ def examine(config: Config) -> Report:
     with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
     found = [_highest(parallel, one, traced, count) for one, traced in zip(plans, traces, strict=True)]
-    with fake_ranks(0, ranks_of(parallel)):
+    with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
         return Report(config, dtype, tuple(mesh.world.shape), list(mesh.axis_of_group.values()), hardware, count, found)
 

@@ -41,11 +41,6 @@ from torchllm.train.step import TrainStep
 CPU = torch.device("cpu")
 
 
-def ranks_of(parallel: Parallel) -> int:
-    """All ranks of a layout with resolved degrees."""
-    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-
-
 def traceable(config: Config) -> Config:
     """The config without what fake tensors cannot do; `assumptions` in report.py says so."""
     attention = config.model.attention
@@ -75,7 +70,7 @@ def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, 
     config's or fewer, and which of them holds the stages.
     """
     config, parallel, training = traceable(config), config.parallel, config.training
-    ranks, length = ranks_of(parallel), training.sequence_length
+    ranks, length = parallel.ranks, training.sequence_length
     with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
         mesh = build_mesh(parallel, CPU)
         with torch.device("meta"):

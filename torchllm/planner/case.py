@@ -26,12 +26,12 @@ class Case:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different sequences."""
-        return self.parallel.dp_replicate * self.parallel.dp_shard
+        return self.parallel.data_ranks
 
     @property
     def ranks(self) -> int:
         """All GPUs."""
-        return self.data_ranks * self.parallel.pp * self.parallel.cp * self.parallel.tp
+        return self.parallel.ranks
 
     @property
     def micro_batches(self) -> int:

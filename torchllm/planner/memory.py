@@ -144,7 +144,7 @@ def rank_memory(
     """The peak of a rank that holds these stages. moments: `moments.of_rank`, its stages in the same order."""
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
-    count = training.global_batch_size // (training.micro_batch_size * parallel.dp_replicate * parallel.dp_shard)
+    count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     one = block_activations(model, piece, parallel, kernels, software)
     table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
     block_size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
@@ -203,7 +203,7 @@ def stands(rank: Rank, parameters: float, shards: int) -> Memory:
         return Memory(4.0 * parameters / shards, gradients, (software.states - 4.0) * parameters / shards, whole)
     weights = software.weights * parameters / (shards if zero >= 3 else 1)
     gradients = software.gradients * parameters / (shards if zero >= 2 else 1)
-    copies = software.gradient_copies * parameters * (parallel.dp_replicate * parallel.dp_shard > 1)
+    copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)
     return Memory(weights, gradients, software.states * sharded, temporary=copies)
 
 

@@ -141,8 +141,7 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
     Two all-reduces of the hidden states a block forward and two backward, 2 (t - 1) / t each in a ring, or with
     sequence parallelism the same bytes by other names (Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
     """
-    ranks = parallel.dp_replicate * parallel.dp_shard
-    tokens = training.global_batch_size // ranks * (training.sequence_length // parallel.cp)
+    tokens = training.global_batch_size // parallel.data_ranks * (training.sequence_length // parallel.cp)
     blocks = model.layers / parallel.pp
     return 8 * (parallel.tp - 1) / parallel.tp * blocks * tokens * model.hidden * itemsize
 

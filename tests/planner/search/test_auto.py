@@ -7,10 +7,11 @@ import pytest
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT
-from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training, load_config
+from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
 from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device
+from torchllm.start import load_configs
 
 CONFIG = Config(
     cluster=Cluster("dgx_a100"),
@@ -64,14 +65,14 @@ def test_no_layout_is_an_error_of_the_key(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("NNODES", "1")
     monkeypatch.setenv("NPROC", "7")
     with pytest.raises(SystemExit, match="2"):
-        load_config([str(ROOT / DEBUG), "--parallel.layout=auto", "--check"])
+        load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--check"])
     assert "--parallel.layout: 7 GPUs: no layout divides the model and the batch" in capsys.readouterr().err
 
 
 def test_a_run_of_two_ranks_writes_what_was_chosen(tmp_path: Path) -> None:
     assert pretrain(2, tmp_path, "--parallel.layout=auto", "--run.device=cpu") == ["", ""]
-    resolved = load_config([str(tmp_path / "config.toml"), "--run.dry_run=true"])
+    [resolved] = load_configs([str(tmp_path / "config.toml"), "--run.dry_run=true"])
     assert resolved.parallel.layout == "manual"
     degrees = resolved.parallel
-    assert degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp == 2
+    assert degrees.ranks == 2
     assert (tmp_path / "metrics.jsonl").read_text()

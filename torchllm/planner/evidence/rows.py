@@ -9,7 +9,7 @@ from torchllm.spec.flops import parameter_count
 def measurement_of(config: Config, gpus: int) -> dict[str, str]:
     """What a resolved config says of its layout on so many GPUs, by column."""
     model, training, parallel = config.model, config.training, config.parallel
-    dp = parallel.dp_replicate * parallel.dp_shard
+    dp = parallel.data_ranks
     attention = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}[model.attention]
     found: dict[str, Any] = {
         "dataset": "sweep",

@@ -34,7 +34,7 @@ def savers(config: Config, count: int = 3) -> list[Saver]:
         return []
     found = []
     for setting, changed in _changes(config):
-        if next(problems(changed, _ranks(config)), None) is None and (then := planned(changed)):
+        if not problems(changed, config.parallel.ranks) and (then := planned(changed)):
             found.append(Saver(setting, today.memory.total - then.memory.total, then.step / today.step))
     return sorted((saver for saver in found if saver.freed > 0), key=lambda saver: -saver.freed)[:count]
 
@@ -58,8 +58,3 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
             wider = {axis: 2 * getattr(parallel, axis), "dp_shard": parallel.dp_shard // 2}
             setting = " ".join(f"--parallel.{key}={value}" for key, value in wider.items())
             yield setting, replace(config, parallel=replace(parallel, **wider))
-
-
-def _ranks(config: Config) -> int:
-    parallel = config.parallel
-    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp

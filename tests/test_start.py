@@ -1,0 +1,150 @@
+"""What a recipe calls first: the config with a planned layout and a checked cluster."""
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import DEBUG, ROOT
+from torchllm.config import Config
+from torchllm.planner.search import auto
+from torchllm.spec.cluster import FOLDER
+from torchllm.start import TUNED, load_configs
+
+RANK_VARIABLES = ("WORLD_SIZE", "NNODES", "NPROC", "NPROC_IS_DEFAULT", "LOCAL_RANK")
+CLUSTERS = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and an environment of one node with two processes that are not started yet."""
+    monkeypatch.chdir(tmp_path)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NPROC", "2")
+    return tmp_path
+
+
+def lines_of_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as stop:
+        load_configs(arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_an_unknown_cluster_is_named_with_all_other_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.toml").write_text('[cluster]\nname = "dgx_h10"\n[training]\nsteps = 0\n[model]\nkv_heads = 3\n')
+    unknown = f'"dgx_h10" is not in train_configs/clusters ({CLUSTERS}); did you mean "dgx_h100"?'
+    assert lines_of_refusal(["x.toml", "--check"], capsys) == [
+        "x.toml:4: training.steps: must be a whole number of at least 1, not 0",
+        f"x.toml:2: cluster.name: {unknown}",
+        "x.toml:6: model.kv_heads: 3 key-value heads do not divide 8 heads",
+    ]
+
+
+def test_a_cluster_file_of_the_users_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (FOLDER / "dgx_h100.toml").read_text()
+    (folder / "mine.toml").write_text(text)
+    with pytest.raises(SystemExit, match="0"):
+        load_configs(["--cluster.name=mine.toml", "--check"])
+    capsys.readouterr()
+    (folder / "mine.toml").write_text(text.replace("gpus_per_node", "gpus_per_nod"))
+    (line,) = lines_of_refusal(["--cluster.name=mine.toml", "--check"], capsys)
+    assert line == "mine.toml:3: gpus_per_nod: unknown section or key; did you mean gpus_per_node?"
+
+
+def test_the_planner_sets_the_layout_and_says_which(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (config,) = load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--run.device=cpu", "--run.folder=a"])
+    assert config.parallel.layout == "manual"
+    assert config.parallel.ranks == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("layout: ")
+    assert "layouts of 2 ranks on this_cpu, predicted" in line
+
+
+def test_what_is_told_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by ranks other than 0, nor after run_train.sh, whose --check has said it."""
+    arguments = [str(ROOT / DEBUG), "--parallel.layout=auto", "--run.device=cpu", "--run.folder=a"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    load_configs(arguments)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHLLM_LAUNCHED", "0")
+    load_configs(arguments)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit, match="0"):
+        load_configs([*arguments, "--check"])
+    assert capsys.readouterr().err.startswith("layout: ")
+
+
+def test_tune_returns_several_layouts_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    configs = load_configs([str(ROOT / DEBUG), "--parallel.layout=tune", "--run.device=cpu"])
+    assert len(configs) == TUNED
+    assert len({config.parallel for config in configs}) > 1
+    assert {config.run.folder for config in configs} == {"runs/debug-7"}
+    assert {replace(config, **_layout_of(configs[0])) for config in configs} == {configs[0]}
+
+
+def _layout_of(config: Config) -> dict[str, object]:
+    return {"parallel": config.parallel, "recompute": config.recompute, "training": config.training}
+
+
+def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NPROC")
+    line, *_ = lines_of_refusal(["--parallel.layout=auto", "--check"], capsys)
+    assert line == ("--parallel.layout: is auto, but the number of ranks is unknown: set NPROC (and NNODES)")
+
+
+def test_nothing_is_planned_for_a_config_with_errors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(*arguments: object) -> None:
+        raise AssertionError("the planner was asked")
+
+    monkeypatch.setattr(auto, "choose_layouts", choose)
+    lines = lines_of_refusal(["--parallel.layout=auto", "--training.steps=0", "--check"], capsys)
+    assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
+
+
+RECIPE = """
+import sys
+from torchllm.start import load_configs
+try:
+    load_configs(sys.argv[1:])
+finally:
+    heavy = {"torch", "numpy"} & sys.modules.keys()
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--training.step=3", "--parallel.tp=3"], 2, "--training.step: unknown key; did you mean training.steps?"),
+        (["--check"], 0, "global batch"),
+        (["--help"], 0, "usage: "),
+    ],
+)
+def test_process(arguments: list[str], status: int, says: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES} | {"NPROC": "2"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", RECIPE, "train_configs/debug.toml", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

@@ -1,0 +1,83 @@
+"""What the environment says about this process: how many ranks there are, and which job they belong to."""
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+from torchllm.config.toml import shown
+
+
+class Ranks(NamedTuple):
+    """Number of processes of a run; None where it is unknown."""
+
+    world: int | None = None
+    nodes: int = 1
+    per_node: int | None = None
+    are_started: bool = False
+    """this process is one of them"""
+
+
+def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
+    """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC.
+
+    A dry run is no rank, and the number of processes that run_train.sh starts by default says nothing about its layout.
+    Return None, after a line in `errors` for each invalid variable, if there is one.
+    """
+    variables = ["WORLD_SIZE", "NNODES", "NPROC"]
+    if dry_run:
+        variables.remove("WORLD_SIZE")
+        if os.environ.get("NPROC_IS_DEFAULT"):
+            variables.remove("NPROC")
+    numbers: dict[str, int] = {}
+    is_valid = True
+    for name in variables:
+        text = os.environ.get(name, "")
+        if re.fullmatch("[1-9][0-9]{0,8}", text):
+            numbers[name] = int(text)
+        elif text:
+            is_valid = False
+            errors.append(f"environment: {name}: must be a whole number of at least 1, not {shown(text)}")
+    if not is_valid:
+        return None
+    nodes = numbers.get("NNODES", 1)
+    if "WORLD_SIZE" in numbers:
+        return Ranks(world=numbers["WORLD_SIZE"], nodes=nodes, are_started=True)
+    per_node = numbers.get("NPROC")
+    if per_node is None:
+        return Ranks(nodes=nodes)
+    return Ranks(world=nodes * per_node, nodes=nodes, per_node=per_node)
+
+
+def job_id() -> str:
+    """Return what all processes of a job, and the same job queued again, have in common; "" if there is nothing."""
+    for name in ("SLURM_JOB_ID", "PET_RDZV_ID", "TORCHELASTIC_RUN_ID"):
+        value = os.environ.get(name, "")
+        if value not in ("", "none"):
+            return value
+    return ""
+
+
+def print_error_lines(lines: Iterable[str]) -> None:
+    """Print lines on stderr, each once, from one process of each node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for line in dict.fromkeys(lines):
+            print(line, file=sys.stderr)
+
+
+def refuse(lines: Iterable[str]) -> NoReturn:
+    """Print what is wrong and end with exit status 2: nothing has been touched."""
+    print_error_lines(lines)
+    raise SystemExit(2)
+
+
+def print_notes(lines: Iterable[str], *, is_check: bool) -> None:
+    """Print on stderr what the user should know about a valid config, once for the whole run.
+
+    run_train.sh checks the config in one process and passes on what that process printed. The processes that it starts
+    afterwards find TORCHLLM_LAUNCHED set and have nothing to add; where it is not set, rank 0 speaks.
+    """
+    is_told_by_others = "TORCHLLM_LAUNCHED" in os.environ or os.environ.get("RANK", "0") != "0"
+    if is_check or not is_told_by_others:
+        print_error_lines(lines)

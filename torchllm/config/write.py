@@ -1,0 +1,53 @@
+"""Write a config as TOML that loads back to an equal one."""
+
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchllm.config.schema import Config
+from torchllm.config.toml import KeyPath, dotted, toml_value
+
+
+class Table(NamedTuple):
+    """One TOML table that is still to be written."""
+
+    header: str
+    """[section] or [[section.array]]"""
+    path: KeyPath
+    value: Any
+    """the dataclass with its keys"""
+
+
+def dump_toml(config: Config) -> str:
+    """Return every key of a config as TOML."""
+    return "\n".join(_lines(config, ())).strip() + "\n"
+
+
+def _lines(value: Any, path: KeyPath) -> list[str]:
+    """Return the lines of a table: its own keys first, for a key after a table would belong to that table."""
+    lines = []
+    tables = []
+    for field in fields(value):
+        item = getattr(value, field.name)
+        item_path = (*path, field.name)
+        if is_dataclass(item):
+            tables.append(Table(f"[{dotted(item_path)}]", item_path, item))
+        elif isinstance(item, tuple) and item and is_dataclass(item[0]):
+            for element in item:
+                tables.append(Table(f"[[{dotted(item_path)}]]", item_path, element))
+        else:
+            lines.append(f"{dotted((field.name,))} = {toml_value(item)}")
+    for table in tables:
+        lines += ["", table.header, *_lines(table.value, table.path)]
+    return lines
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write `dump_toml(config)` to `path`. After a crash the file is whole, or as it was before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(dump_toml(config))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
