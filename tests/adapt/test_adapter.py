@@ -1,23 +1,21 @@
-"""What a run changes in itself: at a checkpoint, said, and with the same losses."""
+"""What a run changes in its own config at a checkpoint; the losses stay the same."""
 
 import functools
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.parity import CPU
+from tests.parity import tiny
 from tests.recipes.warm import pretrain, trained
 from tests.tiny_run import curve, metrics
-from tests.workers import run
-from torchllm.adapt.adapter import MOST_WORKERS, SLOW_NODES, Adapter
-from torchllm.config import Config, Data
-from torchllm.metrics.watch import Profiled, Slow
+from torchllm.adapt.adapter import MAX_WORKERS, adapted
+from torchllm.config import Checkpoint, Config, Data
+from torchllm.metrics.bottlenecks import DataWait
+from torchllm.metrics.monitor import Bottlenecks
 
 __all__ = ["trained"]
 
@@ -65,66 +63,33 @@ def test_blocks_leave_a_heavy_stage_until_it_is_the_best_split(tmp_path: Path) -
     assert sum(seconds[-4:]) < 0.9 * sum(seconds[3:7])  # measured: 0.7; two stages, four micro batches, in turn
 
 
-def _alone(function: Any, *arguments: Any) -> Any:
-    [result] = run(function, 1, *arguments)
-    return result
+WAIT = DataWait(rank=3, seconds=20.0, elapsed=100.0)
 
 
-def _fed(folder: Path, workers: int, waits: list[float]) -> list[int | None]:
-    """data.workers after checkpoints 0.2 s apart, in which rank 1 waited so much; None: as they were."""
-    group = dist.new_group(backend="gloo")
-    assert group is not None
-    adapter = Adapter(folder, group, worth=0.05)
-    config = Config(data=Data(workers=workers))
-    adapter.begin(config, [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
-    answers, waited = [], 0.0
-    for wait in waits:
-        time.sleep(0.2)
-        adapter.after_step(None)
-        waited += wait * dist.get_rank()
-        found = adapter.at_checkpoint(10, waited)
-        if found is not None:
-            assert found == replace(config, data=replace(config.data, workers=found.data.workers))
-        answers.append(found and found.data.workers)
-    return answers
+def test_a_starved_rank_gets_one_more_worker() -> None:
+    config = replace(Config(), data=Data(workers=1))
+    change = adapted(config, Bottlenecks(WAIT, None))
+    assert change is not None
+    assert change.config == replace(config, data=replace(config.data, workers=2))
+    assert change.reason == "rank 3 waits 20% of its time for data, so data.workers = 2"
+    assert adapted(replace(config, data=Data(workers=MAX_WORKERS)), Bottlenecks(WAIT, None)) is None
 
 
-def test_a_starved_rank_gets_a_worker_more(tmp_path: Path) -> None:
-    assert run(_fed, 2, tmp_path, 1, [0.001, 0.1]) == [[None, 2]] * 2
-    assert run(_fed, 2, tmp_path, 0, [0.1]) == [[1]] * 2
-    assert run(_fed, 2, tmp_path, 1, [0.04]) == [[None]] * 2  # over 5 % of the time, but not worth it
-    assert run(_fed, 2, tmp_path, MOST_WORKERS, [0.2]) == [[None]] * 2
+def test_uneven_stages_get_another_split() -> None:
+    config = tiny({"parallel.pp": 2, "model.layers": 6})
+    assert adapted(config, Bottlenecks(None, [1.0, 1.0])) is None
+    change = adapted(config, Bottlenecks(WAIT, [3.0, 1.0]))
+    assert change is not None
+    assert change.config.parallel.split == (2, 4)
+    assert change.config.data.workers == config.data.workers + 1
+    assert change.reason.endswith(", stages of 2+4 blocks instead of 3+3")
 
 
-def _clocks_apart(folder: Path) -> int | None:
-    """Rank 1 waited 0.2 s of 2 s; rank 0's clock says that 0.2 s have passed: a tenth of that is not worth it."""
-    group = dist.new_group(backend="gloo")
-    assert group is not None
-    adapter = Adapter(folder, group, worth=0.05)
-    adapter.begin(Config(), [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
-    adapter.after_step(None)
-    adapter.begun -= 2.0 if dist.get_rank() else 0.2
-    found = adapter.at_checkpoint(10, 0.2 * dist.get_rank())
-    return found and found.data.workers
-
-
-def test_ranks_decide_alike_whatever_their_clocks_say(tmp_path: Path) -> None:
-    assert run(_clocks_apart, 2, tmp_path) == [2, 2]
-
-
-def _left_out(folder: Path) -> str:
-    group = dist.new_group(backend="gloo")
-    assert group is not None
-    adapter = Adapter(folder, group)
-    adapter.begin(Config(), [], SimpleNamespace(pp=SimpleNamespace(size=lambda: 1)), CPU)
-    for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
-        adapter.after_step(Profiled(step, {"forward": 1.0}, Slow(step, host, "forward", 1.0, 0.5)))
-    assert adapter.at_checkpoint(3, 0.0) is None
-    return (folder / SLOW_NODES).read_text()
-
-
-def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
-    assert _alone(_left_out, tmp_path) == "node-7,node-3"
+def test_a_changed_run_goes_on_from_the_newest_checkpoint() -> None:
+    config = replace(Config(), checkpoint=Checkpoint(resume="other_run/checkpoints/step-00000004"))
+    change = adapted(config, Bottlenecks(WAIT, None))
+    assert change is not None
+    assert change.config.checkpoint.resume == "auto"
 
 
 def test_a_starved_run_goes_on_with_more_workers(tmp_path: Path, trained: Path) -> None:
@@ -144,4 +109,4 @@ def _hungry(recipe: Any, rank: int) -> None:
         return loader
 
     recipe.build_loader = slow
-    recipe.Adapter = functools.partial(recipe.Adapter, worth=0.1)
+    recipe.supervise = functools.partial(recipe.supervise, starved_seconds=0.1)

@@ -1,13 +1,11 @@
 """The split that evens out measured stage times."""
 
 import itertools
-import time
 
 import pytest
 import torch
-from torch import nn
 
-from torchllm.adapt.balance import StageClock, better_split, partition
+from torchllm.adapt.balance import better_split, partition
 
 
 def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
@@ -38,30 +36,3 @@ def test_blocks_leave_a_slow_stage() -> None:
     moved = better_split((2, 2, 2, 2), (4.0, 1.0, 1.0, 1.0), (0.0, 0.0))
     assert moved is not None
     assert slowest(moved, [2.0, 2.0, *[0.5] * 6], [0.0] * 4) == 2.0  # a heavy block each
-
-
-class Sleeps(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return x
-
-
-def test_the_clock_takes_the_median_of_each_stage() -> None:
-    stages = [Sleeps(0.01), Sleeps(0.03)]
-    clock = StageClock(stages, (1, 2), torch.device("cpu"))
-    for _ in range(3):
-        for stage in stages:
-            stage(torch.ones(1))
-    stages[0].seconds = 0.5  # once: no median
-    stages[0](torch.ones(1))
-    clock.close()
-    stages[0](torch.ones(1))
-    found = clock.seconds()
-    assert found.keys() == {1, 2}
-    assert found[1] == pytest.approx(0.01, abs=0.01)
-    assert found[2] == pytest.approx(0.03, abs=0.01)
-    assert len(clock.marks[1]) == 4

@@ -586,10 +586,10 @@ def fork(tmp_path: Path) -> Path:
         ('\nif __name__ == "__main__":', FORK),
         ("load_configs(sys.argv[1:])", "load_configs(sys.argv[1:], ForkConfig)"),
         (
-            "            with meter.data_wait():",
+            "            with monitor.data_wait():",
             "            if n == 2 and runtime.rank == config.probe.crash_rank:\n"
             "                raise RuntimeError('the probe')\n"
-            "            with meter.data_wait():",
+            "            with monitor.data_wait():",
         ),
     ):
         assert old in source

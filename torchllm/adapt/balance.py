@@ -5,67 +5,10 @@ forwards of each stage are timed in the first steps; where the slowest is more t
 are split anew, at the next checkpoint, from which the run goes on with the new split: same weights, same samples.
 """
 
-import time
 from collections.abc import Sequence
-from statistics import median
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
 
 UNEVEN = 0.05
 """how much the slowest stage may be over the mean"""
-STEPS = 5
-"""that are timed, after the first"""
-
-
-class StageClock:
-    """Times the forwards of this rank's stages. Make it before the first step; `close` takes it off again."""
-
-    def __init__(self, stages: Sequence[nn.Module], indices: Sequence[int], device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks: dict[int, list[tuple[Any, Any]]] = {index: [] for index in indices}
-        self.began: dict[int, Any] = {}
-        self.hooks = []
-        for index, stage in zip(indices, stages, strict=True):
-            self.hooks.append(stage.register_forward_pre_hook(lambda *_, index=index: self._begin(index)))
-            self.hooks.append(stage.register_forward_hook(lambda *_, index=index: self._end(index)))
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _begin(self, index: int) -> None:
-        self.began[index] = self._now()
-
-    def _end(self, index: int) -> None:
-        self.marks[index].append((self.began[index], self._now()))
-
-    def seconds(self) -> dict[int, float]:
-        """Of each stage's forward, the median."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            times = {i: [a.elapsed_time(b) / 1000 for a, b in marks] for i, marks in self.marks.items()}
-        else:
-            times = {i: [b - a for a, b in marks] for i, marks in self.marks.items()}
-        return {index: median(found) for index, found in times.items() if found}
-
-    def close(self) -> None:
-        """No more is timed."""
-        for hook in self.hooks:
-            hook.remove()
-
-
-def gathered(seconds: dict[int, float], group: dist.ProcessGroup) -> list[float]:
-    """The times of all stages, first to last, on every rank: of ranks that hold the same stage the median."""
-    theirs: list[dict[int, float]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, seconds, group=group)
-    indices = sorted({index for found in theirs for index in found})
-    return [median(found[index] for found in theirs if index in found) for index in indices]
 
 
 def better_split(split: Sequence[int], seconds: Sequence[float], ends: tuple[float, float]) -> tuple[int, ...] | None:

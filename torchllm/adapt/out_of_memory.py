@@ -1,46 +1,34 @@
-"""A rank that runs out of memory says how much there was, and which three settings would free the most."""
-
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+"""A rank that runs out of memory says how much there was, and which three settings would free most."""
 
 import torch
 
 from torchllm.config import Config
-from torchllm.config.errors import UserError
 from torchllm.planner.search.savers import savers
+from torchllm.runtime.process import Runtime
 from torchllm.runtime.torch_compat import dump_memory
-
-log = logging.getLogger("torchllm")
-
-
-@contextmanager
-def explain_out_of_memory(config: Config, folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Around the training loop. UserError in place of an error of want of memory; config: resolved."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no name of its own
-        if not is_out_of_memory(error):
-            raise
-        raise UserError("\n".join(explain(error, config, folder, rank, device))) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of a GPU, or of torch's allocator for CPUs."""
+    """Whether a GPU, or torch's allocator for CPUs, had no memory left."""
+    # torch has no class of its own for a CPU's
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def explain(error: RuntimeError, config: Config, folder: Path, rank: int, device: torch.device) -> Iterator[str]:
-    """Lines for the user."""
-    yield f"rank {rank} is out of memory: {str(error).splitlines()[0]}"
-    if device.type == "cuda":
-        file = folder / f"memory-rank-{rank}.pickle"
+def explain(error: RuntimeError, config: Config, runtime: Runtime) -> str:
+    """Return lines for the user. On a GPU, write what its memory holds to a file in the run folder.
+
+    config: the run's, resolved.
+    """
+    first_line = str(error).splitlines()[0]
+    lines = [f"rank {runtime.rank} is out of memory: {first_line}"]
+    if runtime.device.type == "cuda":
+        file = runtime.folder / f"memory-rank-{runtime.rank}.pickle"
         dump_memory(str(file))
-        yield f"what the memory holds: {file}, for pytorch.org/memory_viz"
-    found = savers(config)
-    if found:
-        yield "the settings that would free most, by the planner's figures, each alone:"
-        yield from (f"  {saver}" for saver in found)
+        lines.append(f"what the memory holds: {file}, for pytorch.org/memory_viz")
+    settings = savers(config)
+    if settings:
+        lines.append("settings that would free most memory, by the planner's estimate, each alone:")
+        lines.extend(f"  {setting}" for setting in settings)
     else:
-        yield "set cluster.name (train_configs/clusters) to be told which settings would free most"
+        lines.append("set cluster.name (train_configs/clusters) to see which settings would free most memory")
+    return "\n".join(lines)

@@ -81,7 +81,7 @@ class Meter:
         self.planned_mfu, self.profiled, self.first = planned_mfu, False, True
         self.lost: dict[str, float] = {}  # since the goodput was told
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
-        self.step, self.waited_in_all = 0, 0.0
+        self.step, self.total_data_wait = 0, 0.0
         self._start_interval()
 
     @contextmanager
@@ -94,7 +94,7 @@ class Meter:
         finally:
             seconds = time.perf_counter() - start
             self.waited += seconds
-            self.waited_in_all += seconds
+            self.total_data_wait += seconds
             self._lose("data", seconds)
 
     @contextmanager

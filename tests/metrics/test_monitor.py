@@ -1,0 +1,139 @@
+"""What the monitor decides and writes; the meter, the profiler and the sinks behind it have tests of their own."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.parity import CPU, build, tiny
+from tests.workers import run
+from torchllm.config import Config
+from torchllm.metrics.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
+from torchllm.metrics.watch import Profiled, Slow
+
+
+def monitor_of(
+    folder: Path, config: Config, adapt: Callable[[Config, Bottlenecks], Change | None] | None = None, start: int = 0
+) -> Monitor:
+    """A monitor of this rank, begun; 0.05 s of waiting are enough for a starved loader."""
+    runtime: Any = SimpleNamespace(
+        folder=folder,
+        rank=dist.get_rank(),
+        is_main=dist.get_rank() == 0,
+        world_size=dist.get_world_size(),
+        ranks_on_node=dist.get_world_size(),
+        device=CPU,
+        host_group=dist.new_group(backend="gloo"),
+    )
+    config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
+    mesh, stages = build(config)
+    monitor = Monitor(runtime, adapt, starved_seconds=0.05)
+    data: Any = SimpleNamespace(state=lambda: {"sequences": 0}, skipped={})
+    monitor.begin(config, mesh, stages, data, start)
+    return monitor
+
+
+def _starved(folder: Path, waits: list[float]) -> list[int | None]:
+    """The rank named at checkpoints 0.2 s apart, in which rank 1 waited so many seconds for data."""
+    seen: list[int | None] = []
+
+    def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
+        seen.append(bottlenecks.data_wait.rank if bottlenecks.data_wait else None)
+
+    monitor = monitor_of(folder, tiny({"parallel.dp_shard": 2}), adapt)
+    for wait in waits:
+        with monitor.step(1):
+            time.sleep(0.2)
+        monitor.meter.total_data_wait += wait * dist.get_rank()
+        assert not monitor.wants_change(1)
+    return seen
+
+
+def test_a_starved_loader_is_seen_on_all_ranks(tmp_path: Path) -> None:
+    assert run(_starved, 2, tmp_path, [0.001, 0.1]) == [[None, 1]] * 2
+    assert run(_starved, 2, tmp_path, [0.04]) == [[None]] * 2  # over 5 % of the time, but not worth it
+
+
+def _clocks_apart(folder: Path) -> bool:
+    """Rank 1 waited 0.2 s of 2 s; rank 0's clock says that 0.2 s have passed, all of them waited."""
+    changes: list[Bottlenecks] = []
+
+    def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
+        changes.append(bottlenecks)
+
+    monitor = monitor_of(folder, tiny({"parallel.dp_shard": 2}), adapt)
+    monitor.data_wait_clock.started -= 2.0 if dist.get_rank() else 0.2
+    monitor.meter.total_data_wait = 0.2 * dist.get_rank()
+    monitor.wants_change(10)
+    return changes[0].data_wait is not None
+
+
+def test_ranks_decide_alike_whatever_their_clocks_say(tmp_path: Path) -> None:
+    assert run(_clocks_apart, 2, tmp_path) == [True, True]
+
+
+def _changed(folder: Path) -> list[Any]:
+    """A change after a checkpoint, and its steps beside those before."""
+    first = tiny({})
+    second = tiny({"run.seed": 7})
+    monitor = monitor_of(folder, first, lambda config, bottlenecks: Change(second, "another seed"))
+    with monitor.step(1):
+        time.sleep(0.05)
+    assert monitor.wants_change(1)
+    return [monitor.next_config == second, monitor.change_reason, monitor.seconds_before_change]
+
+
+def test_a_change_is_kept_for_the_next_begin(tmp_path: Path) -> None:
+    [(kept, reason, seconds)] = run(_changed, 1, tmp_path)
+    assert kept
+    assert reason == "another seed"
+    assert seconds == pytest.approx(0.05, abs=0.04)
+
+
+def _unadapted(folder: Path) -> bool:
+    return monitor_of(folder, tiny({})).wants_change(1)
+
+
+def test_without_somebody_to_decide_a_run_keeps_its_config(tmp_path: Path) -> None:
+    assert run(_unadapted, 1, tmp_path) == [False]
+
+
+def _stage_times(folder: Path) -> list[bool]:
+    """At each checkpoint: whether stage times were measured. Six steps are needed; they are measured once."""
+    seen: list[bool] = []
+
+    def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
+        seen.append(bottlenecks.stage_seconds is not None)
+
+    config = tiny({"parallel.pp": 2, "parallel.rebalance": True})
+    monitor = monitor_of(folder, config, adapt)
+    clock = monitor.stage_clock
+    assert clock is not None
+    for index in clock.forwards:
+        clock.forwards[index].append((0.0, 1.0 + index))
+    for n in range(1, TIMED_STEPS + 3):
+        with monitor.step(n):
+            pass
+        monitor.wants_change(n)
+    return seen
+
+
+def test_stages_are_timed_once_in_the_first_steps(tmp_path: Path) -> None:
+    assert run(_stage_times, 2, tmp_path) == [[False] * TIMED_STEPS + [True, False]] * 2
+
+
+def _slow_nodes(folder: Path) -> str:
+    monitor = monitor_of(folder, tiny({}))
+    for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
+        monitor.profiler.latest = Profiled(step, {"forward": 1.0, "data": 0.0}, Slow(step, host, "forward", 1.0, 0.5))
+        monitor._report(monitor.profiler.latest)
+    return (folder / SLOW_NODES).read_text()
+
+
+def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
+    assert run(_slow_nodes, 1, tmp_path) == ["node-7,node-3"]

@@ -1,0 +1,53 @@
+"""Stands around a recipe's `train`: picks the layout to start with, and starts it again where the run adapts.
+
+The rest of this folder is imported only when it is needed: `tune` with parallel.layout = "tune", `adapter` where a
+loader is starved or stages were timed (`parallel.rebalance`), `out_of_memory` when a rank runs out of memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.data.cache import cache_root
+from torchllm.metrics.bottlenecks import STARVED_SECONDS
+from torchllm.metrics.monitor import Bottlenecks, Change, Monitor
+from torchllm.runtime.process import Runtime
+
+Train = Callable[[Any, Runtime, Monitor], None]
+"""of a recipe; its config may have sections of its own"""
+
+
+def supervise(
+    train: Train, configs: Sequence[Config], runtime: Runtime, starved_seconds: float = STARVED_SECONDS
+) -> None:
+    """Call `train` with the fastest of `configs`, and again with another config wherever the run changes its own.
+
+    UserError, with advice, where this rank runs out of memory; `train` may raise others.
+    """
+    monitor = Monitor(runtime, adapt, starved_seconds)
+    config: Config | None = configs[0]
+    if len(configs) > 1:
+        from torchllm.adapt.tune import fastest
+
+        config = fastest(configs, runtime, cache_root(configs[0].data))
+    while config is not None:
+        try:
+            train(config, runtime, monitor)
+        except RuntimeError as error:
+            from torchllm.adapt.out_of_memory import explain, is_out_of_memory
+
+            if is_out_of_memory(error):
+                raise UserError(explain(error, config, runtime)) from error
+            raise
+        config = monitor.next_config
+    monitor.close()
+
+
+def adapt(config: Config, bottlenecks: Bottlenecks) -> Change | None:
+    """Return the config to go on with from a checkpoint, or None: go on as before."""
+    if bottlenecks.data_wait is None and bottlenecks.stage_seconds is None:
+        return None
+    from torchllm.adapt.adapter import adapted
+
+    return adapted(config, bottlenecks)

@@ -1,0 +1,112 @@
+"""Measures two reasons for slow steps, so that every rank has the same figures: a starved loader, uneven stages.
+
+Monitor asks for them at checkpoints. What is done about them is decided elsewhere (`torchllm/adapt`).
+"""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STARVED = 0.05
+"""a loader is starved if a rank waits for it for more than this share of the time"""
+STARVED_SECONDS = 5.0
+"""and for more than this: less is not worth a new start of the loader"""
+
+
+class DataWait(NamedTuple):
+    """How long the rank that waited longest has waited for data."""
+
+    rank: int
+    seconds: float
+    elapsed: float
+    """seconds in which it did so, by that rank's clock"""
+
+    @property
+    def share(self) -> float:
+        """Fraction of the time."""
+        return self.seconds / self.elapsed
+
+
+class DataWaitClock:
+    """Compares the ranks' waits for data from one call of `longest` to the next."""
+
+    def __init__(self, host_group: dist.ProcessGroup) -> None:
+        self.host_group = host_group
+        self.started = time.perf_counter()
+        self.total = 0.0
+
+    def longest(self, total: float) -> DataWait:
+        """Return the longest wait since the last call. Call it on all ranks.
+
+        total: seconds that this rank has waited for data since the clock was made.
+        """
+        now = time.perf_counter()
+        waited = total - self.total, now - self.started
+        self.total, self.started = total, now
+        # FOOTGUN: decide from gathered figures only. A decision by this rank's own clock would differ between ranks,
+        # and the run would hang.
+        ranks = [waited] * dist.get_world_size(self.host_group)
+        dist.all_gather_object(ranks, waited, group=self.host_group)
+        waits = [DataWait(rank, seconds, elapsed) for rank, (seconds, elapsed) in enumerate(ranks)]
+        return max(waits, key=lambda wait: wait.seconds)
+
+
+class StageClock:
+    """Times the forwards of this rank's pipeline stages, from its making to `close`."""
+
+    def __init__(self, stages: Sequence[nn.Module], indices: Sequence[int], device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.starts: dict[int, Any] = {}
+        self.forwards: dict[int, list[tuple[Any, Any]]] = {index: [] for index in indices}
+        self.hooks = []
+        for index, stage in zip(indices, stages, strict=True):
+            self.hooks.append(stage.register_forward_pre_hook(lambda *_, index=index: self._start(index)))
+            self.hooks.append(stage.register_forward_hook(lambda *_, index=index: self._stop(index)))
+
+    def _now(self) -> Any:
+        """Return seconds on a CPU, an event of the current stream on a GPU."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _start(self, index: int) -> None:
+        self.starts[index] = self._now()
+
+    def _stop(self, index: int) -> None:
+        self.forwards[index].append((self.starts[index], self._now()))
+
+    def seconds(self) -> dict[int, float]:
+        """Return the median time of a forward, by global index of the stage."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        medians = {}
+        for index, forwards in self.forwards.items():
+            if forwards:
+                medians[index] = median(self._elapsed(start, stop) for start, stop in forwards)
+        return medians
+
+    def _elapsed(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop) / 1000 if self.on_gpu else stop - start)
+
+    def close(self) -> None:
+        """Stop timing: remove the hooks from the stages."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+def gather_stage_seconds(seconds: dict[int, float], group: dist.ProcessGroup) -> list[float]:
+    """Return the forward times of all stages, first to last: the median over the ranks that hold the same stage."""
+    ranks: list[dict[int, float]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, seconds, group=group)
+    by_stage: dict[int, list[float]] = {}
+    for rank in ranks:
+        for index, stage_seconds in rank.items():
+            by_stage.setdefault(index, []).append(stage_seconds)
+    return [median(by_stage[index]) for index in sorted(by_stage)]

@@ -1,0 +1,215 @@
+"""Everything that only observes a run, behind one object: without it the run trains the same weights.
+
+    Meter           loss, speed, MFU and memory of logged steps, written to the sinks
+    StepProfiler    where the time of some steps went; ranks that are slow
+    Goodput         the share of the run's wall time that trained it
+    bottlenecks     data waits and stage times, for whoever may change the run's config (`torchllm/adapt`)
+
+Every rank has one; rank 0's writes and logs.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchllm.config import Config
+from torchllm.data.loader import TrainLoader
+from torchllm.metrics.bottlenecks import (
+    STARVED,
+    STARVED_SECONDS,
+    DataWait,
+    DataWaitClock,
+    StageClock,
+    gather_stage_seconds,
+)
+from torchllm.metrics.goodput import Goodput
+from torchllm.metrics.meter import Meter, peak_flops
+from torchllm.metrics.sinks import Record, open_sinks
+from torchllm.metrics.trace import Traces, steps_of
+from torchllm.metrics.watch import Profiled, Watch
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.mesh import Mesh
+from torchllm.planner.search.auto import planned
+from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.spec.cluster import tensor_parallel_warning
+from torchllm.spec.stages import stage_of_rank
+from torchllm.train.step import StepResult
+
+log = logging.getLogger("torchllm")
+
+TIMED_STEPS = 5
+"""steps after the first by which stages, and steps before and after a change of the config, are compared"""
+SLOW_NODES = "slow_nodes"
+
+
+class Bottlenecks(NamedTuple):
+    """What has slowed the run down since its last checkpoint; the same on all ranks."""
+
+    data_wait: DataWait | None
+    """the longest wait for data, if the loader is starved"""
+    stage_seconds: list[float] | None
+    """time of a forward of each pipeline stage, once they were measured (`parallel.rebalance`)"""
+
+
+class Change(NamedTuple):
+    """Another config for the run to go on with, from a checkpoint."""
+
+    config: Config
+    reason: str
+
+
+class Monitor:
+    """Observes this rank. One per process; `begin` starts it for a config, `end` ends it.
+
+    adapt: decides at a checkpoint, the same on all ranks, whether the run goes on with another config; without it the
+    run never does. starved_seconds: a rank that waits less for data between two checkpoints has no starved loader.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        adapt: Callable[[Config, Bottlenecks], Change | None] | None = None,
+        starved_seconds: float = STARVED_SECONDS,
+    ) -> None:
+        self.runtime = runtime
+        self.adapt = adapt
+        self.starved_seconds = starved_seconds
+        self.goodput = Goodput(runtime.folder) if runtime.is_main else None
+        self.slow_nodes: list[str] = []
+        self.next_config: Config | None = None
+        """set by `wants_change`: with which to go on from the last checkpoint"""
+        self.change_reason = ""
+        self.seconds_before_change: float | None = None
+        """of a step; None once the steps after the change were compared with it"""
+
+    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
+        """Start the clocks, right before step `start` + 1, the first with this config."""
+        runtime, device, training = self.runtime, self.runtime.device, config.training
+        dtype = compute_dtype(training, device)
+        self.config, self.next_config = config, None
+        self.warn(config, data, dtype, start)
+        prediction = planned(config)
+        sinks = open_sinks(runtime.folder, config.metrics, steps=training.steps, start=start) if runtime.is_main else []
+        self.meter = Meter(
+            config.metrics,
+            config.model,
+            config.recompute,
+            training,
+            device=device,
+            world_size=runtime.world_size,
+            peak_flops=peak_flops(device, dtype, runtime.ranks_on_node),
+            sinks=sinks,
+            goodput=self.goodput,
+            planned_mfu=prediction.mfu if prediction else None,
+            sequences=data.state()["sequences"],
+        )
+        traces = Traces(runtime.folder, steps_of(config.metrics.profile_steps), runtime.rank)
+        interval = config.metrics.breakdown_interval
+        self.profiler = Watch(interval, mesh, runtime.host_group, device, traces, start)
+        self.data_wait_clock = DataWaitClock(runtime.host_group)
+        self.stage_clock = None
+        if config.parallel.rebalance and mesh.pp.size() > 1:
+            indices = stage_of_rank(config.parallel, mesh.pp.get_local_rank())
+            self.stage_clock = StageClock(stages, indices, device)
+        self.step_seconds: deque[float] = deque(maxlen=TIMED_STEPS + 2)
+        self.steps = 0
+        if self.goodput is not None:
+            self.goodput.begin(start)
+        self.step_ended = time.perf_counter()
+
+    def warn(self, config: Config, data: TrainLoader, dtype: torch.dtype, start: int) -> None:
+        """Log what a user should know about a config before its first step."""
+        if start >= config.training.steps:
+            log.info("nothing to do: the run is at step %d of training.steps = %d", start, config.training.steps)
+        if data.skipped:
+            log.warning("records skipped by data.on_bad_record: %s", data.skipped)
+        if slow := tensor_parallel_warning(config, self.runtime.ranks_on_node, dtype.itemsize):
+            log.warning("%s", slow)
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """Observe step `n`: a context around all that the loop does in it."""
+        with self.profiler.step(n):
+            yield
+        now = time.perf_counter()
+        self.step_seconds.append(now - self.step_ended)
+        self.step_ended = now
+        self.steps += 1
+        if self.steps == TIMED_STEPS + 1:
+            self._compare_with_before()
+        if self.profiler.latest is not None:
+            self._report(self.profiler.latest)
+
+    def data_wait(self) -> AbstractContextManager[None]:
+        """Return a context around the call that waits for the next batch."""
+        return self.meter.data_wait()
+
+    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> AbstractContextManager[None]:
+        """Return a context around an evaluation or a checkpoint, whose time is not the step's."""
+        return self.meter.pause(cause)
+
+    def log(self, n: int, result: StepResult, validation_loss: float | None, force: bool) -> Record | None:
+        """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says."""
+        return self.meter.log(n, result, validation_loss=validation_loss, force=force)
+
+    def wants_change(self, n: int) -> bool:
+        """Whether the run should go on with another config (`next_config`) from the checkpoint of step `n`.
+
+        Call it on all ranks, after a checkpoint.
+        """
+        if self.adapt is None:
+            return False
+        change = self.adapt(self.config, self._bottlenecks())
+        if change is None:
+            return False
+        log.info("step %d: %s, from this checkpoint on", n, change.reason)
+        self.next_config, self.change_reason = change
+        self.seconds_before_change = self._usual_seconds()
+        return True
+
+    def end(self) -> None:
+        """End what `begin` started."""
+        self.meter.close()
+
+    def close(self) -> None:
+        """Log what the run's time went to."""
+        if self.goodput is not None:
+            log.info("%s", self.goodput.summary())
+
+    def _bottlenecks(self) -> Bottlenecks:
+        data_wait = self.data_wait_clock.longest(self.meter.total_data_wait)
+        starved = data_wait.share > STARVED and data_wait.seconds > self.starved_seconds
+        stage_seconds = None
+        if self.stage_clock is not None and self.steps > TIMED_STEPS:
+            self.stage_clock.close()
+            stage_seconds = gather_stage_seconds(self.stage_clock.seconds(), self.runtime.host_group)
+            self.stage_clock = None  # measured once per config
+            log.info("forwards of the stages take %s s", ", ".join(f"{seconds:.3g}" for seconds in stage_seconds))
+        return Bottlenecks(data_wait if starved else None, stage_seconds)
+
+    def _usual_seconds(self) -> float:
+        """Return the median time of the latest steps, without the first of a config: it compiles and allocates."""
+        seconds = list(self.step_seconds)
+        return median(seconds[1:] or seconds)
+
+    def _compare_with_before(self) -> None:
+        """Log how much faster the steps are after a change of the config."""
+        before, seconds = self.seconds_before_change, self._usual_seconds()
+        if before is not None:
+            percent = 100 * (seconds / before - 1)
+            log.info("%s: steps took %.3g s, now %.3g s (%+.0f %%)", self.change_reason, before, seconds, percent)
+        self.seconds_before_change = None
+
+    def _report(self, profiled: Profiled) -> None:
+        self.meter.report(profiled)
+        if profiled.slow is not None and self.runtime.is_main and profiled.slow.host not in self.slow_nodes:
+            self.slow_nodes.append(profiled.slow.host)
+            file = self.runtime.folder / SLOW_NODES
+            file.write_text(",".join(self.slow_nodes))
+            log.warning("to exclude %s from the next start: sbatch --exclude=$(cat %s)", profiled.slow.host, file)
