@@ -234,8 +234,14 @@ def a_product_put_off_for_good() -> Any:
     """One weight gradient of one micro batch is never computed."""
     lost: list[Any] = []
 
-    def change(real: Any) -> Any:
-        return lambda *product: real(*product) if lost else lost.append(product)
+    def change(add_product: Any) -> Any:
+        def lose_first(product: Any) -> None:
+            if lost:
+                add_product(product)
+            else:
+                lost.append(product)
+
+        return lose_first
 
     return _replaced(torchllm.parallel.weight_gradients, "add_product", change)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torchllm.parallel.recompute import _keep_products_and_rings
+from torchllm.parallel.recompute import save_products_and_rings
 from torchllm.parallel.saved_results import computed_once
 
 results: list[Any] = []
@@ -42,7 +42,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def recomputed(x: Tensor, weight: Tensor) -> Tensor:
-    return checkpoint(run, x, weight, use_reentrant=False, context_fn=_keep_products_and_rings)
+    return checkpoint(run, x, weight, use_reentrant=False, context_fn=save_products_and_rings)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,11 @@
-"""Weight gradients put off: every product once and in the right type; and that torch's own split is still no choice."""
+"""Deferred weight gradients: each is computed once and in the right type; torch's own split still loses gradients."""
 
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchllm.parallel.pipeline
@@ -13,7 +14,7 @@ from tests.workers import WorkerFailed, run
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.parallel.weight_gradients import WeightGradients
+from torchllm.parallel.weight_gradients import DeferredProduct, WeightGradients
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 PP2: Settings = {"parallel.pp": 2}
@@ -32,22 +33,29 @@ def test_input_gradients_come_first_and_weights_when_asked(family: str) -> None:
     for network in (model, plain):
         network(tokens, positions, None, tokens).backward()
     matrices = {n for n, p in plain.named_parameters() if p.dim() == 2 and "embed" not in n}
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == matrices
+    assert without_gradient(model) == matrices
     first, second = store.take(), store.take()
-    second()  # nothing: the first has them all
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == matrices
+    second()  # computes nothing: the first took every product
+    assert without_gradient(model) == matrices
     first()
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6, msg=name)
-        assert mine.grad is not None
-        assert not mine.grad.requires_grad, name  # else it remembers its operands
-    first()  # each product once, and its operands are gone
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
+    check_gradients(model, plain)
+    first()  # computes nothing more: each product is computed once
+    check_gradients(model, plain)
+
+
+def without_gradient(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+def check_gradients(model: nn.Module, expected: nn.Module) -> None:
+    for (name, parameter), other_parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other_parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+        assert parameter.grad is not None
+        assert not parameter.grad.requires_grad, name  # its graph would keep the operands alive
 
 
 def count_calls(settings: Settings) -> int:
-    """Attention forwards of one step on this rank."""
+    """Return the number of attention forwards of one step on this rank."""
     config = tiny(settings)
     mesh, stages = build(config)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
@@ -64,38 +72,40 @@ def count_calls(settings: Settings) -> int:
 
 @pytest.mark.parametrize("schedule", ["1F1B", *SPLIT])
 def test_recomputation_happens_once(schedule: str) -> None:
-    """2 blocks on a rank, 8 micro batches, twice."""
-    assert run(count_calls, 2, {**PP2, "parallel.schedule": schedule, "recompute.mode": "full"}) == [2 * 2 * 8] * 2
+    """2 blocks per rank, 8 micro batches, each computed twice."""
+    settings = {**PP2, "parallel.schedule": schedule, "recompute.mode": "full"}
+    assert run(count_calls, 2, settings) == [2 * 8 * 2, 2 * 8 * 2]
 
 
 def sums_in_bfloat16(settings: Settings) -> tuple[str, float]:
-    """The gradient's type and its error, relative to its largest element, of a layout that computes in bfloat16."""
+    """Return the type of a gradient of a layout that computes in bfloat16, and its relative error."""
     config = tiny(settings)
     mesh, stages = build(config, torch.bfloat16)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
     layer = next(iter(stages[0].layers.values())).mlp.down_proj
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    add = torchllm.parallel.weight_gradients.add_product
+    products: list[torch.Tensor] = []  # each rounded to bfloat16 once
+    add_product = torchllm.parallel.weight_gradients.add_product
 
-    def spy(weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        if weight is layer.weight:
-            seen.append((x.float(), gradient.float()))
-        add(weight, x, gradient)
+    def record(product: DeferredProduct) -> None:
+        if product.weight is layer.weight:
+            x, gradient = product.x.float().flatten(0, 1), product.gradient.float().flatten(0, 1)
+            products.append((gradient.t() @ x).to(torch.bfloat16).float())
+        add_product(product)
 
-    with mock.patch("torchllm.parallel.weight_gradients.add_product", spy):
+    with mock.patch("torchllm.parallel.weight_gradients.add_product", record):
         step(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
     gradient = layer.weight.grad
     assert isinstance(gradient, DTensor)
-    exact = torch.stack([(g.flatten(0, 1).t() @ x.flatten(0, 1)).to(torch.bfloat16).float() for x, g in seen]).sum(0)
+    exact = torch.stack(products).sum(0)
     error = (gradient.full_tensor() - exact).abs().max() / exact.abs().max()
     return str(gradient.dtype), error.item()
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_products_are_summed_in_float32(schedule: str) -> None:
-    """Each is bfloat16, good to 2^-9; the sum of 8 of them is exact to float32, or it was summed in bfloat16.
+    """Each product is bfloat16, good to 2^-9; the sum of 8 is exact to float32, unless it was summed in bfloat16.
 
-    FSDP sums what it finds at the next backward, so this takes a rank that does two products without one between.
+    FSDP adds up gradients at the next backward, so the test needs a rank that computes two products in a row.
     """
     settings = {**PP2, "parallel.schedule": schedule}
     for kind, error in run(sums_in_bfloat16, 2, settings):
@@ -104,7 +114,7 @@ def test_products_are_summed_in_float32(schedule: str) -> None:
 
 
 class TorchsOwn:
-    """In place of `WeightGradients`: what PipelineStage does without a dw_builder."""
+    """Replaces `WeightGradients`: PipelineStage without a dw_builder splits the backward itself."""
 
     take = None
 
@@ -116,20 +126,20 @@ def train_with_torchs_split(settings: Settings) -> Trained | None:
     pipeline = torchllm.parallel.pipeline
     with (
         mock.patch.object(pipeline, "WeightGradients", TorchsOwn),
-        mock.patch.object(pipeline, "free_after_backward"),  # which torch does not do either
+        mock.patch.object(pipeline, "free_after_backward"),  # torch does not do that either
     ):
         return train(settings)
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_torchs_own_split_still_loses_gradients(schedule: str) -> None:
-    """If this fails, torch has mended it and `WeightGradients` may go."""
+    """If this fails, torch has fixed it and `WeightGradients` can be removed."""
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.keep_last_block": False}
     check(settings)
     with pytest.raises(AssertionError, match=r"gradient differs|nothing there"):
         compare(run(train_with_torchs_split, 4, settings)[0], reference(settings))
-    kept = {**settings, "parallel.zero_stage": 1}  # nothing is freed after the forward
-    compare(run(train_with_torchs_split, 4, kept)[0], reference(kept))
+    settings["parallel.zero_stage"] = 1  # nothing is freed after the forward
+    compare(run(train_with_torchs_split, 4, settings)[0], reference(settings))
 
 
 @pytest.mark.parametrize("schedule", SPLIT)

@@ -1,9 +1,10 @@
 """Initial weights as a function of (seed, canonical parameter name, global element index).
 
-Every layout therefore starts from bitwise the same weights on one kind of device, and a rank computes only what it
-holds. torch's own generators give the n-th number of a stream, which depends on who drew before; a counter-based
-generator hashes the index itself. Here: SplitMix64's output function (Steele, Lea, Flood 2014) over the index, its top
-53 bits as a uniform number, and the inverse of the normal distribution, cut at 3 standard deviations.
+Every layout therefore starts from bitwise the same weights on one kind of device, a rank computes only the shards that
+it holds, and nothing is sent. torch's own generators return the next number of a stream, which depends on every earlier
+draw; a counter-based generator hashes the index itself. Here: SplitMix64's output function (Steele, Lea, Flood 2014)
+over the index, its top 53 bits as a uniform number, and the inverse of the normal distribution, cut at 3 standard
+deviations.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name, row_of
 
 _CUT = 3.0  # in standard deviations
-_ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, 8 bytes an element a few times over
+_ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element
 
 
 def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, seed: int) -> None:
@@ -36,52 +37,64 @@ def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, se
 
 
 def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
-    """Give every parameter of stages built on the meta device its memory, with whatever is in it."""
+    """Give every parameter of stages built on the meta device its memory, uninitialised.
+
+    FOOTGUN: `to_empty` replaces the parameters, so tied embeddings must be tied again.
+    """
     for stage in stages:
         stage.to_empty(device=device)
         stage.tie_embeddings()
 
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
-    """Write this rank's part of the initial value of the parameter called `name` (canonical)."""
+    """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     shape, offset = local_region(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     start = row_of(name).start
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return
-    std = model.initial_std / (math.sqrt(2 * model.layers) if start == "residual" else 1.0)
-    columns = math.prod(parameter.shape[1:])  # row-major index of the whole parameter
-    width = math.prod(shape[1:])
     if local.numel() == 0:
         return
-    column_index = torch.arange(width, device=local.device) + (offset[1] if len(shape) > 1 else 0)
-    rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // width)
-    for first in range(0, shape[0], rows_at_a_time):
-        rows = local[first : first + rows_at_a_time]
-        row_index = torch.arange(rows.shape[0], device=local.device) + (offset[0] + first)
-        index = (row_index.unsqueeze(1) * columns + column_index).flatten()
-        rows.copy_(normal(index, key_of(seed, name)).mul_(std).view_as(rows))
+    std = model.initial_std
+    if start == "residual":
+        std = std / math.sqrt(2 * model.layers)
+    key = key_of(seed, name)
+    columns = math.prod(parameter.shape[1:])  # of the whole parameter
+    local_columns = math.prod(shape[1:])
+    first_column = offset[1] if len(shape) > 1 else 0
+    column_index = torch.arange(local_columns, device=local.device) + first_column
+    rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // local_columns)
+    for first_row in range(0, shape[0], rows_at_a_time):
+        rows = local[first_row : first_row + rows_at_a_time]
+        row_index = torch.arange(rows.shape[0], device=local.device) + (offset[0] + first_row)
+        index = row_index.unsqueeze(1) * columns + column_index  # row-major, over the whole parameter
+        numbers = normal(index.flatten(), key).mul_(std)
+        rows.copy_(numbers.view_as(rows))
 
 
 def key_of(seed: int, name: str) -> int:
-    """64 bits that tell one parameter's numbers from another's, as a signed integer."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+    """Return 64 bits that distinguish the numbers of one parameter from another's, as a signed integer."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def normal(index: Tensor, key: int) -> Tensor:
-    """The index-th standard normal numbers of the stream `key`, cut at +-3: int64 (N) -> float64 (N).
+    """Return the index-th standard normal numbers of the stream `key`, cut at +-3: int64 (N) -> float64 (N).
 
-    float64 throughout: a vectorised kernel may round an element differently by its place in the buffer, and the
-    rounding to float32 afterwards hides such a last bit.
+    float64 throughout: a vectorised kernel may round an element differently depending on its position in the buffer,
+    and the rounding to float32 afterwards hides such a last bit.
     """
-    tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))
+    tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))  # probability of a number below -3
     uniform = (_hash(index, key).to(torch.float64) + 0.5) * 2.0**-53
     return torch.special.ndtri(tail + uniform * (1.0 - 2.0 * tail))
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
-    """SplitMix64's output for state key + index * golden ratio, top 53 bits. int64 products wrap like unsigned ones."""
+    """Return the top 53 bits of SplitMix64's output for the state key + index * golden ratio.
+
+    The constants are SplitMix64's, as signed integers: int64 products wrap around as unsigned ones do.
+    """
     z = index * -0x61C8864680B583EB + key
     z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
@@ -89,5 +102,5 @@ def _hash(index: Tensor, key: int) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's is arithmetic on int64."""
+    """Shift logically to the right; torch's own shift is arithmetic on int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,11 @@
 """Where parallelism is applied: every technique once, in the one order that works.
 
-pipeline stages, then for each: tensor parallel (needs plain parameters) -> context parallel (its core gets the heads
-that are left) -> recompute (wraps what both have changed) -> compile (sees the recomputation) -> FSDP (outermost, so
-that its gathers stay out of the graphs).
+First the model is cut into pipeline stages. Then, to each stage:
+  tensor parallel    needs plain parameters
+  context parallel   its attention core gets the heads that tensor parallelism leaves to a rank
+  recompute          wraps modules that both have changed
+  compile            sees the recomputation
+  FSDP               outermost, so that its gathers stay out of the compiled graphs
 """
 
 import logging
@@ -31,10 +34,10 @@ def parallelize(
     dtype: torch.dtype,
     sequence_length: int,
 ) -> list[Decoder]:
-    """This rank's stages of a model built on the meta device, sharded and wrapped in place, still without memory.
+    """Return this rank's stages of a model built on the meta device, sharded and wrapped, still without memory.
 
-    dtype: of the computation; weights and gradient reductions are float32. sequence_length: tokens, which decide what a
-    block costs beside the head when stages are balanced.
+    dtype: of the computation; weights and gradient reductions are float32. sequence_length: in tokens; it decides how
+    much a block costs compared with the head when stages are balanced.
     """
     stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
@@ -58,7 +61,8 @@ def parallelize(
             apply_compile(stage, compile)
             say("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
 
-        if mesh.world.size() > 1 or dtype != torch.float32:  # else for nothing: copies and hooks, 40 % of a step
+        # On one rank in float32 FSDP would only copy weights and run hooks, which takes 40 % of a small step.
+        if mesh.world.size() > 1 or dtype != torch.float32:
             apply_fsdp(stage, mesh.fsdp, parallel, dtype)
             say("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

@@ -1,23 +1,28 @@
-"""Pipeline parallelism: the model cut into stages, and how a step's micro batches go through them.
+"""Pipeline parallelism: cuts the model into stages and runs a step's micro batches through them.
 
-Sharded: the blocks, in order, over stages; the first has the embedding, the last the final norm, head and loss. A pp
-rank holds one stage, or several that are not neighbours (virtual stages: a smaller bubble, more sending).
+Sharded: the blocks, in order, over stages; the first stage has the embedding, the last the final norm, head and loss. A
+pp rank holds one stage, or several that are not neighbours (virtual stages: a smaller bubble, more messages).
 
-Sent: hidden states (B, S, D) forward and their gradients backward, once a micro batch and boundary; with tp each tp
-rank sends the 1 / tp of them that it holds (sequence parallel) or keeps (`apply_scatter_gather`). Once a step, the
-gradient of a tied embedding goes between the first and the last stage. With one stage nothing is sent.
+Sent: hidden states (B, S, D) forward and their gradients backward, once per micro batch and stage boundary. With tp
+each tp rank sends 1 / tp of them: the part it holds (sequence parallelism) or cuts out (`apply_scatter_gather`). Once
+per step the gradient of a tied embedding goes between the first and the last stage. With one stage nothing is sent.
 
-When: `torch.distributed.pipelining`'s schedules, by their names. Weights are gathered as `zero_stage` says (3: each
-time a block is used; else once a step); gradients are reduced once a step, at its end, in any case. Until then they are
-whole, in float32: more memory than `zero_stage` 2 and 3 take without a pipeline.
+When: in the order of one of the schedules of `torch.distributed.pipelining`, chosen by its name there. Weights are
+gathered as `zero_stage` says (3: each time a block is used; otherwise once per step); gradients are reduced once, at
+the end of the step, in any case. Until then they are whole, in float32, which takes more memory than `zero_stage` 2 and
+3 do without a pipeline.
 
-The step asks only `ForwardBackward`: micro batches and a scale in, the scaled loss out, gradients in the parameters.
+References: 1F1B and interleaved stages, Narayanan et al. 2021; GPipe, Huang et al. 2019; looped breadth-first,
+Lamy-Poirier 2023; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-AI 2024.
+
+`TrainStep` knows only `ForwardBackward`: micro batches and a scale in, the scaled loss out, gradients in the
+parameters. So the step and the recipes need no `if` on the pipeline.
 """
 
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,31 +44,31 @@ log = logging.getLogger(__name__)
 
 
 class ForwardBackward(Protocol):
-    """One step's forwards and backwards on this rank."""
+    """Runs the forwards and backwards of one step on this rank."""
 
     stages: Sequence[Decoder]
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
-        """Add d(scale x loss sum) to the gradients; returns scale x loss sum of this rank's batches, float32 ().
+        """Add the gradients of scale x loss sum; returns scale x loss sum of this rank's batches, float32 ().
 
         A rank without the last stage returns 0.
         """
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """The loss sum of one batch, float32 (), without gradients; 0 on a rank without the last stage."""
+        """Return the loss sum of one batch, float32 (), without gradients; 0 on a rank without the last stage."""
 
 
 def build_forward_backward(
     stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
 ) -> ForwardBackward:
-    """The plain step, or the pipelined one; dtype: of the hidden states that are sent."""
+    """Return the plain forward and backward, or the pipelined one. dtype: of the hidden states that are sent."""
     if mesh.pp.size() == 1:
         return OneStage(stages, parallel)
     return Pipeline(stages, mesh, parallel, training, dtype)
 
 
 class OneStage:
-    """Every micro batch in turn through the whole model."""
+    """Runs every micro batch in turn through the whole model."""
 
     def __init__(self, stages: Sequence[Decoder], parallel: Parallel) -> None:
         self.stages = stages
@@ -88,39 +93,55 @@ class OneStage:
 
 
 def split_into_stages(model: Decoder, mesh: DeviceMesh, parallel: Parallel, sequence_length: int) -> list[Decoder]:
-    """This pp rank's stages, of a model on the meta device, in the order of `stage_of_rank`; `mesh`: the pp ranks."""
+    """Return this pp rank's stages of a model on the meta device, in the order of `stage_of_rank`.
+
+    mesh: one dimension, the pp ranks.
+    """
     if parallel.pp == 1:
         return [model]
     blocks = balanced_split(model.model, parallel, sequence_length)
     log.info("pipeline %s, %d stages of %s blocks", parallel.schedule, len(blocks), "+".join(map(str, blocks)))
-    stages = []
-    for index in stage_of_rank(parallel, mesh.get_local_rank()):
-        first, is_last = sum(blocks[:index]), index == len(blocks) - 1
-        stage = copy.deepcopy(model)  # costs nothing on the meta device
-        for name in list(stage.layers):
-            if not first <= int(name) < first + blocks[index]:
-                del stage.layers[name]
-        if not is_last:
-            stage.norm = stage.lm_head = None
-        if index > 0:
-            stage.embeds, stage.embed_positions = False, None
-            if not (is_last and model.model.tied_embeddings):  # there it stays, for its weight
-                stage.embed_tokens = None
-        stages.append(stage)
-    return stages
+    return [_cut_stage(model, index, blocks) for index in stage_of_rank(parallel, mesh.get_local_rank())]
+
+
+def _cut_stage(model: Decoder, index: int, blocks: Sequence[int]) -> Decoder:
+    """Return a copy of `model` with the parts of stage `index` alone. blocks: how many each stage has."""
+    stage = copy.deepcopy(model)  # costs nothing on the meta device
+    is_first = index == 0
+    is_last = index == len(blocks) - 1
+    first_block = sum(blocks[:index])
+    own_blocks = range(first_block, first_block + blocks[index])
+    for name in list(stage.layers):
+        if int(name) not in own_blocks:
+            del stage.layers[name]
+    if not is_last:
+        stage.norm = None
+        stage.lm_head = None
+    if not is_first:
+        stage.embeds = False
+        stage.embed_positions = None
+        # The last stage of a tied model keeps the embedding, for its head uses the same weight.
+        if not (is_last and model.model.tied_embeddings):
+            stage.embed_tokens = None
+    return stage
 
 
 def apply_scatter_gather(stage: Decoder, mesh: DeviceMesh) -> None:
-    """Without sequence parallelism: what leaves a stage is cut to this tp rank's part of the sequence, what enters it
-    is gathered (Narayanan et al. 2021, section 4.1); the same for the gradients. `mesh`: the tp ranks.
+    """Make the tp ranks send hidden states in parts between stages: the scatter/gather optimization.
+
+    Used without sequence parallelism, where every tp rank holds the same hidden states: each sends its part of the
+    sequence, and what enters a stage is gathered; the same for the gradients (Narayanan et al. 2021, section 4.1).
+    mesh: one dimension, the tp ranks.
     """
 
     def gather(module: nn.Module, args: Any) -> Any:
-        return DTensor.from_local(args[0], mesh, [Shard(1)], run_check=False).full_tensor(), *args[1:]
+        hidden, *arguments = args
+        hidden = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
+        return hidden.full_tensor(), *arguments
 
     def scatter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+        hidden = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+        return hidden.redistribute(placements=[Shard(1)]).to_local()
 
     if not stage.embeds:
         stage.register_forward_pre_hook(gather)
@@ -129,124 +150,169 @@ def apply_scatter_gather(stage: Decoder, mesh: DeviceMesh) -> None:
 
 
 class Pipeline:
-    """A step's micro batches through all stages in the order of one of torch's schedules."""
+    """Runs a step's micro batches through all stages in the order of one of torch's schedules."""
 
     def __init__(
         self, stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
     ) -> None:
         self.stages = stages
         self.indices = stage_of_rank(parallel, mesh.pp.get_local_rank())
-        self.count = parallel.stages
-        self.rank_of = {i: rank for rank in range(parallel.pp) for i in stage_of_rank(parallel, rank)}
+        self.last = parallel.stages - 1
+        self.rank_of: dict[int, int] = {}
+        """pp rank that holds each stage"""
+        for rank in range(parallel.pp):
+            for index in stage_of_rank(parallel, rank):
+                self.rank_of[index] = rank
         self.group = mesh.pp.get_group()
         self.device = next(stages[0].parameters()).device
         self.scale = torch.ones(())
-        tp = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
-        length = training.sequence_length // parallel.cp
-        self.hidden = (training.micro_batch_size, length // tp, stages[0].model.hidden)
+
+        self.input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+        batch, length = self.input_shape
+        if parallel.sequence_parallel or parallel.scatter_gather:
+            length = length // parallel.tp
+        self.hidden_shape = (batch, length, stages[0].model.hidden)
         self.dtype = dtype
-        self.tied: list[tuple[bool, Tensor]] = []  # of the first stage?, the weight; taken now, while it is sharded
+
+        self.tied_weights: list[TiedWeight] = []  # collected now, while the weights are sharded
         for stage in stages:
             if stage.model.tied_embeddings and isinstance(stage.embed_tokens, nn.Embedding):
-                self.tied.append((stage.embeds, stage.embed_tokens.weight))
+                self.tied_weights.append(TiedWeight(stage.embed_tokens.weight, on_first_stage=stage.embeds))
         if effective_zero_stage(parallel) == 3:
             for stage in stages:
                 free_after_backward(stage)
-        splits = SCHEDULES[parallel.schedule].splits_backward
+
+        defer_weights = SCHEDULES[parallel.schedule].splits_backward
         pipeline_stages = [
-            PipelineStage(
-                stage,
-                index,
-                self.count,
-                self.device,
-                # FOOTGUN: without both examples the first step runs a hidden forward, loss and backward on garbage.
-                input_args=torch.empty(self.hidden[0], length, dtype=torch.int64, device=self.device)
-                if index == 0
-                else self._hidden_states().requires_grad_(),
-                output_args=(
-                    torch.empty((), device=self.device) if index == self.count - 1 else self._hidden_states()
-                ).requires_grad_(),
-                group=self.group,
-                dw_builder=WeightGradients(stage).take if splits else None,
-            )
-            for index, stage in zip(self.indices, stages, strict=True)
+            self._pipeline_stage(stage, index, defer_weights) for index, stage in zip(self.indices, stages, strict=True)
         ]
-        kind = get_schedule_class(parallel.schedule)
-        self.schedule = kind(
-            pipeline_stages[0] if issubclass(kind, PipelineScheduleSingle) else pipeline_stages,
+        schedule = get_schedule_class(parallel.schedule)
+        self.schedule = schedule(
+            pipeline_stages[0] if issubclass(schedule, PipelineScheduleSingle) else pipeline_stages,
             n_microbatches=gradient_accumulation(training, mesh.data_size),
-            loss_fn=lambda loss, target: loss * self.scale,
-            scale_grads=False,  # FOOTGUN: True divides by the number of micro batches; the scale has it all
+            loss_fn=self._scaled_loss,
+            # FOOTGUN: the default, True, silently divides the gradients by the number of micro batches. The loss's
+            # scale, one over the global token count, is the whole normalisation.
+            scale_grads=False,
         )
+
+    def _pipeline_stage(self, stage: Decoder, index: int, defer_weights: bool) -> PipelineStage:
+        """Wrap a stage for torch's schedules. index: over the whole pipeline; defer_weights: for zero bubble."""
+        # FOOTGUN: without examples of both, input and output, the first step also runs a hidden forward, loss and
+        # backward on uninitialised memory: a side effect of the loss or of a hook then counts garbage. Floating-point
+        # examples must require gradients.
+        if index == 0:
+            input_example = torch.empty(self.input_shape, dtype=torch.int64, device=self.device)
+        else:
+            input_example = self._hidden_states().requires_grad_()
+        if index == self.last:
+            output_example = torch.empty((), device=self.device).requires_grad_()
+        else:
+            output_example = self._hidden_states().requires_grad_()
+        return PipelineStage(
+            stage,
+            index,
+            self.last + 1,
+            self.device,
+            input_args=input_example,
+            output_args=output_example,
+            group=self.group,
+            dw_builder=WeightGradients(stage).take if defer_weights else None,
+        )
+
+    def _scaled_loss(self, loss: Tensor, target: Tensor) -> Tensor:
+        """Scale the last stage's output, which is the loss already. Pure: torch may call it more than once."""
+        return loss * self.scale
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """See `ForwardBackward`."""
         self.scale = scale
-        for embeds, weight in self.tied:
-            if not embeds:
-                weight.grad = None  # the first stage's has the sum over earlier calls
+        for tied in self.tied_weights:
+            if not tied.on_first_stage:
+                tied.weight.grad = None  # the first stage's copy holds the sum over earlier calls
         losses: list[Tensor] = []
-        tokens, labels, positions, documents = (_joined(parts) for parts in zip(*batches, strict=True))
-        more = {} if documents is None else {"document_ids": documents}
+        # The schedule cuts the joined batch into micro batches again. Every rank passes positions, labels and document
+        # ids; only the rank with the first stage passes tokens, only the one with the last stage a target.
+        batch = _join(batches)
+        inputs = [batch.tokens] if 0 in self.indices else []
+        keywords = {"positions": batch.positions, "labels": batch.labels}
+        if batch.document_ids is not None:
+            keywords["document_ids"] = batch.document_ids
         self.schedule.step(
-            *([tokens] if 0 in self.indices else []),
-            target=labels if self.count - 1 in self.indices else None,
+            *inputs,
+            target=batch.labels if self.last in self.indices else None,
             losses=losses,
             return_outputs=False,
-            positions=positions,
-            labels=labels,
-            **more,
+            **keywords,
         )
-        add_tied_gradients([weight for _, weight in self.tied], self.group)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
+        add_tied_gradients([tied.weight for tied in self.tied_weights], self.group)
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).detach().sum()
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
         """See `ForwardBackward`. Forwards alone, one batch at a time: torch's `eval` fails on V-shaped schedules."""
         loss = torch.zeros((), device=self.device)
-        hidden = loss
-        for index, stage in sorted(zip(self.indices, self.stages, strict=True), key=lambda pair: pair[0]):
-            before, after = self.rank_of.get(index - 1), self.rank_of.get(index + 1)
-            here = self.rank_of[index]
-            if index == 0:
-                hidden = batch.tokens
-            elif before != here:
+        hidden = batch.tokens
+        stages = dict(zip(self.indices, self.stages, strict=True))
+        for index in sorted(stages):
+            own_rank = self.rank_of[index]
+            if index > 0 and self.rank_of[index - 1] != own_rank:
                 hidden = self._hidden_states()
-                dist.recv(hidden, group=self.group, group_src=before)
-            hidden = stage(hidden, batch.positions, batch.document_ids, batch.labels)
-            if after is None:
+                dist.recv(hidden, group=self.group, group_src=self.rank_of[index - 1])
+            hidden = stages[index](hidden, batch.positions, batch.document_ids, batch.labels)
+            if index == self.last:
                 loss = hidden
-            elif after != here:
-                dist.send(hidden, group=self.group, group_dst=after)
+            elif self.rank_of[index + 1] != own_rank:
+                dist.send(hidden, group=self.group, group_dst=self.rank_of[index + 1])
         return loss
 
     def _hidden_states(self) -> Tensor:
-        return torch.empty(self.hidden, dtype=self.dtype, device=self.device)
+        """Return uninitialised memory for what stages send to each other."""
+        return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The micro batches as one batch, which the schedule cuts again."""
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
+def _join(batches: Sequence[Batch]) -> Batch:
+    """Return micro batches as one batch."""
+    documents = [batch.document_ids for batch in batches if batch.document_ids is not None]
+    return Batch(
+        tokens=torch.cat([batch.tokens for batch in batches]),
+        labels=torch.cat([batch.labels for batch in batches]),
+        positions=torch.cat([batch.positions for batch in batches]),
+        document_ids=torch.cat(documents) if documents else None,
+    )
+
+
+class TiedWeight(NamedTuple):
+    """One copy of a tied embedding: the first stage has one, and the last."""
+
+    weight: Tensor
+    on_first_stage: bool
 
 
 def add_tied_gradients(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give both copies of a tied embedding, on the first stage and on the last, the sum of their gradients.
 
-    weights: those of them that this rank holds; group: the pp ranks, the first and the last of which hold one each, or
-    the first both.
+    weights: the copies that this rank holds. group: the pp ranks. Its first and its last rank hold one copy each, or
+    its first rank holds both.
     """
-    ends = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
-    first, last = 0, dist.get_world_size(group) - 1
-    if len(ends) == 2:
-        ends[0] += ends[1]
-        ends[1].copy_(ends[0])
-    elif ends and dist.get_rank(group) == first:
-        # FOOTGUN: not one batch of a send and a receive, for which NCCL may set up all ranks of the group, and hang.
-        dist.send(ends[0], group=group, group_dst=last)
-        dist.recv(ends[0], group=group, group_src=last)
-    elif ends:
-        theirs = torch.empty_like(ends[0])
-        dist.recv(theirs, group=group, group_src=first)
-        ends[0] += theirs
-        dist.send(ends[0], group=group, group_dst=first)
+    gradients = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
+    if not gradients:
+        return
+    if len(gradients) == 2:
+        first_copy, last_copy = gradients
+        first_copy += last_copy
+        last_copy.copy_(first_copy)
+        return
+    [gradient] = gradients
+    first_rank, last_rank = 0, dist.get_world_size(group) - 1
+    if dist.get_rank(group) == first_rank:
+        # FOOTGUN: not one batch of a send and a receive: for a batch NCCL may set up all ranks of the group, and hang.
+        dist.send(gradient, group=group, group_dst=last_rank)
+        dist.recv(gradient, group=group, group_src=last_rank)
+    else:
+        gradient_of_first = torch.empty_like(gradient)
+        dist.recv(gradient_of_first, group=group, group_src=first_rank)
+        gradient += gradient_of_first
+        dist.send(gradient, group=group, group_dst=first_rank)

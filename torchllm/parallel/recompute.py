@@ -1,12 +1,14 @@
-"""Activation recomputation: what a block's forward saves is dropped and computed again in the backward pass.
+"""Activation recomputation (Chen et al. 2016): drops what a block's forward saves; the backward computes it again.
 
-Nothing is sharded or sent. Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can
-mix it with anything; parameter names lose the wrapper's prefix in `layout.canonical_name`.
+Nothing is sharded. Nothing is sent, but collectives inside recomputed modules are sent again (`selective` saves their
+results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it with
+anything; `spec.parameters.canonical_name` removes the wrapper's prefix from parameter names.
 
-`segment` is the lecture's O(sqrt(L)) memory: L / k segments keep one input each, and while one of them is recomputed k
-blocks' activations live; k = round(sqrt(L)) is the least L / k + k. FOOTGUN: a block's activations are some 20 times
-the size of its input, so at usual depths `full`, which is k = 1, has the lower peak. k over 1 pays where many inputs
-wait for their backward, as those of many micro batches in flight do.
+`segment` is the O(sqrt(L)) memory of Chen et al. 2016, section 4 (also in Stanford CS231n's lecture on large-scale
+training): each of L / k segments saves its input, and while one segment is recomputed the activations of its k blocks
+live; L / k + k is smallest for k = sqrt(L), the default. FOOTGUN: the activations of a block are about 20 times the
+size of its input, so at usual depths `full`, which is k = 1, has the lower peak. A larger k pays where many inputs wait
+for their backward, such as those of many micro batches in flight.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,54 +45,64 @@ _COLLECTIVES = (
 
 
 def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
-    """Wrap what `config.mode` recomputes. `layers`: blocks of the whole model, which sets the default segment."""
+    """Wrap the modules that `config.mode` recomputes, in place.
+
+    layers: blocks of the whole model, not of this stage; they set the default of `config.k`.
+    """
     match config.mode:
         case "full":
             _wrap(stage.layers, stage.layers)
         case "every_k":
-            every = recompute_interval(config, layers)
-            _wrap(stage.layers, [name for name in stage.layers if int(name) % every == 0])
+            interval = recompute_interval(config, layers)
+            _wrap(stage.layers, [name for name in stage.layers if int(name) % interval == 0])
         case "ffn":
             for block in stage.layers.values():
                 _wrap(block, ["mlp"])
         case "selective":
-            ring = any(isinstance(module, RingAttention) for module in stage.modules())
-            _wrap(stage.layers, stage.layers, context_fn=_keep_products_and_rings if ring else _keep_products)
+            has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
+            contexts = save_products_and_rings if has_ring else save_products
+            _wrap(stage.layers, stage.layers, context_fn=contexts)
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
 
 def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
-    # No block draws random numbers, so there is no generator state to put back before recomputing.
+    """Make some submodules recompute their forward."""
+    # No block draws random numbers, so there is no generator state to restore before recomputing.
     for name in list(names):
         module = checkpoint_wrapper(parent.get_submodule(name), preserve_rng_state=False, **arguments)
         parent.register_module(name, module)
 
 
-def _keep_products() -> Any:
+def save_products() -> Any:
+    """Return the contexts of a forward that saves matrix products, attention and collectives, and recomputes the rest.
+
+    Also returns that of its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation in _PRODUCTS or operation in _COLLECTIVES
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    if operation in _PRODUCTS or operation in _COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_products_and_rings() -> Any:
-    """The attention of a ring as one result: not that of its blocks, of which there are as many as ranks."""
+def save_products_and_rings() -> Any:
+    """Return the same contexts, but save a ring's attention as one result, not those of its n blocks."""
     results = SavedResults()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if results.computing:
+        if results.computing:  # inside a ring
             return CheckpointPolicy.PREFER_RECOMPUTE
         return _policy(context, operation)
 
-    caching, cached = create_selective_checkpoint_contexts(policy)
-    return results.saving(caching), results.replaying(cached)
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    return results.saving(forward), results.replaying(recomputation)
 
 
 class Segments:
-    """Runs blocks in segments of `size`, keeping only each segment's input. Replaces `models.decoder.run_blocks`."""
+    """Runs blocks in segments of `size`, saving only each segment's input. Replaces `models.decoder.run_blocks`."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,14 +1,14 @@
-"""Tensor and sequence parallelism (Narayanan et al. 2021, section 3; Korthikanti et al. 2022, section 4.2.2).
+"""Tensor parallelism (Narayanan et al. 2021, section 2.3) and sequence parallelism (Korthikanti et al. 2022, 4.2.2).
 
 Sharded: q, k, v, gate and up by output features, so that each tp rank has some heads and some of F; o and down by input
 features; embedding and head by vocabulary. Norms, position table and the biases after a sum are whole on every rank.
+The table of `spec/parameters.py` says how each parameter is cut; `parallelize_module` cuts it.
 
-Sent, without sequence parallelism: one all-reduce of the (B, S, D) hidden states after o and one after down, and their
-mirror images in the backward pass. With it, each of these is a reduce-scatter over the sequence and, before q and gate,
-an all-gather: the same bytes, but norms and residuals hold only S / tp tokens; and the gradients of the norms' weights,
-D numbers each, are summed. The loss sends three numbers a token, never the logits.
-
-The table of `layout.py` says how each parameter is cut; `parallelize_module` cuts it.
+Sent, in every block, without sequence parallelism: an all-reduce of the hidden states (B, S, D) after o and one after
+down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
+over the sequence and, before q and gate, an all-gather: the same bytes, but norms and residuals hold only S / tp
+tokens. The gradients of the norms' weights, D numbers each, are summed then. The loss sends three numbers per token,
+never the logits.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,14 @@ from torchllm.spec.parameters import canonical_name, row_of
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut a stage's parameters over the tp mesh, in place. `mesh` has one axis."""
+    """Cut a stage's parameters over the tp ranks, in place. mesh: one dimension, the tp ranks.
+
+    FOOTGUN: `parallelize_module` replaces the embedding's and the head's parameters one by one, so a tied embedding
+    would silently become two weights; `tie_embeddings` makes them one again.
+    """
     hidden: Placement = Shard(1) if sequence_parallel else Replicate()  # of (B, S, D) between the matrices
-    gather = PrepareModuleInput(  # one gather for q, k and v, and their gradients summed before one reduction
+    # One gather of the input for q, k and v together, and one reduction of the sum of their gradients.
+    gather_attention = PrepareModuleInput(
         input_layouts=(hidden, None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=False
     )
     gather_mlp = PrepareModuleInput(
@@ -60,7 +65,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         if "weight" in dict(module.named_parameters(recurse=False)):
             plan[name] = styles[row_of(canonical_name(f"{name}.weight")).cut, type(module)]()
         elif name.endswith(".self_attn"):
-            plan[name] = gather
+            plan[name] = gather_attention
         elif name.endswith(".mlp"):
             plan[name] = gather_mlp
     parallelize_module(stage, mesh, plan)
@@ -70,9 +75,9 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
 class WholeNorm(ParallelStyle):
     """A norm whose weights are on every rank while its tokens may be sharded.
 
-    The weights become replicated DTensors (so that every parameter is on the tp mesh: the gradient norm and checkpoints
-    see one kind), but the kernel gets plain tensors. Under sequence parallelism each rank's weight gradient covers its
-    own tokens only, a partial sum; without it every rank has the whole.
+    The weights become replicated DTensors, so that every parameter is on the tp mesh and the gradient norm and
+    checkpoints see one kind; the kernel gets plain tensors. Under sequence parallelism a rank's weight gradient covers
+    its own tokens only, a partial sum that DTensor adds up; without it every rank computes the whole gradient.
     """
 
     def __init__(self, hidden: Placement) -> None:
@@ -83,13 +88,17 @@ class WholeNorm(ParallelStyle):
         distribute_module(module, device_mesh)
         kernel = module.kernel
 
-        def on_local_weights(x: Tensor, *rest: Any) -> Tensor:
-            return kernel(
-                x, *(r.to_local(grad_placements=[self.gradient]) if isinstance(r, DTensor) else r for r in rest)
-            )
+        def on_local_weights(x: Tensor, *arguments: Any) -> Tensor:
+            return kernel(x, *map(self._to_local, arguments))
 
         module.kernel = on_local_weights
         return module
+
+    def _to_local(self, argument: Any) -> Any:
+        """Return the plain tensor of a weight or bias; any other argument of the kernel as it is."""
+        if isinstance(argument, DTensor):
+            return argument.to_local(grad_placements=[self.gradient])
+        return argument
 
 
 class WholePositions(ParallelStyle):
@@ -99,20 +108,22 @@ class WholePositions(ParallelStyle):
         self.hidden = hidden
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def take_part(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-            return whole.redistribute(placements=[self.hidden])
+        return distribute_module(module, device_mesh, input_fn=self._take_part, output_fn=self._to_local)
 
-        return distribute_module(
-            module, device_mesh, input_fn=take_part, output_fn=lambda module, out, mesh: out.to_local()
-        )
+    def _take_part(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        positions = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        return positions.redistribute(placements=[self.hidden])
+
+    def _to_local(self, module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
+        return out.to_local()
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """The embedding with its weight cut by vocabulary: a rank looks up the tokens that it has, and the rows are summed.
+    """The embedding, cut by vocabulary: a rank looks up the tokens whose rows it holds, and the results are summed.
 
-    RowwiseParallel does that too, but its backward pass makes the gradient of the whole table on every rank, and its
-    output is still in flight: FOOTGUN, a compiled first block behind it loses this gradient without a word.
+    torch's RowwiseParallel does that too, but its backward makes the gradient of the whole table on every rank.
+    FOOTGUN: its output is also still in flight, and a compiled first block behind it silently loses the embedding's
+    gradient.
     """
 
     def __init__(self, hidden: Placement) -> None:
@@ -122,14 +133,16 @@ class VocabParallelEmbedding(ParallelStyle):
         assert isinstance(module, nn.Embedding)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
-        first = local_region(weight)[1][0]
+        first = _first_row(weight)
 
         def look_up(tokens: Tensor) -> Tensor:
+            """Map tokens (B, S) -> hidden states (B, S, D), or (B, S / tp, D) under sequence parallelism."""
             assert isinstance(module.weight, DTensor)
-            mine = module.weight.to_local(grad_placements=[Shard(0)])
+            local_weight = module.weight.to_local(grad_placements=[Shard(0)])
             row = tokens - first
-            here = (row >= 0) & (row < len(mine))
-            rows = F.embedding(row.where(here, 0), mine).where(here.unsqueeze(-1), 0.0)
+            is_local = (row >= 0) & (row < len(local_weight))
+            rows = F.embedding(row.where(is_local, 0), local_weight)
+            rows = rows.where(is_local.unsqueeze(-1), 0.0)
             out = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return out.redistribute(placements=[self.hidden]).to_local()
 
@@ -138,38 +151,48 @@ class VocabParallelEmbedding(ParallelStyle):
 
 
 class VocabParallelHead(ParallelStyle):
-    """The head with its weight cut by vocabulary: hidden states are gathered once, logits never."""
+    """The head, cut by vocabulary: hidden states are gathered once, logits never."""
 
     def __init__(self, hidden: Placement) -> None:
         self.hidden = hidden
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            assert isinstance(module, Head)
-            weight = distribute_tensor(module.weight, mesh, [Shard(0)])
-            module.register_parameter("weight", nn.Parameter(weight))
-            module.cross_entropy = partial(
-                vocab_parallel_cross_entropy_sum, first=local_region(weight)[1][0], group=mesh.get_group()
-            )
+        return distribute_module(module, device_mesh, self._cut, self._gather)
 
-        def gather(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            hidden = DTensor.from_local(inputs[0], mesh, [self.hidden], run_check=False)
-            return hidden.redistribute(placements=[Replicate()]), *inputs[1:]
+    def _cut(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(module, Head)
+        weight = distribute_tensor(module.weight, mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.cross_entropy = partial(
+            vocab_parallel_cross_entropy_sum, first=_first_row(weight), group=mesh.get_group()
+        )
 
-        return distribute_module(module, device_mesh, cut, gather)
+    def _gather(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        hidden, *labels = inputs
+        hidden = DTensor.from_local(hidden, mesh, [self.hidden], run_check=False)
+        return hidden.redistribute(placements=[Replicate()]), *labels
+
+
+def _first_row(weight: DTensor) -> int:
+    """Return the token of the first row of the vocabulary that this rank holds."""
+    _, offset = local_region(weight)
+    return offset[0]
 
 
 def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """`models.head.cross_entropy_sum` for logits (N, V) sharded over V: float32 (), the same on every tp rank.
+    """Return `models.head.cross_entropy_sum` of logits (N, V) sharded over V: float32 (), the same on every tp rank.
 
-    `first`: the token of this rank's first column. `group`: the tp ranks.
+    first: the token of this rank's first column. group: the tp ranks.
     """
     assert isinstance(logits, DTensor)
     return _VocabParallelCrossEntropy.apply(logits.to_local().float(), labels, first, group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """log-sum-exp over all ranks minus the target's logit; the gradient, softmax - one-hot, needs no more sending."""
+    """log-sum-exp over all ranks minus the target's logit. Its gradient, softmax - one-hot, sends nothing more.
+
+    Sent per token: its largest logit, the sum of its exponentials and its target's logit.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -177,18 +200,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(-1)
         column = labels - first
-        mine = (column >= 0) & (column < logits.shape[-1])
-        column = column.where(mine, 0).unsqueeze(-1)
-        target = shifted.gather(-1, column).squeeze(-1).where(mine, 0.0)
+        is_local = (column >= 0) & (column < logits.shape[-1])
+        column = column.where(is_local, 0).unsqueeze(-1)
+        target = shifted.gather(-1, column).squeeze(-1).where(is_local, 0.0)
         exponentials = shifted.exp_()
         total, target = sums = torch.stack((exponentials.sum(-1), target))
         dist.all_reduce(sums, group=group)
         valid = labels != IGNORED
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, mine, valid)
+        softmax = exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, column, is_local, valid)
         return (total.log() - target).where(valid, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, column, mine, valid = ctx.saved_tensors
-        difference = softmax.scatter_add(-1, column, -mine.to(softmax.dtype).unsqueeze(-1))
-        return difference * (valid * gradient).unsqueeze(-1), None, None, None
+        softmax, column, is_local, valid = ctx.saved_tensors
+        minus_one = -is_local.to(softmax.dtype).unsqueeze(-1)  # 0 where another rank holds the target's column
+        softmax_minus_one_hot = softmax.scatter_add(-1, column, minus_one)
+        d_loss = (valid * gradient).unsqueeze(-1)
+        return softmax_minus_one_hot * d_loss, None, None, None
