@@ -25,9 +25,9 @@ def test_a_checkout_has_them_at_the_top_level() -> None:
 
 def test_a_path_of_the_documentation_works_in_any_folder(folder: Path) -> None:
     assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 160
-    own = folder / "train_configs" / "debug.toml"
-    own.parent.mkdir()
-    own.write_text("[model]\nhidden = 64\n")
+    nearer = folder / "train_configs" / "debug.toml"
+    nearer.parent.mkdir()
+    nearer.write_text("[model]\nhidden = 64\n")
     assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 64
 
 

@@ -3,6 +3,7 @@
 It only finds files and starts them, so every option is one of run_train.sh or of the recipe.
 """
 
+import difflib
 import os
 import shutil
 import sys
@@ -34,8 +35,6 @@ A path train_configs/... that does not exist here is read from {home}.
 `base = "models/NAME.toml"` in a config of your own is looked up beside it, then there.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
-COPIED = ("recipes", "train_configs", "run_train.sh")
-"""what `torchllm copy` copies, or files in it"""
 
 
 def recipes() -> dict[str, Path]:
@@ -82,17 +81,19 @@ def start(command: list[str]) -> NoReturn:
 
 
 def copy(arguments: Sequence[str]) -> None:
-    """Copy a recipe, by its name, or one of the other files, by its path, to a path that does not exist yet."""
+    """Copy what comes with torchllm under this name to a path that does not exist yet."""
+    sources = copyable()
     if not arguments:
-        print("\n".join(names_to_copy()))
+        print("\n".join(sources))
         return
     if len(arguments) > 2 or arguments[0].startswith("-"):
         refuse("usage: torchllm copy NAME [TARGET]")
     name = arguments[0]
-    source = recipes().get(name) or resource(name)
-    inside = source.exists() and ".." not in Path(name).parts and source.relative_to(HOME).parts[:1]
-    if not inside or inside[0] not in COPIED:
-        refuse(f"copy: {name}: no such recipe or file; torchllm copy lists them")
+    if name not in sources:
+        close = difflib.get_close_matches(name, sources, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "; torchllm copy lists the names"
+        refuse(f"copy: {name}: nothing of this name{hint}")
+    source = sources[name]
     target = Path(arguments[1] if len(arguments) > 1 else source.name)
     if target.is_dir() and source.is_file():
         target /= source.name
@@ -105,10 +106,11 @@ def copy(arguments: Sequence[str]) -> None:
     print(f"copied {source} to {target}")
 
 
-def names_to_copy() -> list[str]:
-    """Return the names that `torchllm copy` takes: recipes, run_train.sh, and the files of train_configs."""
-    files = sorted(resource("train_configs").rglob("*.toml"))
-    return [*recipes(), "run_train.sh", *(str(file.relative_to(HOME)) for file in files)]
+def copyable() -> dict[str, Path]:
+    """Return the path of all that can be copied: recipes by name, the other files by their path."""
+    configs = sorted(resource("train_configs").rglob("*.toml"))
+    files = [resource("run_train.sh"), resource("train_configs"), *configs]
+    return recipes() | {str(file.relative_to(HOME)): file for file in files}
 
 
 def refuse(message: str) -> NoReturn:

@@ -1,0 +1,121 @@
+"""The console command: what it starts, copies and refuses. tests/test_package.py runs it as installed."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import ROOT
+from torchllm import __version__, cli, environment
+
+
+class Started(Exception):
+    """Stands for the process that the command becomes."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def start(program: str, command: list[str]) -> None:
+        assert program == command[0]
+        raise Started(*command)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execvp", start)
+    monkeypatch.delenv("PYTHON", raising=False)
+    return tmp_path
+
+
+def started(*arguments: str) -> tuple[str, ...]:
+    with pytest.raises(Started) as command:
+        cli.main(arguments)
+    return command.value.args
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_train_is_run_train_sh_with_this_python() -> None:
+    assert started("train", "mine.toml", "--help") == ("bash", str(ROOT / "run_train.sh"), "mine.toml", "--help")
+    assert os.environ.pop("PYTHON") == sys.executable
+
+
+def test_other_commands_are_recipes() -> None:
+    assert started("plan", "rank") == (sys.executable, str(ROOT / "recipes" / "plan.py"), "rank")
+    assert started("benchmark", "matmul") == (sys.executable, str(ROOT / "recipes" / "benchmark"), "matmul")
+
+
+def test_help_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([])
+    text = capsys.readouterr().out
+    assert [name for name in cli.recipes() if name not in text] == []
+    assert str(ROOT) in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "trian") == "torchllm: trian: unknown command; torchllm --help lists them\n"
+
+
+def test_copy_lists_what_it_can_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["copy"])
+    names = capsys.readouterr().out.splitlines()
+    assert {"pretrain", "sweep", "run_train.sh", "train_configs/models/llama3_8b.toml"} <= set(names)
+
+
+def test_copies_have_the_same_content(folder: Path) -> None:
+    recipe = (ROOT / "recipes" / "pretrain.py").read_bytes()
+    cli.main(["copy", "pretrain"])
+    cli.main(["copy", "pretrain", "mine.py"])
+    (folder / "recipes").mkdir()
+    cli.main(["copy", "pretrain", "recipes"])
+    for copied in ("pretrain.py", "mine.py", "recipes/pretrain.py"):
+        assert (folder / copied).read_bytes() == recipe
+    cli.main(["copy", "run_train.sh"])
+    assert os.access(folder / "run_train.sh", os.X_OK)
+    cli.main(["copy", "sweep", "study"])
+    assert (folder / "study" / "__main__.py").is_file()
+    assert not list(folder.rglob("__pycache__"))
+
+
+def test_a_copy_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "pretrain.py").write_text("mine")
+    assert "pretrain.py exists already" in refused(capsys, "copy", "pretrain")
+    assert (folder / "pretrain.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("pretrian", "did you mean pretrain?"), ("/etc/passwd", "torchllm copy lists the names")]
+)
+def test_only_what_comes_with_torchllm_is_copied(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hint in refused(capsys, "copy", name)
+
+
+def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    lines = environment.report().splitlines()
+    subjects = [line.partition(":")[0] for line in lines]
+    assert subjects[:6] == ["torchllm", "Python", "system", "cores", "memory", "torch"]
+    assert {"GPUs", "torchdata", "flash-attn"} <= set(subjects)
+    assert "NCCL_DEBUG=INFO" in lines
+
+
+def test_env_without_torch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = environment.torch_lines()
+    assert "importing it fails" in line
+
+
+def test_env_names_the_commit_of_a_checkout(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    if (ROOT / ".git").exists():
+        assert environment.commit().startswith(", commit ")
+    monkeypatch.setattr(environment, "HOME", folder)
+    assert environment.commit() == ""
