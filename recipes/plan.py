@@ -1,33 +1,36 @@
-"""Which layout is fastest, before a GPU is rented; and how far its predictions are from measurements.
+"""Find the fastest layout of a model before renting a GPU, and compare such predictions with measurements.
 
     python recipes/plan.py rank --model llama_65b --cluster dgx_a100 --gpus 64 \\
         --sequence-length 2048 --global-batch-size 2048
-    python recipes/plan.py rank ... --gpus 64,128,256        a scaling table
-    python recipes/plan.py rank ... --write my_run.toml      the run that ./run_train.sh my_run.toml starts
+    python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
+    python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score measured.csv ...
-    python recipes/plan.py score measured.csv ... --leave-out model    the same of models that were not fitted to
+    python recipes/plan.py score measured.csv ... --leave-out model    errors on models that were not fitted to
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
 
-No torch and no GPU. A model is a name of train_configs/models or a TOML file, a cluster a name of
+It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
 """
 
 import argparse
+import difflib
 import gc
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
-from torchllm.config import Config
+from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
-from torchllm.config.read import read_table
-from torchllm.config.toml import read_files, toml_value
+from torchllm.config.read import Fault, read_table
+from torchllm.config.toml import dotted, read_files, toml_value
 from torchllm.planner.search.explain import (
+    GIB,
     divides_nowhere,
     fits_nowhere,
     layout_figures,
@@ -46,94 +49,144 @@ from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
 MODELS = resource("train_configs/models")
 
 
-def main(words: Sequence[str]) -> None:
-    """One subcommand."""
-    given = parser().parse_args(words)
-    given.run(given)
+class PlannedModel(NamedTuple):
+    """The model that --model names, and the run that its file describes."""
+
+    name: str
+    file: str
+    table: dict[str, Any]
+    """the TOML as it is written, its bases included"""
+    config: Config
+
+
+class SearchResult(NamedTuple):
+    """What was searched, and what was found."""
+
+    job: Job
+    found: Found
+
+    @property
+    def best(self) -> Ranked:
+        """The best layout."""
+        return self.found.best[0]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted step time of the best layout."""
+        return self.best.prediction.step
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Predicted step time of the best layout, times its GPUs."""
+        return self.step_seconds * self.job.gpus
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one subcommand. UserError, OSError or ValueError says what is wrong with the input."""
+    options = parser().parse_args(arguments)
+    options.run(options)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = own.add_subparsers(required=True, metavar="rank | predict | score | calibrate")
-    ranks = commands.add_parser("rank", help="the best layouts of a model on a cluster")
-    ranks.add_argument("--model", required=True, help="a name of train_configs/models, or a TOML file")
-    ranks.add_argument("--cluster", required=True, help="a name of train_configs/clusters, or a TOML file")
-    ranks.add_argument("--gpus", required=True, type=counts, help="how many; 64,128,256 for a scaling table")
-    ranks.add_argument("--sequence-length", type=count, help="tokens; left out: the TOML's")
-    ranks.add_argument("--global-batch-size", type=count, help="sequences in a step; left out: the TOML's")
-    ranks.add_argument("--objective", choices=get_args(Objective), default="tokens_per_second")
-    ranks.add_argument("--tokens", type=float, default=0.0, help="of the whole training: for days and GPU-hours")
-    ranks.add_argument("--json", action="store_true", help="everything, as JSON; sizes in GiB, times in seconds")
-    ranks.add_argument("--write", metavar="TOML", help="write a run with the best layout")
-    ranks.add_argument("--plot", metavar="PNG", help="time by term, and MFU against memory; needs matplotlib")
-    ranks.set_defaults(run=run_rank)
-    predicts = commands.add_parser("predict", help="predict the layouts of a CSV file, one a row")
-    predicts.add_argument("source", metavar="CSV")
-    predicts.add_argument("-o", "--output", required=True, metavar="CSV")
-    predicts.set_defaults(run=run_predict)
-    scores = commands.add_parser("score", help="predicted against measured")
-    scores.add_argument("sources", metavar="CSV", nargs="+")
-    scores.add_argument("--json", action="store_true")
-    of = scores.add_mutually_exclusive_group()
-    of.add_argument("--cluster", default="", help="that they were made on; left out: what the rows say")
-    of.add_argument("--leave-out", choices=("model", "dataset"), help="instead: errors on what was not fitted to")
-    scores.set_defaults(run=run_score)
-    calibrates = commands.add_parser("calibrate", help="fit the constants of software to measurements")
-    calibrates.add_argument("source", metavar="CSV")
-    calibrates.add_argument("--cluster", default="", help="that they were made on; left out: what the rows say")
-    calibrates.add_argument("-o", "--output", required=True, metavar="TOML")
-    calibrates.set_defaults(run=run_calibrate)
-    return own
+    """Return the parser of the command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(required=True, metavar="rank | predict | score | calibrate")
+    add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
+
+    predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
+    predict.add_argument("source", metavar="CSV")
+    predict.add_argument("-o", "--output", required=True, metavar="CSV")
+    predict.set_defaults(run=run_predict)
+
+    score = commands.add_parser("score", help="compare predictions with measurements")
+    score.add_argument("sources", metavar="CSV", nargs="+")
+    score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
+    basis = score.add_mutually_exclusive_group()
+    basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
+    basis.add_argument(
+        "--leave-out", choices=("model", "dataset"), help="refit without each, and score what was left out"
+    )
+    score.set_defaults(run=run_score)
+
+    calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
+    calibrate.add_argument("source", metavar="CSV")
+    calibrate.add_argument("--cluster", default="", help="cluster of the measurements (default: that of most rows)")
+    calibrate.add_argument("-o", "--output", required=True, metavar="TOML")
+    calibrate.set_defaults(run=run_calibrate)
+    return top
+
+
+def add_rank(rank: argparse.ArgumentParser) -> None:
+    """Add the options of `rank`."""
+    rank.add_argument("--model", required=True, help="a name in train_configs/models, or a TOML file")
+    rank.add_argument("--cluster", required=True, help="a name in train_configs/clusters, or a TOML file")
+    rank.add_argument("--gpus", required=True, type=counts, help="number of GPUs; 64,128,256 prints a scaling table")
+    rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file, else 2048)")
+    rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file, else 8)")
+    rank.add_argument(
+        "--objective",
+        choices=get_args(Objective),
+        default="tokens_per_second",
+        help="what is best; memory: the least among layouts at most 5 %% slower than the fastest",
+    )
+    rank.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole training: adds days and GPU-hours")
+    rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
+    rank.add_argument("--write", metavar="TOML", help="write a config with the best layout")
+    rank.add_argument("--plot", metavar="PNG", help="draw step times by term, and MFU over memory; needs matplotlib")
+    rank.set_defaults(run=run_rank)
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """Some, with commas between them."""
-    return sorted({count(each) for each in text.split(",")})
+    """Parse whole numbers separated by commas; return them ascending, each once."""
+    return sorted({count(word) for word in text.split(",")})
 
 
-def run_rank(given: argparse.Namespace) -> None:
-    """The best layouts, why they are, and what was rejected."""
-    file, config = read_model(given.model)
-    hardware = read_hardware(given.cluster)
-    length = given.sequence_length or config.training.sequence_length
-    batch = given.global_batch_size or config.training.global_batch_size
-    training = read_table(
-        type(config.training),
-        {"sequence_length": length, "global_batch_size": batch, "loss_chunk": config.training.loss_chunk},
-        [],
+def run_rank(options: argparse.Namespace) -> None:
+    """Search the best layouts; print, write and plot them as the options say."""
+    model = read_model(options.model)
+    hardware = read_hardware(options.cluster)
+    training = Training(
+        sequence_length=options.sequence_length or model.config.training.sequence_length,
+        global_batch_size=options.global_batch_size or model.config.training.global_batch_size,
+        loss_chunk=model.config.training.loss_chunk,
     )
-    jobs = [Job(config.model, training, hardware, gpus) for gpus in given.gpus]
-    results = [(job, checked(job, given.objective)) for job in jobs]
-    if given.objective == "gpu_hours":
-        results.sort(key=lambda one: one[1].best[0].prediction.step * one[0].gpus)
-    elif given.objective == "tokens_per_second":
-        results.sort(key=lambda one: one[1].best[0].prediction.step)
-    job, found = results[0]
-    if given.json:
-        print(json.dumps([ranking_json(*result, tokens=given.tokens) for result in results], indent=2))
+    results = []
+    for gpus in options.gpus:
+        job = Job(model.config.model, training, hardware, gpus)
+        results.append(SearchResult(job, search_layouts(job, options.objective)))
+    if options.objective == "gpu_hours":
+        results.sort(key=lambda result: result.gpu_seconds)
+    elif options.objective == "tokens_per_second":
+        results.sort(key=lambda result: result.step_seconds)
+
+    if options.json:
+        print(json.dumps([ranking_json(model, result, options.tokens) for result in results], indent=2))
     else:
-        print_ranking(results, given.tokens)
-    if given.write:
-        write_run(Path(given.write), file, config, given.cluster, job, found.best[0], given.tokens)
-    if given.plot:
+        if len(results) > 1:
+            bests = [(result.job, result.best) for result in results]
+            print_lines(*scaling(bests, options.tokens), "")
+        print_lines(*heading(model, options.cluster, results[0].job), *assumptions(model, options))
+        print_ranking(results[0], options.tokens)
+    if options.write:
+        write_run(Path(options.write), model, options.cluster, results[0], options.tokens)
+    if options.plot:
         from torchllm.planner.search.plot import plot
 
-        plot(job, found, given.plot)
+        plot(results[0].job, results[0].found, options.plot, "\n".join(heading(model, options.cluster, results[0].job)))
 
 
-def checked(job: Job, objective: Objective) -> Found:
-    """A search that found something; UserError says why it did not, and what would do."""
-    beyond = job.hardware.links[-1].gpus
-    if job.gpus > beyond:
-        raise UserError(f"--gpus {job.gpus}: the cluster has {beyond}")
+def search_layouts(job: Job, objective: Objective) -> Found:
+    """Return a search that found something. UserError says why there is no layout, and what would help."""
+    cluster_size = job.hardware.links[-1].gpus
+    if job.gpus > cluster_size:
+        raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
     found = search(job, objective=objective)
     if not found.layouts:
         raise UserError(divides_nowhere(job, found))
@@ -142,135 +195,204 @@ def checked(job: Job, objective: Objective) -> Found:
     return found
 
 
-def print_ranking(results: Sequence[tuple[Job, Found]], tokens: float) -> None:
-    """As text."""
-    job, found = results[0]
-    winner = found.best[0]
-    if len(results) > 1:
-        print("\n".join([*scaling([(job, found.best[0]) for job, found in results], tokens), ""]))
-    print(f"{job.gpus} x {job.hardware.gpu}: the best of {found.layouts:,} layouts")
-    print("\n".join([*ranking_table(job, found.best, tokens), "", *why(job, winner)]))
-    verdict = judge(job.case(winner.layout), winner.prediction)
+def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
+    """Return what is planned: model, machines and batch."""
+    training = job.training
+    tokens = training.sequence_length * training.global_batch_size
+    return [
+        f"{model.name} on {job.gpus} x {job.hardware.gpu} ({Path(cluster).stem})",
+        f"sequences of {training.sequence_length:,} tokens, {training.global_batch_size:,} per step "
+        f"({tokens:,} tokens)",
+    ]
+
+
+def assumptions(model: PlannedModel, options: argparse.Namespace) -> list[str]:
+    """Name the sizes that the command line does not give, and where their values come from."""
+    lines = []
+    for option in ("sequence_length", "global_batch_size"):
+        if getattr(options, option) is None:
+            source = f"from {model.file}" if option in model.table.get("training", {}) else "the default"
+            flag = "--" + option.replace("_", "-")
+            lines.append(f"{flag} is not given: assumed {getattr(model.config.training, option):,} ({source})")
+    return lines
+
+
+def print_lines(*lines: str) -> None:
+    """Print one line each."""
+    print("\n".join(lines))
+
+
+def print_ranking(result: SearchResult, tokens: float) -> None:
+    """Print the best layouts, why the first is best, what nearly fits, and why the others were rejected."""
+    job, found = result.job, result.found
+    print_lines(f"The best {len(found.best)} of {found.layouts:,} layouts:", *ranking_table(job, found.best, tokens))
+    print_lines("", *why(job, result.best))
+    verdict = judge(job.case(result.best.layout), result.best.prediction)
     low, high = verdict.seconds
-    print(f"A step takes {low:.4g} to {high:.4g} s, {verdict.range}; it {verdict.fits} into memory.")
-    sure = [place for place, one in enumerate(found.best, start=1) if layout_figures(job, one)["fits"] == "fits"]
-    if sure and sure[0] > 1:
-        print(f"The fastest of these that fits with some room is number {sure[0]}.")
-    if near := list(misses(job, found)):
-        print("\n".join(["", "Would be faster, but do not fit:", *near]))
-    print("\n".join(["", "Rejected:", *rejections(found)]))
+    print(f"Expect {low:.4g} to {high:.4g} s per step, {verdict.range}. Memory: {verdict.fits}.")
+    if number := first_that_fits(result):
+        print(f"Layout {number} is the fastest of these that fits with room to spare.")
+    near_misses = list(misses(job, found))
+    if near_misses:
+        print_lines("", "Faster, but too large for the GPU's memory:", *near_misses)
+    print_lines("", "Rejected:", *rejections(found))
 
 
-def ranking_json(job: Job, found: Found, tokens: float) -> dict[str, object]:
-    """The same for programs."""
-    verdict = judge(job.case(found.best[0].layout), found.best[0].prediction)
+def first_that_fits(result: SearchResult) -> int | None:
+    """Return the number of the first layout that certainly fits. None if it is the first one, or none does."""
+    for number, ranked in enumerate(result.found.best, start=1):
+        if layout_figures(result.job, ranked)["fits"] == "fits":
+            return number if number > 1 else None
+    return None
+
+
+def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> dict[str, object]:
+    """Return what `print_ranking` prints, as plain data."""
+    job, found = result.job, result.found
+    verdict = judge(job.case(result.best.layout), result.best.prediction)
+    near_misses = []
+    for miss in found.misses:
+        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), tokens)
+        near_miss["over_gib"] = miss.over / GIB
+        near_misses.append(near_miss)
     return {
+        "model": model.name,
+        "sequence_length": job.training.sequence_length,
+        "global_batch_size": job.training.global_batch_size,
         "gpus": job.gpus,
         "layouts": found.layouts,
-        "best": [layout_figures(job, one, tokens) for one in found.best],
-        "why": why(job, found.best[0]),
+        "best": [layout_figures(job, ranked, tokens) for ranked in found.best],
+        "why": why(job, result.best),
         "verdict": verdict._asdict(),
-        "near_misses": [
-            layout_figures(job, Ranked(miss.layout, miss.prediction), tokens) | {"over_gib": miss.over / 2**30}
-            for miss in found.misses
-        ],
+        "near_misses": near_misses,
         "rejected": dict(found.rejected),
         "refused_meshes": dict(found.refused),
     }
 
 
-def write_run(target: Path, model: str, config: Config, cluster: str, job: Job, one: Ranked, tokens: float) -> None:
-    """A run of the best layout on top of the model's file."""
-    nodes = -(-job.gpus // job.hardware.gpus_per_node)
-    start = f"NPROC={job.gpus} ./run_train.sh {target}"
-    if nodes > 1:
-        start = f"srun --nodes={nodes} ./run_train.sh {target} --run.folder=/shared/{target.stem}"
-    of, run = layout_figures(job, one), job.config(config, one.layout)
-    lines = [
-        f"# {one.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
-        "#",
-        f"#   {start}",
-        "#",
-        f"# Predicted: {of['step_seconds']:.4g} s a step, {of['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {of['mfu']:.1%}, {of['memory_gib']:.1f} GiB a GPU.",
-        f"base = {toml_value(name_base(model, str(target.parent)))}",
-    ]
-    if not cluster.endswith(".toml"):
-        lines += ["", "[cluster]", f"name = {toml_value(cluster)}"]
-    training = ["micro_batch_size", "global_batch_size", "sequence_length"]
+def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchResult, tokens: float) -> None:
+    """Write a config with the best layout, based on the model's file; `tokens`: of the whole training, 0 if unknown."""
+    job, layout = result.job, result.best.layout
+    run = job.config(model.config, layout)
+    training: dict[str, int] = {}
     if tokens:
-        steps = max(1, round(tokens / (job.training.global_batch_size * job.training.sequence_length)))
-        lines += ["", "[training]", f"steps = {steps}"]
-    else:
-        lines += ["", "[training]"]
-    lines += [f"{key} = {toml_value(getattr(run.training, key))}" for key in training]
-    degrees = [key for key in one.layout._fields if key not in ("micro_batch_size", "recompute")]
-    for section, keys in (
-        ("parallel", [*degrees, "scatter_gather"]),
-        ("recompute", ["mode"]),
-        ("compile", ["norm", "block", "loss"]),
-    ):
-        table = getattr(run, section)
-        lines += ["", f"[{section}]", *(f"{key} = {toml_value(getattr(table, key))}" for key in keys)]
+        tokens_per_step = job.training.global_batch_size * job.training.sequence_length
+        training["steps"] = max(1, round(tokens / tokens_per_step))
+    for key in ("micro_batch_size", "global_batch_size", "sequence_length"):
+        training[key] = getattr(run.training, key)
+    layout_keys = [key for key in layout._fields if key not in ("micro_batch_size", "recompute")]
+    parallel = {key: getattr(run.parallel, key) for key in [*layout_keys, "scatter_gather"]}
+    compile = {key: getattr(run.compile, key) for key in ("norm", "block", "loss")}
+
+    lines = header(target, result)
+    lines.append(f"base = {toml_value(name_base(model.file, str(target.parent)))}")
+    lines += toml_section("cluster", {"name": cluster_name(cluster)})
+    lines += toml_section("training", training)
+    lines += toml_section("parallel", parallel)
+    lines += toml_section("recompute", {"mode": run.recompute.mode})
+    lines += toml_section("compile", compile)
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"written to {target}", file=sys.stderr)
+    print(f"wrote {target}", file=sys.stderr)
+    if "data" not in model.table:
+        print(
+            f"{target} has no [data]: the run trains on Python's standard library as bytes, the default text. "
+            "Add [data] with your corpus and tokenizer.",
+            file=sys.stderr,
+        )
 
 
-def read_model(name: str) -> tuple[str, Config]:
-    """The file and the config in it. UserError with what is wrong."""
+def header(target: Path, result: SearchResult) -> list[str]:
+    """Return the comment on top of a written config: the layout, the launch command and the prediction."""
+    job = result.job
+    nodes = -(-job.gpus // job.hardware.gpus_per_node)
+    launch = f"NPROC={job.gpus} ./run_train.sh {target}"
+    if nodes > 1:
+        launch = f"srun --nodes={nodes} ./run_train.sh {target} --run.folder=/shared/{target.stem}"
+    figures = layout_figures(job, result.best)
+    return [
+        f"# {result.best.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
+        "#",
+        f"#   {launch}",
+        "#",
+        f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU.",
+    ]
+
+
+def toml_section(name: str, values: dict[str, Any]) -> list[str]:
+    """Return the lines of one TOML table, an empty line first."""
+    lines = ["", f"[{name}]"]
+    for key, value in values.items():
+        lines.append(f"{key} = {toml_value(value)}")
+    return lines
+
+
+def cluster_name(cluster: str) -> str:
+    """Return what `cluster.name` says of --cluster: a name stays, a file becomes an absolute path."""
+    if not cluster.endswith(".toml"):
+        return cluster
+    return str(Path(find_config(cluster)).resolve())
+
+
+def read_model(name: str) -> PlannedModel:
+    """Read the model that --model names. UserError says what is wrong."""
     file = find_config(name) if name.endswith(".toml") else str(MODELS / f"{name}.toml")
     if not Path(file).is_file():
-        names = ", ".join(sorted(each.stem for each in MODELS.glob("*.toml")))
-        raise UserError(f"--model {name}: no such file, and not in train_configs/models ({names})")
-    found: list[str] = []
-    faults: list[object] = []
-    config = read_table(Config, read_files(file, found).table, faults)  # type: ignore[arg-type]
-    found += [f"{file}: {fault}" for fault in faults]
-    if found:
-        raise UserError("\n".join(found))
-    return file, config
+        names = sorted(path.stem for path in MODELS.glob("*.toml"))
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else "or name a TOML file"
+        raise UserError(f"--model {name} is not in train_configs/models ({', '.join(names)}); {hint}")
+    problems: list[str] = []
+    faults: list[Fault] = []
+    layer = read_files(file, problems)
+    config = read_table(Config, layer.table, faults)
+    for fault in faults:
+        problems.append(f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+    if problems:
+        raise UserError("\n".join(problems))
+    return PlannedModel(Path(file).stem, file, layer.table, config)
 
 
 def read_hardware(name: str) -> Hardware:
-    """The cluster. UserError with what is wrong."""
-    found: list[str] = []
-    is_file = name.endswith(".toml")
-    if not is_file and (unknown := unknown_cluster(name)):
+    """Read the cluster that --cluster names. UserError says what is wrong."""
+    if unknown := unknown_cluster(name):
         raise UserError(f"--cluster {unknown}")
-    hardware = read_cluster(name, found)
+    problems: list[str] = []
+    hardware = read_cluster(name, problems)
     if hardware is None:
-        raise UserError("\n".join(found))
+        raise UserError("\n".join(problems))
     return hardware
 
 
-def run_predict(given: argparse.Namespace) -> None:
-    """One layout a row."""
+def run_predict(options: argparse.Namespace) -> None:
+    """Predict one layout per row."""
     from torchllm.planner.evidence.score import predict_file
 
-    print(predict_file(given.source, given.output))
+    print(predict_file(options.source, options.output))
 
 
-def run_score(given: argparse.Namespace) -> None:
-    """Errors of whole files."""
-    if given.leave_out:
+def run_score(options: argparse.Namespace) -> None:
+    """Print the errors of predictions against measurements."""
+    if options.leave_out:
         from torchllm.planner.evidence.cross_validation import cross_validate
 
-        print(cross_validate(given.sources, given.leave_out, given.json))
+        print(cross_validate(options.sources, options.leave_out, options.json))
         return
     from torchllm.planner.evidence.score import score_files
 
-    print(score_files(given.sources, given.json, given.cluster))
+    print(score_files(options.sources, options.json, options.cluster))
 
 
-def run_calibrate(given: argparse.Namespace) -> None:
-    """Constants of a cluster file."""
+def run_calibrate(options: argparse.Namespace) -> None:
+    """Fit constants and write them to a cluster file."""
     from torchllm.planner.evidence.calibrate import calibrate_file
 
-    print(calibrate_file(given.source, given.output, given.cluster))
+    print(calibrate_file(options.source, options.output, options.cluster))
 
 
 if __name__ == "__main__":
-    gc.disable()  # a search makes a million tuples, none in a cycle: looking for some takes a quarter of its time
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan.py ... | head` ends quietly
+    gc.disable()  # a search makes a million tuples, none in a cycle: collecting takes a quarter of its time
     try:
         main(sys.argv[1:])
     except (UserError, OSError, ValueError) as error:

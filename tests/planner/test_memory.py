@@ -210,8 +210,8 @@ def test_stages_of_one_size_are_taken_together() -> None:
         Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
         Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED)),
     )
-    counts = (3, 3, 0, 1, 1, 0, 0, 1)  # flying, deferred, whole, reduced
-    assert totals((first, second, third), (0, 1, 1)) == [Total(0, "F", counts), Total(1, "F", counts)]
+    size_0 = Total(0, "F", flying=(3, 3), deferred=(0, 1), whole=(1, 0), reduced=(0, 1))
+    assert totals((first, second, third), (0, 1, 1)) == [size_0, size_0._replace(size=1)]
 
 
 @st.composite

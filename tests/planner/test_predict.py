@@ -14,6 +14,7 @@ from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.memory import StageSize
 from torchllm.planner.predict import hardware_flops, pipeline_seconds, predict
+from torchllm.planner.search.plot import TERMS
 from torchllm.planner.simulate import simulate
 from torchllm.planner.stage import stage_cost
 from torchllm.spec.flops import flops_per_token
@@ -62,6 +63,7 @@ def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
     assert all(seconds >= -1e-9 * found.step for seconds in found.terms.values()), found.terms
     assert 0 < found.mfu <= found.hfu <= 1
     assert all(bytes >= 0 for bytes in found.memory)
+    assert found.terms.keys() <= set(TERMS)  # else a plot would leave one out
 
 
 @settings(max_examples=40, deadline=None)

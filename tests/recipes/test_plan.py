@@ -19,7 +19,10 @@ RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
 def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     main([*RANK, "--tokens", "1e12"])
     said = capsys.readouterr().out
-    assert said.startswith("32 x A100-SXM4-80GB: the best of ")
+    heading, batch, ranking, *_ = said.splitlines()
+    assert heading == "llama_13b on 32 x A100-SXM4-80GB (dgx_a100)"
+    assert batch == "sequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
+    assert ranking.startswith("The best 10 of ")
     assert "10. " in said
     assert "of a step, " in said
     assert "GPU-hours" in said
@@ -53,7 +56,28 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert config.model.hidden == 5120
     header = file.read_text()
     assert f"srun --nodes=4 ./run_train.sh {file}" in header
-    assert f"{one['best'][0]['step_seconds']:.4g} s a step" in header
+    assert f"{one['best'][0]['step_seconds']:.4g} s per step" in header
+
+
+def test_sizes_that_are_assumed_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32", "--sequence-length", "1024"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "--global-batch-size is not given: assumed 8 (the default)" in lines
+    assert not any(line.startswith("--sequence-length") for line in lines)
+
+
+def test_a_written_run_names_a_cluster_file_and_the_default_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = ROOT / "train_configs" / "clusters"
+    (tmp_path / "mine.toml").write_text((clusters / "dgx_a100.toml").read_text())
+    monkeypatch.chdir(tmp_path)
+    arguments = list(RANK)
+    arguments[arguments.index("dgx_a100")] = "mine.toml"
+    main([*arguments, "--write", "run.toml"])
+    assert "run.toml has no [data]: the run trains on Python's standard library" in capsys.readouterr().err
+    config = load_config(["run.toml", "--run.dry_run=true"])
+    assert config.cluster.name == str(tmp_path / "mine.toml")
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +103,11 @@ def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("--gpus", "43", "43 GPUs: no layout divides the model and the batch"),
+        ("--gpus", "43", "no valid layout on 43 GPUs: .*; 42 GPUs would work"),
         ("--gpus", "90000", "the cluster has 4480"),
-        ("--model", "llama_13", "not in train_configs/models"),
+        ("--model", "llama_13", r"not in train_configs/models .*; did you mean llama_13b\?"),
         ("--cluster", "dgx_a10", 'did you mean "dgx_a100"?'),
-        ("--gpus", "1", "no layout fits into the 79.2 GiB"),
+        ("--gpus", "1", "no layout fits in the 79.2 GiB of one A100"),
     ],
 )
 def test_what_is_wrong_is_said(key: str, value: str, said: str) -> None:

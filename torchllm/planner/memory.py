@@ -14,7 +14,7 @@ How many micro batches are in flight then is the schedule's doing (`moments.py`)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import add, mul
+from operator import mul
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
@@ -158,26 +158,37 @@ def rank_memory(
     moments_of_sizes = totals(moments, size_of)
     kinds = {moment.kind for moment in moments}
     alike = [stage_memory(rank, stage, kinds) for stage in sizes]
-    held, deferred, kept_logits = zip(*((of.held, of.deferred, of.logits) for of in alike), strict=True)
-    graded = software.gradients * (software.fsdp and parallel.pp > 1)
-    gradients = *(graded * size for size in of_sizes), *(graded * size / shards for size in of_sizes)
-    weights = *map(add, held, kept_logits), *deferred, *gradients
-    beside = [{kind: extra.total for kind, extra in of.extra.items()} for of in alike]
-    needs = [sum(map(mul, of.counts, weights)) + beside[of.size][of.kind] for of in moments_of_sizes]
+    # Bytes per stage of each size: activations and logits of a micro batch in flight, what a deferred one leaves, and
+    # gradients, which FSDP sums during a step only under a pipeline: whole, then sharded once they are reduced.
+    held = [stage.held for stage in alike]
+    logits = [stage.logits for stage in alike]
+    flying = [stage.held + stage.logits for stage in alike]
+    deferred = [stage.deferred for stage in alike]
+    gradient_bytes = software.gradients if software.fsdp and parallel.pp > 1 else 0.0
+    whole = [gradient_bytes * size for size in of_sizes]
+    reduced = [gradient_bytes * size / shards for size in of_sizes]
+    extra_bytes = [{kind: extra.total for kind, extra in stage.extra.items()} for stage in alike]
+    needs = []
+    for moment in moments_of_sizes:
+        counts = (*moment.flying, *moment.deferred, *moment.whole, *moment.reduced)
+        under_way = sum(map(mul, counts, (*flying, *deferred, *whole, *reduced)))
+        needs.append(under_way + extra_bytes[moment.size][moment.kind])
     most = max(needs)
     at_peak = moments_of_sizes[needs.index(most)]
-    extra, counts, many = alike[at_peak.size].extra[at_peak.kind], at_peak.counts, len(sizes)
+    extra = alike[at_peak.size].extra[at_peak.kind]
     worst = extra._replace(
-        gradients=extra.gradients + sum(map(mul, counts[2 * many :], gradients)),
-        activations=extra.activations + sum(map(mul, counts, (*held, *deferred))),
-        logits=extra.logits + sum(map(mul, counts, kept_logits)),
+        gradients=extra.gradients + sum(map(mul, (*at_peak.whole, *at_peak.reduced), (*whole, *reduced))),
+        activations=extra.activations + sum(map(mul, (*at_peak.flying, *at_peak.deferred), (*held, *deferred))),
+        logits=extra.logits + sum(map(mul, at_peak.flying, logits)),
     )
     if software.fsdp and parallel.pp > 1:
         reduction = reduces(rank, parameters, stages[0], shards)
         if reduction.total > most:
             worst = reduction
-    buffers = count * rank.boundary * sum((not s.first) + (not s.last) for s in stages) if software.fsdp else 0.0
-    peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))._replace(buffers=buffers)
+    peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))
+    if software.fsdp:
+        neighbours = sum((not stage.first) + (not stage.last) for stage in stages)
+        peak = peak._replace(buffers=count * rank.boundary * neighbours)
     return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
 
 

@@ -1,10 +1,10 @@
-"""When a pipeline rank may hold most: of the states that its order of work goes through, the few that may be worst.
+"""Find the moments at which a pipeline rank may hold most memory, among the states that its schedule goes through.
 
 No torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ ROUNDS = 3
 
 
 def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """The moments of pipeline rank `rank` that may be its peak."""
+    """Return the moments of pipeline rank `rank` that may be its peak."""
     if pp == 1:
         return ONE_STAGE
     if schedule in LIMITS:
@@ -59,9 +59,12 @@ def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
 
 
 def _worst(order: Iterable[Entry]) -> list[Moment]:
-    """For each action the moments that may be its worst: stages of a rank have much the same sizes, so sums tell. A
-    gradient may weigh more than a micro batch, one put off less than one in flight, and of the last stage there are
-    logits."""
+    """Return, for each action, the moments that may be its worst.
+
+    The stages of a rank have much the same sizes, so sums over them decide. Several sums are tried, because the weights
+    of their parts are not known here: a gradient may weigh more than a micro batch, a deferred one less than one in
+    flight, and the last stage also has logits.
+    """
     actions = list(flat(order))
     left = Counter(action.stage for action in actions if action.kind in "WB")
     place = {stage: at for at, stage in enumerate(sorted(left))}
@@ -99,18 +102,40 @@ class Total(NamedTuple):
     size: int
     """of the stage that computes"""
     kind: Kind
-    counts: tuple[int, ...]
-    """of each size, summed over its stages: micro batches flying; deferred; stages WHOLE; stages REDUCED"""
+    flying: tuple[int, ...]
+    """micro batches whose activations are held, summed over the stages of each size"""
+    deferred: tuple[int, ...]
+    """micro batches whose gradients of weights are still to come, in the same way"""
+    whole: tuple[int, ...]
+    """stages of each size whose gradients are WHOLE"""
+    reduced: tuple[int, ...]
+    """stages of each size whose gradients are REDUCED"""
 
 
 @cache
 def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]:
-    """Of moments, those that come to the same once. size_of: of each of the rank's stages, which size it has."""
-    of_size = [[at for at, size in enumerate(size_of) if size == one] for one in range(max(size_of) + 1)]
-    found: dict[Total, None] = {}
-    for stage, kind, flying, deferred, graded in moments:
-        whole, reduced = ([state == one for state in graded] for one in (WHOLE, REDUCED))
-        numbers = flying, deferred, whole, reduced
-        counts = tuple(sum(number[at] for at in places) for number in numbers for places in of_size)
-        found[Total(size_of[stage], kind, counts)] = None
-    return list(found)
+    """Return the moments with the stages of one size taken together; moments that become equal once.
+
+    size_of: for each of the rank's stages, the index of its size.
+    """
+    size_count = max(size_of) + 1
+
+    def sums(numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return, for each size, the sum of the numbers of its stages."""
+        result = [0] * size_count
+        for size, number in zip(size_of, numbers, strict=True):
+            result[size] += number
+        return tuple(result)
+
+    distinct: dict[Total, None] = {}  # a set that keeps its order
+    for moment in moments:
+        total = Total(
+            size_of[moment.stage],
+            moment.kind,
+            flying=sums(moment.flying),
+            deferred=sums(moment.deferred),
+            whole=sums([state == WHOLE for state in moment.graded]),
+            reduced=sums([state == REDUCED for state in moment.graded]),
+        )
+        distinct[total] = None
+    return list(distinct)

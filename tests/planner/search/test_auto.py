@@ -66,7 +66,7 @@ def test_no_layout_is_an_error_of_the_key(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("NPROC", "7")
     with pytest.raises(SystemExit, match="2"):
         load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--check"])
-    assert "--parallel.layout: 7 GPUs: no layout divides the model and the batch" in capsys.readouterr().err
+    assert "--parallel.layout: no valid layout on 7 GPUs: " in capsys.readouterr().err
 
 
 def test_a_run_of_two_ranks_writes_what_was_chosen(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from torchllm.planner.search.explain import (
     terms,
     why,
 )
-from torchllm.planner.search.search import search
+from torchllm.planner.search.layouts import Layout
+from torchllm.planner.search.search import Ranked, search
 
 JOB = job(LARGE, gpus=16, batch=32, length=2048)
 FOUND = search(JOB)
@@ -62,12 +63,12 @@ def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
     changed = 0
     for line in said[1:]:
         for micro, longer in re.findall(
-            r"^With micro batch size (\d+) instead of \d+ a step takes ([\d.]+)% longer", line
+            r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer", line
         ):
             other = predict(JOB.case(winner.layout._replace(micro_batch_size=int(micro))))
             assert 100 * (other.step / winner.prediction.step - 1) == pytest.approx(float(longer), abs=0.06)
             changed += 1
-        assert "takes" in line or "GiB of memory are missing" in line
+        assert "takes" in line or "GiB more than a GPU has" in line
     assert changed == sum("micro batch size" in line and "longer" in line for line in said)
 
 
@@ -77,28 +78,34 @@ def test_near_misses_name_what_is_missing() -> None:
     lines = list(misses(of, found))
     assert lines
     for line, miss in zip(lines, found.misses, strict=True):
-        assert f"{miss.over / 2**30:.1f} GiB over the 37.3 GiB of a GPU" in line
+        assert f"{miss.over / 2**30:.1f} GiB more than the 37.3 GiB of a GPU" in line
 
 
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     lines = list(rejections(FOUND))
-    layouts = [int(line.split()[0].replace(",", "")) for line in lines if "layouts:" in line]
+    layouts = [int(line.split()[0].replace(",", "")) for line in lines if "layout" in line]
     assert sum(layouts) + len(FOUND.best) == FOUND.layouts
-    meshes = sum(int(line.split()[0].replace(",", "")) for line in lines if "meshes:" in line)
+    meshes = sum(int(line.split()[0].replace(",", "")) for line in lines if "mesh" in line)
     assert meshes == sum(bool(JOB.refusal(mesh)) for mesh in JOB.meshes)
 
 
 def test_fits_nowhere_says_what_would_do() -> None:
     of = job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
     said = fits_nowhere(of, search(of))
-    gpus = int(re.search(r"it would with (\d+) GPUs", said)[1])
+    gpus = int(re.search(r"it would fit on (\d+) GPUs", said)[1])
     assert search(replace(of, gpus=gpus)).best
     assert not search(replace(of, gpus=gpus // 2)).best
-    assert "closest is " in said
+    assert "; the closest, " in said
 
 
 def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
     of = job(SMALL, gpus=11, batch=16)
     said = divides_nowhere(of, search(of))
-    assert said.startswith("11 GPUs: no layout divides the model and the batch (")
-    assert search(replace(of, gpus=int(re.search(r"(\d+) do$", said)[1]))).best
+    assert said.startswith("no valid layout on 11 GPUs: ")
+    assert search(replace(of, gpus=int(re.search(r"; (\d+) GPUs would work$", said)[1]))).best
+
+
+def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
+    layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
+    sentences = why(JOB, Ranked(layout, predict(JOB.case(layout))))
+    assert any("pp 2 instead of 4 and data ranks 8 instead of 4" in sentence for sentence in sentences)

@@ -22,6 +22,9 @@ from torchllm.spec.cluster import FOLDER, Hardware, read_cluster
 C = TypeVar("C", bound=Config)
 DRIVER = Path("/proc/driver/nvidia/gpus")
 CPU = "this_cpu"
+"""cluster of a machine without a GPU"""
+NVIDIAS_OWN = ("dgx_", "hgx_")
+"""how names of NVIDIA's own systems begin"""
 
 
 def choose_layouts(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
@@ -99,8 +102,9 @@ def cluster_with_gpu(gpu: str) -> str:
     """The first of train_configs/clusters that has such a GPU, NVIDIA's own systems before others."""
     if not gpu:
         return CPU
-    names = sorted((file.stem for file in FOLDER.glob("*.toml")), key=lambda name: (name[1:3] != "gx", name))
-    for name in names:
+    names = sorted(file.stem for file in FOLDER.glob("*.toml"))
+    nvidias_own = [name for name in names if name.startswith(NVIDIAS_OWN)]
+    for name in [*nvidias_own, *names]:
         hardware = read_cluster(name, [])
         if hardware is not None and _same(hardware.gpu, gpu):
             return name

@@ -86,11 +86,22 @@ class Bounds:
         self._ways: dict[DegreeMesh, list[tuple[tuple[int, int, int], float, float]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
+    def block_key(self, layout: Layout) -> tuple[object, ...]:
+        """Return what decides how a block computes: layouts with equal keys share one entry of a cache."""
+        return (
+            layout.cp,
+            layout.cp_method,
+            layout.tp,
+            layout.sequence_parallel,
+            layout.recompute,
+            self.job.compile_of(layout).block,
+        )
+
     def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
         """Seconds of one micro batch through a block, in the embedding, and in the head."""
         gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
         sharding = (layout.pp > 1, layout.dp_shard, layout.zero_stage) if gathers else ()
-        key = (layout.cp, layout.tp, *layout[9:], layout.micro_batch_size, *sharding, self.job.compile_of(layout).block)
+        key = (*self.block_key(layout), layout.micro_batch_size, *sharding)
         known = self._block.get(key)
         if known is None:
             case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
@@ -225,7 +236,7 @@ class Bounds:
 
     def kept(self, layout: Layout) -> float:
         """Bytes that a block keeps of a micro batch."""
-        key = (layout.cp, layout.tp, *layout[9:], self.job.compile_of(layout).block)
+        key = self.block_key(layout)
         if key not in self._kept:
             mode = "full" if layout.recompute == "every_k" else layout.recompute  # of one block a stage it is the same
             case = self.job.case(layout._replace(pp=1, dp_replicate=1, dp_shard=1, micro_batch_size=1, recompute=mode))

@@ -1,10 +1,11 @@
-"""What a search found, in words: the table, why its first layout is first, what to change where nothing fits.
+"""Explain a search in words: a table of its layouts, why the first is first, what to change if nothing fits.
 
-No torch. Every sentence is made of predictions: the winner's, and those of layouts that differ from it in one thing.
+No torch. Every sentence states predictions: the winner's, and those of layouts that differ from it in one setting.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from torchllm.planner.predict import Prediction, predict
@@ -15,183 +16,215 @@ from torchllm.planner.search.validity import judge
 
 GIB = 2**30
 FURTHER = (2, 4, 8, 16, 32)
-"""times as many GPUs, or shares of the sequence, at which it is tried whether something fits"""
-KINDS = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
+"""factors by which GPUs are added, or sequences shortened, to find something that fits"""
+DEGREES = ("pp", "data", "cp", "tp")
+"""fields of `DegreeMesh`"""
 
 
-def layout_figures(job: Job, one: Ranked, tokens: float = 0.0) -> dict[str, Any]:
-    """Of one layout: seconds, bytes, shares of 1. `tokens`: of the whole training, 0: not known."""
-    of = one.prediction
-    per_step = job.training.global_batch_size * job.training.sequence_length
-    found: dict[str, Any] = {
+def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, Any]:
+    """Return the figures of one layout: seconds, GiB, shares of 1. `tokens`: of the whole training, 0 if unknown."""
+    prediction = ranked.prediction
+    tokens_per_step = job.training.global_batch_size * job.training.sequence_length
+    figures: dict[str, Any] = {
         "gpus": job.gpus,
-        "layout": one.layout._asdict(),
-        "step_seconds": of.step,
-        "mfu": of.mfu,
-        "hfu": of.hfu,
-        "memory_gib": of.memory.total / GIB,
-        "fits": judge(job.case(one.layout), of).fits,
-        "tokens_per_second": per_step / of.step,
-        "petaflops": of.mfu * job.gpus * job.hardware.peak.bfloat16 / 1e15,
-        "terms": of.terms,
-        "memory": {name: held / GIB for name, held in of.memory._asdict().items()},
+        "layout": ranked.layout._asdict(),
+        "step_seconds": prediction.step,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "memory_gib": prediction.memory.total / GIB,
+        "fits": judge(job.case(ranked.layout), prediction).fits,
+        "tokens_per_second": tokens_per_step / prediction.step,
+        "petaflops": prediction.mfu * job.gpus * job.hardware.peak.bfloat16 / 1e15,
+        "terms": prediction.terms,
+        "memory": {name: held / GIB for name, held in prediction.memory._asdict().items()},
     }
     if tokens:
-        seconds = tokens / per_step * of.step
-        found |= {"days": seconds / 86400, "gpu_hours": seconds / 3600 * job.gpus}
-    return found
+        seconds = tokens / tokens_per_step * prediction.step
+        figures["days"] = seconds / 86400
+        figures["gpu_hours"] = seconds / 3600 * job.gpus
+    return figures
 
 
 def ranking_table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
-    """Two lines a layout: what it is and costs; where the time goes, the largest first."""
+    """Yield a heading, then two lines per layout: what it costs and is; where its time goes, the largest term first."""
     budget = "   days   GPU-hours" if tokens else ""
     shares = f"{'MFU':>6} {'HFU':>6}"
     yield f"{'':3} {'step s':>8} {shares} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
-    for place, one in enumerate(best, start=1):
-        of = layout_figures(job, one, tokens)
-        cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
+    for number, ranked in enumerate(best, start=1):
+        row = layout_figures(job, ranked, tokens)
+        cost = f" {row['days']:6.1f} {row['gpu_hours']:11,.0f}" if tokens else ""
         yield (
-            f"{place:2}. {of['step_seconds']:8.4g} {of['mfu']:6.1%} {of['hfu']:6.1%} {of['memory_gib']:6.1f} "
-            f"{of['fits']:7} {of['tokens_per_second']:10,.0f} {of['petaflops']:8.4g}{cost}  {one.layout.text()}"
+            f"{number:2}. {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['hfu']:6.1%} {row['memory_gib']:6.1f} "
+            f"{row['fits']:7} {row['tokens_per_second']:10,.0f} {row['petaflops']:8.4g}{cost}  {ranked.layout.text()}"
         )
-        yield f"{'':12} {terms(one.prediction)}"
+        yield f"{'':12} {terms(ranked.prediction)}"
 
 
-def scaling(best: Sequence[tuple[Job, Ranked]], tokens: float = 0.0) -> Iterator[str]:
-    """A line for each number of GPUs, and how near it is to the first one's tokens a GPU and second."""
-    first = min(best, key=lambda one: one[0].gpus)
-    alone = layout_figures(*first)["tokens_per_second"] / first[0].gpus
+def scaling(bests: Sequence[tuple[Job, Ranked]], tokens: float = 0.0) -> Iterator[str]:
+    """Yield a heading, then a line per number of GPUs. Scaling: tokens/s per GPU over the smallest number's."""
+    ascending = sorted(bests, key=lambda best: best[0].gpus)
+    smallest, its_best = ascending[0]
+    base_rate = layout_figures(smallest, its_best)["tokens_per_second"] / smallest.gpus
     budget = "   days   GPU-hours" if tokens else ""
     yield f"{'GPUs':>6} {'step s':>8} {'MFU':>6} {'tokens/s':>11} {'scaling':>8}{budget}  layout"
-    for job, one in sorted(best, key=lambda each: each[0].gpus):
-        of = layout_figures(job, one, tokens)
-        cost = f" {of['days']:6.1f} {of['gpu_hours']:11,.0f}" if tokens else ""
+    for job, ranked in ascending:
+        row = layout_figures(job, ranked, tokens)
+        cost = f" {row['days']:6.1f} {row['gpu_hours']:11,.0f}" if tokens else ""
         yield (
-            f"{job.gpus:6} {of['step_seconds']:8.4g} {of['mfu']:6.1%} {of['tokens_per_second']:11,.0f} "
-            f"{of['tokens_per_second'] / job.gpus / alone:8.1%}{cost}  {one.layout.text()}"
+            f"{job.gpus:6} {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['tokens_per_second']:11,.0f} "
+            f"{row['tokens_per_second'] / job.gpus / base_rate:8.1%}{cost}  {ranked.layout.text()}"
         )
 
 
-def terms(of: Prediction) -> str:
-    """Where the time goes: seconds by term, the largest first, what is under a thousandth left out."""
-    largest = sorted(of.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in largest if seconds > of.step / 1000)
+def terms(prediction: Prediction) -> str:
+    """Return the terms of a step in seconds, the largest first; those under a thousandth of the step are omitted."""
+    largest_first = sorted(prediction.terms.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in largest_first if seconds > prediction.step / 1000)
 
 
 def why(job: Job, winner: Ranked) -> list[str]:
-    """A sentence on where the winner's time goes, and some on the best layout with another degree, recomputation, micro
-    batch: what it would cost, and which term or how many bytes are to blame."""
-    of = winner.prediction
-    first, *less = sorted(of.terms.items(), key=lambda item: -item[1])
-    rest = ", ".join(f"{name} {seconds / of.step:.0%}" for name, seconds in less[:4])
-    said = [f"{first[0].capitalize()} takes {first[1] / of.step:.0%} of a step, {rest}."]
+    """Return a sentence on where the winner's time goes, and up to three on layouts that differ in one setting.
+
+    Of each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: what it
+    costs, and which term or how many missing bytes are the reason.
+    """
+    prediction = winner.prediction
+    (name, seconds), *smaller = sorted(prediction.terms.items(), key=lambda item: -item[1])
+    rest = ", ".join(f"{name} {seconds / prediction.step:.0%}" for name, seconds in smaller[:4])
+    sentences = [f"{name.capitalize()} takes {seconds / prediction.step:.0%} of a step, {rest}."]
     compared = []
-    for changed in _changes(job, winner.layout):
-        near = [(predict(job.case(layout), at_least), layout) for layout in changed]
-        if near:
-            _, layout = min(near, key=lambda one: (not one[0].fits, one[0].step))
+    for layouts in _changes(job, winner.layout):
+        bounded = [(predict(job.case(layout), at_least), layout) for layout in layouts]
+        if bounded:
+            _, layout = min(bounded, key=lambda pair: (not pair[0].fits, pair[0].step))
             compared.append((predict(job.case(layout)), layout))
-    compared.sort(key=lambda one: one[0].step)
-    fitting, others = ([one for one in compared if one[0].fits == fits] for fits in (True, False))
-    return said + [_compared(job, winner, layout, other) for other, layout in [*fitting[:2], *others[:1]]]
+    compared.sort(key=lambda pair: pair[0].step)
+    fitting = [pair for pair in compared if pair[0].fits]
+    too_large = [pair for pair in compared if not pair[0].fits]
+    for changed_prediction, layout in [*fitting[:2], *too_large[:1]]:
+        sentences.append(_compare(job, winner, layout, changed_prediction))
+    return sentences
 
 
 def _changes(job: Job, layout: Layout) -> Iterator[list[Layout]]:
-    """Layouts that differ in one thing, and in what has to follow: a list for each thing."""
+    """Yield a list of layouts for each change of one setting; what has to follow the change varies within the list."""
     degrees = {"pp": layout.pp, "data": layout.data_ranks, "cp": layout.cp, "tp": layout.tp}
-    for more in ("tp", "pp", "cp"):
-        for less in degrees:
-            for up, down in ((more, less), (less, more)):
-                if up != down and degrees[down] % 2 == 0 and more == max(more, less, key=list(degrees).index):
-                    mesh = DegreeMesh(**{**degrees, up: 2 * degrees[up], down: degrees[down] // 2})
-                    yield _on(job, layout, mesh)
-    yield [found for mode in MODES if mode != layout.recompute if job.accepts(found := layout._replace(recompute=mode))]
-    for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
-        found = layout._replace(micro_batch_size=size)
-        yield [found] if size and job.accepts(found) else []
+    for grown, shrunk in permutations(DEGREES, 2):  # twice as much of one, half of another
+        if degrees[shrunk] % 2 == 0:
+            changed = {**degrees, grown: degrees[grown] * 2, shrunk: degrees[shrunk] // 2}
+            yield _on_mesh(job, layout, DegreeMesh(**changed))
+    for mode in MODES:
+        if mode != layout.recompute:
+            yield _accepted(job, [layout._replace(recompute=mode)])
+    for size in (layout.micro_batch_size * 2, layout.micro_batch_size // 2):
+        if size > 0:
+            yield _accepted(job, [layout._replace(micro_batch_size=size)])
 
 
-def _on(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
-    """The layout on another mesh, its schedule, sharding and sequence parallelism anew."""
+def _accepted(job: Job, layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layouts that the config accepts."""
+    return [layout for layout in layouts if job.accepts(layout)]
+
+
+def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
+    """Return the layout on another mesh, with every sharding, and every schedule if its own is not possible there."""
     if mesh not in job.meshes or job.refusal(mesh):
         return []
     schedules = job.schedules(mesh, layout.micro_batch_size)
-    keep = [one for one in schedules if one == (layout.schedule, layout.virtual_stages)] or schedules
-    base = layout._replace(pp=mesh.pp, cp=mesh.cp, tp=mesh.tp, sequence_parallel=job.sequence_parallel(mesh)[-1])
-    found = [
-        base._replace(schedule=name, virtual_stages=stages, dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
-        for name, stages in keep
-        for replicate, shard, zero in job.shardings(mesh)
-    ]
-    return [one for one in found if job.accepts(one)]
+    if (layout.schedule, layout.virtual_stages) in schedules:
+        schedules = [(layout.schedule, layout.virtual_stages)]
+    moved = layout._replace(pp=mesh.pp, cp=mesh.cp, tp=mesh.tp, sequence_parallel=job.sequence_parallel(mesh)[-1])
+    layouts = []
+    for name, stages in schedules:
+        scheduled = moved._replace(schedule=name, virtual_stages=stages)
+        for replicate, shard, zero in job.shardings(mesh):
+            layouts.append(scheduled._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero))
+    return _accepted(job, layouts)
 
 
-def _compared(job: Job, winner: Ranked, layout: Layout, other: Prediction) -> str:
-    of = winner.prediction
-    named = ("tp", "pp", "cp", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
-    changed = [
-        f"{key.replace('_', ' ')} {getattr(layout, key)} instead of {getattr(winner.layout, key)}"
-        for key in named
-        if getattr(layout, key) != getattr(winner.layout, key)
-    ]
-    slower = other.step / of.step - 1
-    time = f"takes {slower:.1%} longer" if slower >= 0 else f"would be {-slower:.1%} faster"
-    if not other.fits:
-        over = (other.memory.total - job.hardware.memory) / GIB
-        return f"With {', '.join(changed)} a step {time}, and {over:.1f} GiB of memory are missing."
-    more = {name: other.terms.get(name, 0.0) - of.terms.get(name, 0.0) for name in {**of.terms, **other.terms}}
-    worst, best = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
-    saved = f", and {-more[best]:.3g} s less of {best}" if more[best] < -of.step / 1000 else ""
-    return f"With {', '.join(changed)} a step {time}: {more[worst]:.3g} s more of {worst}{saved}."
+COMPARED_KEYS = ("tp", "pp", "cp", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
+
+
+def _compare(job: Job, winner: Ranked, layout: Layout, prediction: Prediction) -> str:
+    """Return a sentence on what another layout costs beside the winner."""
+    best = winner.prediction
+    changed = []
+    for key in COMPARED_KEYS:
+        value, best_value = getattr(layout, key), getattr(winner.layout, key)
+        if value != best_value:
+            changed.append(f"{key.replace('_', ' ')} {value} instead of {best_value}")
+    slower = prediction.step / best.step - 1
+    if abs(slower) < 0.0005:
+        time = "takes the same time"
+    elif slower > 0:
+        time = f"takes {slower:.1%} longer"
+    else:
+        time = f"is {-slower:.1%} faster"
+    sentence = f"With {' and '.join(changed)}, a step {time}"
+    if not prediction.fits:
+        over = (prediction.memory.total - job.hardware.memory) / GIB
+        return f"{sentence}, but needs {over:.1f} GiB more than a GPU has."
+    differences = {}
+    for name in {**best.terms, **prediction.terms}:
+        differences[name] = prediction.terms.get(name, 0.0) - best.terms.get(name, 0.0)
+    largest = max(differences, key=lambda name: differences[name])
+    smallest = min(differences, key=lambda name: differences[name])
+    reasons = []
+    if differences[largest] > best.step / 1000:
+        reasons.append(f"{differences[largest]:.3g} s more of {largest}")
+    if differences[smallest] < -best.step / 1000:
+        reasons.append(f"{-differences[smallest]:.3g} s less of {smallest}")
+    return f"{sentence}: {', '.join(reasons)}." if reasons else f"{sentence}."
 
 
 def rejections(found: Found) -> Iterator[str]:
-    """What became of all the others, by reason."""
+    """Yield how many layouts, and how many whole meshes, were rejected for each reason."""
     for reason, count in found.rejected.most_common():
-        yield f"{count:12,} layouts: {reason}"
+        yield f"{count:12,} {'layout' if count == 1 else 'layouts'}: {reason}"
     for reason, count in found.refused.most_common():
-        yield f"{count:12,} meshes: {reason}"
+        yield f"{count:12,} {'mesh' if count == 1 else 'meshes'}: {reason}"
 
 
 def misses(job: Job, found: Found) -> Iterator[str]:
-    """Layouts that would have won, and what they lack."""
+    """Yield a line for each layout that would have won but does not fit, with what it lacks."""
     for miss in found.misses:
+        memory = miss.prediction.memory._asdict()
+        del memory["allocator"], memory["reserve"]  # no layout has a say in them
+        largest = max(memory, key=lambda name: memory[name])
         faster = 1 - miss.prediction.step / found.best[0].prediction.step
-        largest = max(list(miss.prediction.memory._asdict().items())[:-2], key=lambda item: item[1])
         yield (
-            f"{miss.layout.text()}: {faster:.1%} faster, but {miss.over / GIB:.1f} GiB over the "
-            f"{job.hardware.memory / GIB:.1f} GiB of a GPU ({largest[0]} {largest[1] / GIB:.1f} GiB)"
+            f"{miss.layout.text()}: {faster:.1%} faster, but needs {miss.over / GIB:.1f} GiB more than the "
+            f"{job.hardware.memory / GIB:.1f} GiB of a GPU (largest part: {largest} {memory[largest] / GIB:.1f} GiB)"
         )
 
 
 def fits_nowhere(job: Job, found: Found) -> str:
-    """What is wrong where no layout fits, and what would do."""
-    least = found.least
-    said = f"no layout fits into the {job.hardware.memory / GIB:.1f} GiB of a {job.hardware.gpu}"
-    if least is not None:
-        said += f"; closest is {least.layout.text()}, {least.over / GIB:.1f} GiB over"
+    """Return why no layout fits, and which number of GPUs or sequence length would."""
+    message = f"no layout fits in the {job.hardware.memory / GIB:.1f} GiB of one {job.hardware.gpu}"
+    if found.least is not None:
+        message += f"; the closest, {found.least.layout.text()}, needs {found.least.over / GIB:.1f} GiB more"
     remedies = []
-    for times in FURTHER:
-        larger = replace(job, gpus=times * job.gpus)
+    for factor in FURTHER:
+        larger = replace(job, gpus=factor * job.gpus)
         if larger.gpus <= job.hardware.links[-1].gpus and search(larger, 1).best:
-            remedies.append(f"{larger.gpus} GPUs")
+            remedies.append(f"on {larger.gpus} GPUs")
             break
-    for share in FURTHER:
-        length = job.training.sequence_length // share
+    for factor in FURTHER:
+        length = job.training.sequence_length // factor
         if length and search(replace(job, training=replace(job.training, sequence_length=length)), 1).best:
-            remedies.append(f"sequences of {length} tokens")
+            remedies.append(f"with sequences of {length} tokens")
             break
-    if not remedies:
-        return said + f"; nor do {FURTHER[-1]} times as many GPUs or as short sequences: take GPUs with more memory"
-    return said + f"; it would with {' or '.join(remedies)}"
+    if remedies:
+        return f"{message}; it would fit {' or '.join(remedies)}"
+    return f"{message}; neither {FURTHER[-1]} times the GPUs nor 1/{FURTHER[-1]} of the sequence length is enough"
 
 
 def divides_nowhere(job: Job, found: Found) -> str:
-    """Why there is no layout at all, and the next smaller number of GPUs that has one."""
+    """Return why there is no layout at all, and the next smaller number of GPUs that has one."""
     reasons = "; ".join(reason for reason, _ in found.refused.most_common(3))
-    fewer = (gpus for gpus in range(job.gpus - 1, 0, -1) if _has_some(replace(job, gpus=gpus)))
-    return f"{job.gpus} GPUs: no layout divides the model and the batch ({reasons}); {next(fewer, 1)} do"
+    fewer = (gpus for gpus in range(job.gpus - 1, 0, -1) if _has_layout(replace(job, gpus=gpus)))
+    return f"no valid layout on {job.gpus} GPUs: {reasons}; {next(fewer, 1)} GPUs would work"
 
 
-def _has_some(job: Job) -> bool:
+def _has_layout(job: Job) -> bool:
     return any(not job.refusal(mesh) for mesh in job.meshes)

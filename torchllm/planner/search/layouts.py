@@ -1,10 +1,10 @@
-"""Every layout that the config accepts of a model on so many GPUs: which there are, and why others are not. No torch.
+"""Enumerate the layouts of a model on a number of GPUs that the config accepts, and say why others are refused.
 
-A layout is a mesh (pp x data-parallel ranks x cp x tp), what a step is cut into (micro batch, schedule), what is
-sharded (HSDP's two degrees, ZeRO stage) and what is kept (recomputation, sequence parallelism). Of those that run alike
-one is listed: without pp there is one schedule, without cp one way to do it, where nothing is shared one ZeRO stage;
-DDP has one data axis; segments and intervals of recomputation are the default ones. Virtual stages are 4 at most, or
-any number that cuts the blocks evenly.
+No torch. A layout is a mesh (pp x data-parallel ranks x cp x tp), how a step is cut (micro batch, schedule), what is
+sharded (HSDP's two degrees, ZeRO stage) and what is kept (recomputation, sequence parallelism). Of layouts that run
+alike one is listed: without pp one schedule, without cp one method, without sharding one ZeRO stage; DDP has one data
+axis; segments and intervals of recomputation are the default ones. A rank has at most 4 virtual stages, or any number
+that cuts the blocks evenly.
 """
 
 import math
@@ -39,7 +39,7 @@ UNEVEN_STAGES = 4
 
 
 class Layout(NamedTuple):
-    """One way to run the model; the words are the config's."""
+    """One way to run the model; the fields are named as in the config."""
 
     pp: int
     dp_replicate: int
@@ -60,9 +60,14 @@ class Layout(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
     def text(self) -> str:
-        """In one line, without what is as ever."""
-        parts = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-        parts = [part for part in parts if not part.endswith(" 1")] or ["one rank"]
+        """Return the layout in one line; degrees of 1 and defaults are omitted."""
+        parts = []
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            degree = getattr(self, axis)
+            if degree > 1:
+                parts.append(f"{axis} {degree}")
+        if not parts:
+            parts.append("one rank")
         if self.pp > 1:
             stages = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
             parts.append(f"{self.schedule}{stages}")
@@ -71,19 +76,22 @@ class Layout(NamedTuple):
             parts.append(f"zero {self.zero_stage}")
         if self.cp > 1:
             parts.append(self.cp_method)
-        parts += ["sp"] * self.sequence_parallel
-        return ", ".join([*parts, *([] if self.recompute == "none" else [f"recompute {self.recompute}"])])
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        return ", ".join(parts)
 
 
 def layout_of(config: Config) -> Layout:
-    """That of a config whose degrees are resolved."""
+    """Return the layout of a config whose degrees are resolved."""
     parallel = config.parallel
     kept = {key: getattr(parallel, key) for key in Layout._fields if hasattr(parallel, key)}
     return Layout(**kept, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
 
 
 def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
-    """What a run of this repository computes with."""
+    """Return the kernels that a torchllm run computes with."""
     return Kernels(
         "eager" if model.attention == "eager" else software.attention,
         fused_norm=compile.norm or compile.block or model.features.norm == "layer",
@@ -92,7 +100,7 @@ def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
 
 
 class DegreeMesh(NamedTuple):
-    """Degrees, the data-parallel ones as one."""
+    """The degrees of a layout, with one degree for both data-parallel axes."""
 
     pp: int
     data: int
@@ -102,7 +110,7 @@ class DegreeMesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned."""
+    """What to plan: a model, a batch, machines, and the keys that are already decided."""
 
     model: Model
     training: Training
@@ -112,26 +120,26 @@ class Job:
     compile: Compile | None = None
     """None: whatever the layout allows"""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """fields of `Layout` that are given"""
+    """fields of `Layout` that the run sets; all others are searched"""
 
     @cached_property
     def software(self) -> Software:
-        """This repository, with the cluster's constants."""
+        """torchllm, with the constants of the cluster file."""
         return replace(STACKS["torchllm"], constants=self.hardware.constants)
 
     def allowed(self, key: str, values: list[Any]) -> list[Any]:
-        """Those of `values` that agree with what is fixed."""
+        """Return the `values` that agree with `fixed`."""
         return [value for value in values if self.fixed.get(key, value) == value]
 
     def compile_of(self, layout: Layout) -> Compile:
-        """torch.compile as the layout allows it (`config.checks`): whole blocks, or at least the norms."""
+        """Return what torch.compile compiles in this layout (`config.checks`): whole blocks, or at least the norms."""
         split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         block = not split_backward and not (layout.cp > 1 and layout.recompute in ("full", "every_k", "selective"))
         return self._compiled[block]
 
     @cached_property
     def _compiled(self) -> tuple[Compile, Compile]:
-        """Where blocks cannot be compiled, and where they can."""
+        """What is compiled if blocks cannot be, and if they can."""
         if self.compile is not None:
             return self.compile, self.compile
         if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
@@ -140,11 +148,11 @@ class Job:
 
     @cached_property
     def _training_of(self) -> Callable[[int], Training]:
-        """By micro batch size."""
+        """A cached function: micro batch size -> [training]."""
         return cache(lambda size: replace(self.training, micro_batch_size=size))
 
     def case(self, layout: Layout) -> Case:
-        """As `predict` wants it."""
+        """Return what `predict` takes."""
         return Case(
             self.model,
             self._training_of(layout.micro_batch_size),
@@ -156,14 +164,14 @@ class Job:
         )
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
-        """[parallel] of a layout; what else there is is as in `base`."""
+        """Return [parallel] with this layout; its other keys are those of `base`."""
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
         values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
         return replace(base, **values) if base else Parallel(**values)
 
     def config(self, base: C, layout: Layout) -> C:
-        """A run's config with this layout in it; the rest is as in `base`."""
+        """Return a run's config with this layout; its other keys are those of `base`."""
         training = replace(
             base.training,
             micro_batch_size=layout.micro_batch_size,
@@ -181,7 +189,7 @@ class Job:
 
     @cached_property
     def meshes(self) -> list[DegreeMesh]:
-        """All factorizations of the GPUs that agree with what is fixed."""
+        """All factorizations of the GPUs that agree with `fixed`."""
         found = []
         for tp in self.allowed("tp", divisors(self.gpus)):
             for cp in self.allowed("cp", divisors(self.gpus // tp)):
@@ -190,7 +198,7 @@ class Job:
         return found
 
     def refusal(self, mesh: DegreeMesh) -> str:
-        """Why no layout of the mesh can be, as `config.checks` would say; empty: there are some."""
+        """Return why the mesh has no valid layout, as `config.checks` would say; empty if it has some."""
         model, tp = self.model, mesh.tp
         for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
             if size % tp:
@@ -198,46 +206,51 @@ class Job:
         if model.vocab % tp and (mesh.data * mesh.cp > 2 or -(-model.vocab // tp) * (tp - 1) >= model.vocab):
             return f"tp does not divide model.vocab = {model.vocab}"
         if mesh.pp > model.layers:
-            return f"pp is over model.layers = {model.layers}"
+            return f"pp exceeds model.layers = {model.layers}"
         if self.training.global_batch_size % mesh.data:
-            return f"data-parallel ranks do not divide the batch of {self.training.global_batch_size} sequences"
+            return f"the data-parallel ranks do not divide the batch of {self.training.global_batch_size} sequences"
         if not self.context_methods(mesh):
-            return f"cp does not cut the sequence of {self.training.sequence_length} tokens evenly, nor the heads"
+            return f"cp divides neither the sequence of {self.training.sequence_length} tokens nor the heads"
         if not next(self.pieces(mesh), None) or not self.shardings(mesh) or not self.sequence_parallel(mesh):
-            return "the batch has too few micro batches for a schedule, or what the config fixes does not fit"
+            return "the batch has too few micro batches for any schedule, or the keys that the run sets rule it out"
         return ""
 
     def context_methods(self, mesh: DegreeMesh) -> list[ContextMethod]:
-        """Ways to share a sequence."""
+        """Return the methods of context parallelism that the mesh allows."""
         length, cp = self.training.sequence_length, mesh.cp
         if cp == 1:
             return [self.fixed.get("cp_method", "ring")]
         ring = length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex")
         ulysses = length % cp == 0 and self.model.kv // mesh.tp % cp == 0
-        return self.allowed("cp_method", ["ring"] * ring + ["ulysses"] * ulysses)
+        methods = []
+        if ring:
+            methods.append("ring")
+        if ulysses:
+            methods.append("ulysses")
+        return self.allowed("cp_method", methods)
 
     def sequence_parallel(self, mesh: DegreeMesh) -> list[bool]:
-        """Off, and on where there is something to cut."""
+        """Return the values of sequence_parallel that the mesh allows: off, and on if tp can cut the sequence."""
         even = mesh.tp > 1 and self.training.sequence_length // mesh.cp % mesh.tp == 0
         return self.allowed("sequence_parallel", [False, True] if even else [False])
 
     def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
-        """Micro batch sizes for which there is a schedule."""
+        """Yield the micro batch sizes that leave a schedule enough micro batches."""
         for size in self.allowed("micro_batch_size", divisors(self.training.global_batch_size // mesh.data)):
             if self.schedules(mesh, size):
                 yield size
 
     def schedules(self, mesh: DegreeMesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
-        """Schedules with their virtual stages."""
+        """Return the possible schedules, each with a number of virtual stages."""
         return self._schedules(mesh.pp, self.training.global_batch_size // (micro_batch_size * mesh.data))
 
     @cached_property
     def _schedules(self) -> Callable[[int, int], list[tuple[PipelineSchedule, int]]]:
-        """By ranks and micro batches."""
+        """A cached function: pipeline ranks, micro batches -> schedules."""
         return cache(self._schedules_of)
 
     def _schedules_of(self, pp: int, count: int) -> list[tuple[PipelineSchedule, int]]:
-        """Of so many ranks and micro batches."""
+        """Return the possible schedules of `pp` ranks and `count` micro batches."""
         layers = self.model.layers
         if pp == 1:
             return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
@@ -258,7 +271,7 @@ class Job:
         return found
 
     def shardings(self, mesh: DegreeMesh) -> list[tuple[int, int, int]]:
-        """(dp_replicate, dp_shard, zero_stage)."""
+        """Return the possible (dp_replicate, dp_shard, zero_stage)."""
         stages = self.allowed("zero_stage", [0, 1, 2, 3])
         if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once a step: 2 is 1
             stages = [stage for stage in stages if stage != 2]
@@ -272,14 +285,14 @@ class Job:
         return [one for one in found if keep[0] in (None, one[0]) and keep[1] in (None, one[1])]
 
     def modes(self, mesh: DegreeMesh) -> list[Mode]:
-        """Recomputation."""
+        """Return the possible modes of recomputation."""
         left = self.allowed("recompute", list(MODES))
         if mesh.cp > 1 and self.compile and self.compile.block:
             left = [mode for mode in left if mode not in ("full", "every_k", "selective")]
         return left
 
     def accepts(self, layout: Layout) -> bool:
-        """Whether it is one of them."""
+        """Return whether the layout is one of those enumerated here."""
         mesh = DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
         if mesh not in self.meshes or self.refusal(mesh) or layout.micro_batch_size not in self.pieces(mesh):
             return False
@@ -292,13 +305,13 @@ class Job:
         )
 
     def count(self, mesh: DegreeMesh) -> int:
-        """Layouts of a mesh that is not refused."""
+        """Return the number of layouts of a mesh that is not refused."""
         cut = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
         ways = len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh)) * len(self.modes(mesh))
         return cut * ways * len(self.shardings(mesh))
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each != number]

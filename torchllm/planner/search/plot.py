@@ -1,41 +1,88 @@
-"""A picture of a search: time by term of the best layouts; memory against MFU of all looked at. No torch."""
+"""Draw a search: where the step time of the best layouts goes, and MFU over memory of all layouts. No torch."""
 
-from itertools import chain
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torchllm.config.errors import UserError
+from torchllm.planner.search.explain import GIB
 from torchllm.planner.search.layouts import Job
-from torchllm.planner.search.search import Found
+from torchllm.planner.search.search import Found, Ranked
 
-GIB = 2**30
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TERMS = (
+    "matmul",
+    "attention",
+    "elementwise",
+    "launch",
+    "ends",
+    "recompute",
+    "tensor parallel",
+    "context parallel",
+    "fsdp",
+    "pipeline parallel",
+    "bubble",
+    "flush",
+    "gradient reduction",
+    "weight gather",
+    "optimizer",
+)
+"""terms of a step in the order of the bars; each has its own color, the same in every plot"""
+SMALLEST = 1 / 500
+"""share of the slowest step below which a term is not drawn"""
 
 
-def plot(job: Job, found: Found, file: str) -> None:
-    """Write it. UserError if matplotlib is not there."""
+def plot(job: Job, found: Found, file: str, title: str) -> None:
+    """Write the picture to `file`. UserError if matplotlib is missing."""
     try:
-        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install 'torchllm[plot]'") from None
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    bars, cloud = figure.subplots(1, 2)
-    terms = [one.prediction.terms for one in found.best]
-    most = {name: max(of.get(name, 0.0) for of in terms) for name in dict.fromkeys(chain(*terms))}
-    step = max(one.prediction.step for one in found.best)
-    names = sorted((name for name in most if most[name] > step / 500), key=lambda name: -most[name])
-    bars.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
-    labels = [one.layout.text() for one in found.best]
-    left = [0.0] * len(labels)
-    for name in names:
-        widths = [of.get(name, 0.0) for of in terms]
-        bars.barh(labels, widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    bars.invert_yaxis()
-    bars.set_xlabel("seconds of a step")
-    figure.legend(loc="outside lower center", ncols=7, fontsize="small")
-    for fits, color in ((True, "tab:blue"), (False, "tab:red")):
-        points = [(held / GIB, mfu) for held, mfu, does in found.cloud if does == fits]
-        cloud.scatter(*zip(*points, strict=True), s=6, color=color) if points else None
-    cloud.axvline(job.hardware.memory / GIB, color="gray", linestyle="--")
-    cloud.set_xlabel("GiB of a GPU")
-    cloud.set_ylabel("MFU at best")
+    figure = Figure(figsize=(16, 7), layout="constrained")
+    figure.suptitle(title)
+    bars, cloud = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_terms(bars, found.best)
+    _draw_cloud(cloud, job, found)
     figure.savefig(file)
+
+
+def _draw_terms(axes: "Axes", best: Sequence[Ranked]) -> None:
+    """Draw one bar per layout, the fastest on top, in parts by term."""
+    from matplotlib import colormaps
+
+    colors = colormaps["tab20"]
+    labels = [f"{number}. {_two_lines(ranked.layout.text())}" for number, ranked in enumerate(best, start=1)]
+    longest = max(ranked.prediction.step for ranked in best)
+    starts = [0.0] * len(best)
+    for index, name in enumerate(TERMS):
+        seconds = [ranked.prediction.terms.get(name, 0.0) for ranked in best]
+        if max(seconds) > SMALLEST * longest:
+            axes.barh(labels, seconds, left=starts, label=name, color=colors(index))
+            starts = [start + width for start, width in zip(starts, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize="small")
+    axes.set_title("step time of the best layouts")
+    axes.set_xlabel("seconds per step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5, fontsize="small", title="where the time goes")
+
+
+def _two_lines(layout: str) -> str:
+    """Break a layout's text near its middle."""
+    parts = layout.split(", ")
+    middle = (len(parts) + 1) // 2
+    return ", ".join(parts[:middle]) + ",\n" + ", ".join(parts[middle:])
+
+
+def _draw_cloud(axes: "Axes", job: Job, found: Found) -> None:
+    """Draw one point per layout that was looked at: memory, and the highest MFU it can have."""
+    for fits, color, label in ((True, "tab:blue", "fits in memory"), (False, "tab:red", "does not fit")):
+        memory = [held / GIB for held, _, does_fit in found.cloud if does_fit == fits]
+        mfu = [utilization for _, utilization, does_fit in found.cloud if does_fit == fits]
+        if memory:
+            axes.scatter(memory, mfu, s=6, color=color, label=label)
+    axes.axvline(job.hardware.memory / GIB, color="gray", linestyle="--", label="memory of one GPU")
+    axes.set_title("all layouts predicted one by one")
+    axes.set_xlabel("peak memory, GiB per GPU")
+    axes.set_ylabel("MFU (upper bound)")
+    axes.legend(fontsize="small")

@@ -21,7 +21,7 @@ class Saver(NamedTuple):
     """step time over today's"""
 
     def __str__(self) -> str:
-        return f"{self.setting} frees {self.freed / GIB:.3g} GiB of a rank, steps take {self.slower:.2f} x as long"
+        return f"{self.setting} frees {self.freed / GIB:.3g} GiB per rank; steps take {self.slower:.2f} times as long"
 
 
 def savers(config: Config, count: int = 3) -> list[Saver]:

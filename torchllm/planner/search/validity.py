@@ -1,9 +1,10 @@
-"""How far a prediction can be trusted: whether measurements like it were there to check it, and an interval. No torch.
+"""Say how far a prediction can be trusted: whether similar measurements checked it, and an interval. No torch.
 
 The ranges are those of the published measurements that the constants were fitted and checked on (BENCHMARKS.md, "The
 planner against measurements"); the widths are the 90th percentile of their errors, of whole data sets left out.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchllm.planner.case import Case
@@ -12,7 +13,7 @@ from torchllm.spec.flops import parameter_count
 
 
 class Range(NamedTuple):
-    """What was measured on one kind of GPU: least and most of each."""
+    """What was measured on one kind of GPU: the smallest and the largest value of each."""
 
     gpu: str
     parameters: tuple[float, float]
@@ -28,45 +29,59 @@ RANGES = (
 INSIDE, OUTSIDE = 0.15, 0.35
 """half widths of the interval of a step time, as shares of it"""
 MEMORY = 0.08
-"""that of memory"""
+"""half width of the interval of memory, as a share of it"""
+NEVER_MEASURED = ("GPipe", "LoopedBFS", "DualPipeV")
+"""schedules of which no measurement is published"""
 
 
 class Verdict(NamedTuple):
-    """What may be said of a prediction."""
+    """How far a prediction can be trusted."""
 
     fits: str
-    """fits; may fit: the device's memory lies in the interval; does not fit"""
+    """"fits", "may fit" (the device's memory lies in the interval) or "does not fit\""""
     seconds: tuple[float, float]
-    """interval of the step"""
+    """interval of the step time"""
     range: str
-    """inside the validated range, or what is outside of it"""
+    """whether the layout is inside the validated range, or what of it is not"""
 
 
 def judge(case: Case, prediction: Prediction) -> Verdict:
-    """Of one prediction."""
-    beyond = list(_beyond(case))
-    width = OUTSIDE if beyond else INSIDE
+    """Return how far a prediction can be trusted."""
+    outside = list(_outside(case))
+    width = OUTSIDE if outside else INSIDE
     share = prediction.memory.total / case.hardware.memory
-    fits = "fits" if share * (1 + MEMORY) <= 1 else "may fit" if share <= 1 else "does not fit"
+    if share * (1 + MEMORY) <= 1:
+        fits = "fits"
+    elif share <= 1:
+        fits = "may fit"
+    else:
+        fits = "does not fit"
     seconds = (prediction.step / (1 + width), prediction.step * (1 + width))
-    return Verdict(
-        fits, seconds, "outside the validated range: " + ", ".join(beyond) if beyond else "inside the validated range"
-    )
+    described = "inside the validated range"
+    if outside:
+        described = "outside the validated range: " + ", ".join(outside)
+    return Verdict(fits, seconds, described)
 
 
-def _beyond(case: Case) -> list[str]:
-    found = next((one for one in RANGES if one.gpu in case.hardware.gpu), None)
-    if found is None:
-        return [f"GPU {case.hardware.gpu}"]
+def _outside(case: Case) -> Iterator[str]:
+    """Yield what of a layout lies outside the measurements."""
+    measured = next((measured for measured in RANGES if measured.gpu in case.hardware.gpu), None)
+    if measured is None:
+        yield f"GPU {case.hardware.gpu}"
+        return
     parallel = case.parallel
-    given = {
-        "parameters": (parameter_count(case.model), found.parameters),
-        "sequence length": (case.training.sequence_length, found.sequence_length),
-        "GPUs": (case.ranks, found.gpus),
-        "tp": (parallel.tp, found.tp),
+    sizes = {
+        "parameters": (parameter_count(case.model), measured.parameters),
+        "sequence length": (case.training.sequence_length, measured.sequence_length),
+        "GPUs": (case.ranks, measured.gpus),
+        "tp": (parallel.tp, measured.tp),
     }
-    names = [f"{name} {value:,}" for name, (value, (least, most)) in given.items() if not least <= value <= most]
-    names += ["cp"] * (parallel.cp > 1) + [f"schedule {parallel.schedule}"] * (
-        parallel.schedule in ("GPipe", "LoopedBFS", "DualPipeV")
-    )
-    return names + ["float8"] * case.kernels.float8
+    for name, (value, (smallest, largest)) in sizes.items():
+        if not smallest <= value <= largest:
+            yield f"{name} {value:,}"
+    if parallel.cp > 1:
+        yield "cp"
+    if parallel.schedule in NEVER_MEASURED:
+        yield f"schedule {parallel.schedule}"
+    if case.kernels.float8:
+        yield "float8"
