@@ -49,6 +49,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     MICRO_BATCH: (24, 12, 8, 6, 4, 3, 2, 1),
     "model.kv_heads": (8, 4, 2),
     "model.attention": ("sdpa", "eager"),
+    "model.qk_norm": (False, True),
     "model.vocab": (96, 97),  # 97: shards of unequal size
     "data.document_mask": (False, True),
     "training.loss_chunk": (0, 20),  # 20 divides no micro batch's tokens

@@ -1,4 +1,4 @@
-"""The decoder against Hugging Face's Llama and GPT-2, and what every family must hold: what a token may see."""
+"""The decoder against Hugging Face's Llama, Qwen3 and GPT-2, and what every family must hold: what a token may see."""
 
 import os
 
@@ -21,7 +21,8 @@ from torchllm.parallel.initialize import initialize
 CPU = torch.device("cpu")
 LLAMA = Model(layers=3, hidden=32, heads=4, kv_heads=2, ffn=52, vocab=61, max_sequence_length=64)
 GPT = replace(LLAMA, family="gpt", kv_heads=0)
-FAMILIES = {"llama": LLAMA, "llama-tied": replace(LLAMA, tied_embeddings=True), "gpt": GPT}
+QWEN = replace(LLAMA, qk_norm=True, tied_embeddings=True, head_dim=12)
+FAMILIES = {"llama": LLAMA, "llama-tied": replace(LLAMA, tied_embeddings=True), "gpt": GPT, "qwen": QWEN}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one-group": {"kv_heads": 1},
@@ -30,6 +31,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide-heads": {"head_dim": 12},
     "llama31-scaling": {"rope_theta": 500000.0, "rope_scaling_factor": 8.0, "rope_original_length": 16},
     "eager": {"attention": "eager"},
+}
+
+
+QWEN_VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"tied_embeddings": False},
+    "every-head": {"kv_heads": 0},
+    "eager": {"attention": "eager", "rope_theta": 1e6},
 }
 
 
@@ -87,6 +96,45 @@ def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> Non
             rope_scaling=rope if model.rope_scaling_factor > 1 else None,
         )
     ).eval()
+    ours = build_model(model)
+    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)  # our names are theirs without "model."
+    ours.tie_embeddings()
+    with torch.no_grad():
+        expected = theirs(tokens(model), use_cache=False).logits
+        got = ours(tokens(model), positions())
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", QWEN_VARIANTS.values(), ids=QWEN_VARIANTS)
+def test_logits_are_those_of_hugging_faces_qwen3(changes: dict[str, Any]) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = replace(QWEN, **changes)
+    torch.manual_seed(0)
+    theirs = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=model.vocab,
+            hidden_size=model.hidden,
+            intermediate_size=model.ffn,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv,
+            head_dim=model.head_width,
+            max_position_embeddings=model.max_sequence_length,
+            rms_norm_eps=model.norm_epsilon,
+            tie_word_embeddings=model.tied_embeddings,
+            initializer_range=0.1,
+            # transformers 5 reads rope_parameters, 4 the other
+            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+            rope_theta=model.rope_theta,
+        )
+    ).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # norms start at 1: unlike ones tell more
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     ours = build_model(model)
     weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
     ours.load_state_dict(weights, strict=True)  # our names are theirs without "model."

@@ -88,6 +88,11 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
         compare(trained, reference(settings))
 
 
+@pytest.mark.parametrize("scope", [NORM, BLOCK], ids=["norm", "block"])
+def test_norms_of_queries_and_keys(scope: Settings) -> None:
+    check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": True})
+
+
 @pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective"])
 def test_compiled_blocks_recompute(mode: str) -> None:
     check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})

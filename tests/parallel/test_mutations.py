@@ -24,13 +24,15 @@ import torchllm.train.step
 from tests import parity
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
 from tests.workers import run
-from torchllm.models.decoder import Decoder
+from torchllm.models.attention import Attention
+from torchllm.models.decoder import Block, Decoder
 from torchllm.spec.parameters import canonical_name
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
 HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
 TP2: Settings = {"parallel.tp": 2}
 SP2 = {**TP2, "parallel.sequence_parallel": True}
+QK_NORM: Settings = {"model.qk_norm": True}
 A_BLOCK = 30_848  # elements
 Q, UP = "layers.2.self_attn.q_proj.weight", "layers.1.mlp.up_proj.weight"
 
@@ -161,13 +163,28 @@ def initialised_from_the_first_offset() -> Any:
 def norm_gradient_taken_as_whole() -> Any:
     """Of sequence parallelism: the sum over the ranks' tokens is left out."""
 
+    return _norm_gradients_not_summed(lambda module: isinstance(module, Decoder | Block))
+
+
+def head_norm_gradient_taken_as_whole() -> Any:
+    """Of tensor parallelism with model.qk_norm: the sum over the ranks' heads is left out."""
+    return _norm_gradients_not_summed(lambda module: isinstance(module, Attention))
+
+
+def _norm_gradients_not_summed(of_parent: Callable[[torch.nn.Module], bool]) -> Any:
+    """Of the norms whose parent module is so, each rank takes its own part of the gradient for the sum."""
+
     def change(real: Any) -> Any:
-        def whole(self: Any, hidden: Any) -> None:
-            self.gradient = Replicate()
+        def parallelize(stage: Decoder, mesh: Any, plan: dict[str, Any]) -> Any:
+            for name, style in plan.items():
+                parent = stage.get_submodule(name.rpartition(".")[0])
+                if isinstance(style, torchllm.parallel.tensor.WholeNorm) and of_parent(parent):
+                    style.gradient = Replicate()
+            return real(stage, mesh, plan)
 
-        return whole
+        return parallelize
 
-    return _replaced(torchllm.parallel.tensor.WholeNorm, "__init__", change)
+    return _replaced(torchllm.parallel.tensor, "parallelize_module", change)
 
 
 def tied_embeddings_untied() -> Any:
@@ -264,6 +281,8 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (shards_exchanged, TP2, False, f"step 1.*{GRADIENT}"),
     (initialised_from_the_first_offset, FSDP2, False, f"step 1.*{GRADIENT}"),
     (norm_gradient_taken_as_whole, SP2, False, "norm.weight: ranks differ"),
+    (head_norm_gradient_taken_as_whole, {**TP2, **QK_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
+    (head_norm_gradient_taken_as_whole, {**SP2, **QK_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
     (tied_embeddings_untied, {**TP2, "model.tied_embeddings": True}, False, r"lm_head.weight"),
     (replicated_gradients_counted_by_every_rank, {**TP2, **UNCLIPPED}, False, "Not equal to tolerance rtol=1e-05"),
     (norm_of_the_local_shards, {**FSDP2, **UNCLIPPED}, False, "Not equal to tolerance rtol=1e-05"),

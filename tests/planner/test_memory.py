@@ -97,6 +97,8 @@ TRACED = {
     "GPT 18B, sequence parallel, full recompute": layout("gpt_18b", tp=8, dp_shard=2, micro=4, mode="full", **SP),
     "1B, tied, ZeRO 1": layout("llama_1b", dp_shard=8, zero_stage=1, micro=4, mode="full"),
     "1B, tied, short": layout("llama_1b", dp_shard=8, length=512),
+    "Qwen3, norms of q and k": layout("qwen3_0.6b", dp_shard=8, micro=4),
+    "Qwen3, sequence parallel, selective": layout("qwen3_0.6b", tp=4, dp_shard=4, micro=2, mode="selective", **SP),
     "8B, all forwards first": layout("llama3_8b", pp=2, dp_shard=2, count=4, schedule="GPipe"),
     "1B, zero bubble, V": layout("llama_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
     "70B, sequence and context parallel": layout("llama3_70b", 2, tp=8, cp=2, dp_shard=2, length=8192, **SP),
@@ -105,7 +107,7 @@ TRACED = {
         "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
     ),
 }
-"""27 layouts of 7 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
+"""29 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
 @pytest.mark.parametrize("name", TRACED)

@@ -18,8 +18,8 @@ else:
 
 FOLDER = Path(__file__).parents[2] / "train_configs" / "models"
 
-# Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2); for Hagemann et al. the counts behind their MFU,
-# with both embeddings of 128,000 tokens (30B, of which they print no count: by hand).
+# Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2, Qwen3); for Hagemann et al. the counts behind
+# their MFU, with both embeddings of 128,000 tokens (30B, of which they print no count: by hand).
 EXACT = {
     "llama_13b": 13_998_904_320,
     "llama_30b": 60 * (4 * 6656**2 + 3 * 6656 * 17_888 + 2 * 6656) + 2 * 128_000 * 6656 + 6656,
@@ -31,6 +31,7 @@ EXACT = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    "qwen3_0.6b": 596_049_920,
     "debug": 1_222_560,
 }
 # Narayanan et al. 2021, table 1: billions of parameters, layers, hidden size, attention heads.

@@ -18,6 +18,7 @@ MODELS = {
     f"{family}{'-tied' * tied}": replace(TINY, family=family, tied_embeddings=tied)
     for family, tied in itertools.product(("llama", "gpt"), (False, True))
 }
+MODELS["llama-qk-norm"] = replace(TINY, qk_norm=True)
 
 
 def meta(model: Model) -> Decoder:

@@ -108,7 +108,7 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
-    if config.compile.norm and model.features.norm == "layer":
+    if config.compile.norm and model.features.norm == "layer" and not model.qk_norm:
         yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
 
 

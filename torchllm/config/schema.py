@@ -108,6 +108,8 @@ class Model:
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before the rotary positions, one weight (Q) for all heads (Qwen3)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Positive = 10000.0

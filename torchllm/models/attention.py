@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.models.layers import Rotary, rotate
+from torchllm.models.layers import RMSNorm, Rotary, rotate
 
 
 class Attention(nn.Module):
-    """q, k, v projections, rotary positions if the model has them, the core, output projection."""
+    """q, k, v projections, norms of q and k and rotary positions if the model has them, the core, output projection."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -30,11 +30,21 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
         self.v_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
         self.o_proj = nn.Linear(model.heads * model.head_width, model.hidden, bias=bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if model.qk_norm:  # one weight for all heads, so that a rank with some of the heads has it whole
+            self.q_norm = RMSNorm(model.head_width, model.norm_epsilon)
+            self.k_norm = RMSNorm(model.head_width, model.norm_epsilon)
         self.core: Any = CORES[model.attention]()
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """x (B, S, D) -> (B, S, D)"""
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_width)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (-1, self.head_width)
+        q = self.q_proj(x).unflatten(-1, heads)
+        k = self.k_proj(x).unflatten(-1, heads)
+        v = self.v_proj(x).unflatten(-1, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return self.o_proj(self.core(q, k, v, mask).flatten(-2))

@@ -17,35 +17,36 @@ from torchllm.config import Model
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in float32. `kernel` is replaceable: compiled it is one fused pass over x."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.hidden))
-        self.epsilon = model.norm_epsilon
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
         self.kernel: Callable[..., Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)"""
+        """(..., width) -> (..., width)"""
         return self.kernel(x, self.weight, self.epsilon)
 
 
 class LayerNorm(nn.Module):
     """(x - mean(x)) / std(x) * weight + bias."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.hidden))
-        self.bias = nn.Parameter(torch.empty(model.hidden))
-        self.epsilon = model.norm_epsilon
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
         self.kernel: Callable[..., Tensor] = layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)"""
+        """(..., width) -> (..., width)"""
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
 def build_norm(model: Model) -> nn.Module:
     """Return the norm of the residual stream that the model asks for."""
-    return RMSNorm(model) if model.features.norm == "rms" else LayerNorm(model)
+    kind = RMSNorm if model.features.norm == "rms" else LayerNorm
+    return kind(model.hidden, model.norm_epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -7,7 +7,8 @@ The table of `spec/parameters.py` says how each parameter is cut; `parallelize_m
 Sent, in every block, without sequence parallelism: an all-reduce of the hidden states (B, S, D) after o and one after
 down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
 over the sequence and, before q and gate, an all-gather: the same bytes, but norms and residuals hold only S / tp
-tokens. The gradients of the norms' weights, D numbers each, are summed then. The loss sends three numbers per token,
+tokens. The gradients of the norms' weights, D numbers each, are summed then; those of the norms of q and k
+(model.qk_norm), Q numbers each, always, because each rank has other heads. The loss sends three numbers per token,
 never the logits.
 """
 
@@ -56,8 +57,9 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         ("vocab", Head): lambda: VocabParallelHead(hidden),
         ("colwise", nn.Linear): ColwiseParallel,
         ("rowwise", nn.Linear): lambda: RowwiseParallel(output_layouts=hidden),
-        ("whole", RMSNorm): lambda: WholeNorm(hidden),
-        ("whole", LayerNorm): lambda: WholeNorm(hidden),
+        ("whole", RMSNorm): lambda: WholeNorm(Partial() if sequence_parallel else Replicate()),
+        ("whole", LayerNorm): lambda: WholeNorm(Partial() if sequence_parallel else Replicate()),
+        ("whole_per_head", RMSNorm): lambda: WholeNorm(Partial()),
         ("whole", nn.Embedding): lambda: WholePositions(hidden),
     }
     plan: dict[str, ParallelStyle] = {}
@@ -73,15 +75,16 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
 
 
 class WholeNorm(ParallelStyle):
-    """A norm whose weights are on every rank while its tokens may be sharded.
+    """A norm whose weights are on every rank while its tokens or heads may be sharded.
 
     The weights become replicated DTensors, so that every parameter is on the tp mesh and the gradient norm and
-    checkpoints see one kind; the kernel gets plain tensors. Under sequence parallelism a rank's weight gradient covers
-    its own tokens only, a partial sum that DTensor adds up; without it every rank computes the whole gradient.
+    checkpoints see one kind; the kernel gets plain tensors. `gradient` says what a rank has of their gradient:
+    Partial, a part that DTensor adds up, where the rank has only its own tokens (sequence parallelism) or its own heads
+    (norms of q and k); Replicate, the whole, where every rank computes the same.
     """
 
-    def __init__(self, hidden: Placement) -> None:
-        self.gradient = Partial() if hidden.is_shard() else Replicate()
+    def __init__(self, gradient: Placement) -> None:
+        self.gradient = gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RMSNorm | LayerNorm)

@@ -69,10 +69,14 @@ def block_activations(
     exchanged = 2.0 * wide * (parallel.cp > 1 and parallel.cp_method == "ulysses")  # the result in both arrangements
     dropped = here * software.dropout  # a mask of a byte
     of_core = core(model, piece, kernels, software)
-    attention = norm + feeds + dropped + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
+    fused_head_norm = kernels.fused_norm or kernels.compiled
+    head_norms = (2.0 if fused_head_norm else 8.0) * (wide + narrow) * model.qk_norm  # as `norm`, of q and of k
+    attention = norm + feeds + dropped + head_norms + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
     inner = (6.0 if kernels.compiled else 8.0) * ffn if gated else 4.0 * ffn
     gates = 4.0 * ffn if gated else 2.0 * ffn
     shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
+    if model.qk_norm and fused_head_norm:
+        shared += head_norms  # results of products, which the norms keep as their inputs
     results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
     if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
         results = 2 * (wide + narrow) + 2 * hidden + gates / 2

@@ -163,9 +163,15 @@ def elementwise(
         if features.gated_ffn
         else ((6.0 if fused else 10.0) + 2.0 * backward)
     )
+    if model.qk_norm:
+        rotary += FUSED_NORM[backward] if kernels.fused_norm or kernels.compiled else UNFUSED_NORM[backward]
     copies = 4.0 * 2 * width
     moved = piece.tokens * (2 * (norm + residual) * model.hidden / piece.spread + rotary * width + copies + act * ffn)
-    count = (12 if kernels.compiled else (36 if unfused else 22)) * (1.5 if backward else 1.0)
+    count = 12.0 if kernels.compiled else (36.0 if unfused else 22.0)
+    if model.qk_norm and not kernels.compiled:
+        count += 2 if kernels.fused_norm else 16
+    if backward:
+        count *= 1.5
     return Seconds(0.0, 0.0, _moving(moved * software.constants.traffic, hardware), count)
 
 

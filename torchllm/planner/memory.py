@@ -80,6 +80,8 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
     found = stage.blocks * ((sizes.attention + sizes.ffn) / tp + 2 * norm)
+    if model.qk_norm:
+        found += stage.blocks * 2 * model.head_width
     if features.biases:  # those after a sum are whole on every rank
         found += stage.blocks * (((model.heads + 2 * model.kv) * model.head_width + model.ffn) / tp + 2 * model.hidden)
     table = sizes.head / (tp if vocab_parallel else 1)

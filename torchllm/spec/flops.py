@@ -47,6 +47,8 @@ def parameter_count(model: Model) -> int:
     norms = (2 * model.layers + 1) * model.hidden
     count = model.layers * (sizes.attention + sizes.ffn) + norms
     count += sizes.head * (1 if model.tied_embeddings else 2)
+    if model.qk_norm:
+        count += model.layers * 2 * model.head_width
     if model.features.norm == "layer":
         count += norms  # a bias as long as the weight
     if model.features.biases:

@@ -10,9 +10,9 @@ Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vo
 import re
 from typing import Literal, NamedTuple
 
-Cut = Literal["vocab", "colwise", "rowwise", "whole"]
+Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head"]
 """vocab: rows are tokens, over tp. colwise: output features over tp. rowwise: input features over tp. whole: on every
-tp rank."""
+tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp."""
 Start = Literal["normal", "residual", "ones", "zeros"]
 """normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for what adds to the residual stream."""
 
@@ -31,6 +31,7 @@ TABLE = (
     Row(r"embed_positions\.weight", "whole", "normal", False),  # (S, D)
     Row(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight", "colwise", "normal", True),  # (H Q, D), (K Q, D)
     Row(r"layers\.\d+\.self_attn\.[qkv]_proj\.bias", "colwise", "zeros", False),  # (H Q), (K Q)
+    Row(r"layers\.\d+\.self_attn\.[qk]_norm\.weight", "whole_per_head", "ones", False),  # (Q)
     Row(r"layers\.\d+\.self_attn\.o_proj\.weight", "rowwise", "residual", True),  # (D, H Q)
     Row(r"layers\.\d+\.self_attn\.o_proj\.bias", "whole", "zeros", False),  # (D): added once, after the sum over tp
     Row(r"layers\.\d+\.mlp\.(gate|up)_proj\.weight", "colwise", "normal", True),  # (F, D)

@@ -94,7 +94,7 @@ def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
     """Return the kernels that a torchllm run computes with."""
     return Kernels(
         "eager" if model.attention == "eager" else software.attention,
-        fused_norm=compile.norm or compile.block or model.features.norm == "layer",
+        fused_norm=compile.norm or compile.block,
         compiled=compile.block,
     )
 
