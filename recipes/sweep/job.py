@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.config.inert import idle_keys
 from torchllm.planner.evidence.rows import measurement_of
 from torchllm.planner.search.auto import cluster_with_gpu, device, planned
 from torchllm.resources import resource
@@ -53,6 +54,10 @@ def resolve_layout(config: str, layout: Layout, processes: int) -> tuple[Config 
         return None, "; ".join(said.getvalue().strip().splitlines())
     finally:
         os.environ.pop("NPROC") if before is None else os.environ.update(NPROC=before)
+    swept = {override.partition("=")[0] for override in layout}
+    idle = [f"--{inert.key}: {inert.message}" for inert in idle_keys(resolved) if f"--{inert.key}" in swept]
+    if idle:  # the same layout as without them
+        return None, "; ".join(idle)
     ranks = resolved.parallel.ranks
     if ranks != processes:
         return None, f"needs {ranks} ranks, not {processes}"

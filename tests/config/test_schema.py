@@ -34,7 +34,11 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model__head_dim": 3, "model__family": "gpt"}, None, []),
     ({"training__sequence_length": 4096}, None, []),
     ({"training__sequence_length": 4096, "model__family": "gpt"}, None, ["training.sequence_length"]),
-    ({"model__rope_high_frequency_factor": 1.0}, None, ["model.rope_high_frequency_factor"]),
+    (
+        {"model__rope_scaling_factor": 8.0, "model__rope_high_frequency_factor": 1.0},
+        None,
+        ["model.rope_high_frequency_factor"],
+    ),
     ({"model__attention": "flash", "data__document_mask": True}, None, ["model.attention"]),
     ({"compile__norm": True, "model__family": "gpt"}, None, ["compile.norm"]),
     ({"compile__norm": True}, None, []),
@@ -47,7 +51,7 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"recompute__mode": "segment", "recompute__k": 5}, None, ["recompute.k"]),
     ({"recompute__mode": "full", "recompute__k": 2}, None, ["recompute.k"]),
     ({"evaluate__interval": 1, "data__validation_fraction": 0.0}, None, ["evaluate.interval"]),
-    ({"parallel__sequence_parallel": True}, None, ["parallel.sequence_parallel"]),
+    ({"parallel__sequence_parallel": True}, None, []),  # tests/config/test_inert.py
     ({"parallel__sequence_parallel": True, "parallel__tp": 8, "training__sequence_length": 12}, None, ["parallel.tp"]),
     ({"parallel__tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
     ({"parallel__tp": 4, "model__kv_heads": 2}, None, ["parallel.tp"]),

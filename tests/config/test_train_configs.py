@@ -1,6 +1,7 @@
 """Every file of train_configs/ is a config that loads, can be dry-run, and says what it is and how to start it."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.test_run_train import clean
-from torchllm.config import load_config
+from torchllm.config import load_config, write_config
 from torchllm.dry_run.run import examine
 from torchllm.spec.flops import parameter_count
 
@@ -25,11 +26,18 @@ CLUSTER_RUNS = [file for file in RUNS if "[cluster]" in file.read_text()]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
-def test_file_loads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = next((line for line in file.read_text().splitlines() if line.startswith("#   NPROC=")), "#   NPROC=1 ")
+def test_file_and_its_resolved_config_load_without_a_line(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No key of it does nothing, on as many ranks as its header says."""
     if file not in CLUSTER_RUNS:
-        monkeypatch.setenv("NPROC", launch.split("NPROC=")[1].split()[0])
-    load_config([str(file), "--run.folder=unused", *(["--run.dry_run=true"] if file in CLUSTER_RUNS else [])])
+        launch = re.search(r"^#   NPROC=(\d+)", file.read_text(), re.MULTILINE)
+        monkeypatch.setenv("WORLD_SIZE", launch[1] if launch else "2")
+    dry_run = ["--run.dry_run=true"] if file in CLUSTER_RUNS else []
+    config = load_config([str(file), "--run.folder=unused", *dry_run])
+    write_config(config, tmp_path / "config.toml")
+    assert load_config([str(tmp_path / "config.toml")]) == config
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in RUNS], ids=lambda file: file.name)

@@ -81,6 +81,7 @@ def test_degrees_follow_from_the_number_of_processes() -> None:
         (("--parallel.tp=3",), "3 does not divide model.heads = 8"),
         (("--parallel.dp_shard=2",), "2"),
         (("--parallel.pt=2",), "parallel.pt: unknown"),
+        (("--parallel.tp=1", "--parallel.sequence_parallel=true"), "it needs parallel.tp over 1"),
     ],
 )
 def test_what_cannot_be_is_not_started(layout: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from torchllm.config.inert import contradictions
 from torchllm.config.schema import SCHEDULES, Config, Parallel, gradient_accumulation
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -34,6 +35,7 @@ def value_problems(config: Config) -> list[Problem]:
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_metrics_problems(config),
+        *(Problem(inert.key, inert.message) for inert in contradictions(config)),
     ]
 
 
@@ -119,8 +121,6 @@ def _data_problems(config: Config) -> Iterator[Problem]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield Problem(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
-        if not needs_path and source.path:
-            yield Problem(f"data.sources.{index}.path", f"does nothing with kind {source.kind!r}")
     if config.evaluate.interval and not config.data.validation_fraction:
         yield Problem("evaluate.interval", "nothing is held out: set data.validation_fraction")
 
@@ -138,8 +138,6 @@ def _recompute_problems(config: Config) -> Iterator[Problem]:
     recompute = config.recompute
     if recompute.k > config.model.layers:
         yield Problem("recompute.k", f"{recompute.k} is over model.layers {config.model.layers}")
-    if recompute.k and recompute.mode not in ("segment", "every_k"):
-        yield Problem("recompute.k", f"does nothing with recompute.mode = {recompute.mode!r}")
 
 
 def _metrics_problems(config: Config) -> Iterator[Problem]:
@@ -147,16 +145,12 @@ def _metrics_problems(config: Config) -> Iterator[Problem]:
         steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
         if not steps or int(steps[1]) >= int(steps[2]):
             yield Problem("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
-    if config.run.json and not config.run.dry_run:
-        yield Problem("run.json", "does nothing without run.dry_run = true")
 
 
 def _tensor_problems(config: Config) -> Iterator[Problem]:
     """Find what tensor parallelism cannot share."""
     model = config.model
     parallel = config.parallel
-    if parallel.sequence_parallel and parallel.tp == 1:
-        yield Problem("parallel.sequence_parallel", "needs parallel.tp over 1")
     for key, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
         if size % parallel.tp:
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar, overload
 from torchllm.config.arguments import Arguments, override, parse_arguments
 from torchllm.config.checks import layout_problems, resolve_degrees, value_problems
 from torchllm.config.environment import Ranks, job_id, print_error_lines, print_notes, read_ranks, refuse
+from torchllm.config.inert import idle_keys
 from torchllm.config.read import Fault, read_table
 from torchllm.config.schema import Config, gradient_accumulation
 from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
@@ -73,12 +74,15 @@ class Draft(Generic[C]):
                 return self.layer.places[path[:length]]
         return self.file
 
+    def is_overridden(self, path: KeyPath) -> bool:
+        """Whether a key's value is from the command line."""
+        return self.place(path) == f"--{dotted(path)}"
+
     def located(self, path: KeyPath, message: str) -> str:
         """Return a line that says where a key was written, which one it is, and the message."""
-        place = self.place(path)
-        if place == f"--{dotted(path)}":
-            return f"{place}: {message}"
-        return f"{place}: {dotted(path)}: {message}"
+        if self.is_overridden(path):
+            return f"--{dotted(path)}: {message}"
+        return f"{self.place(path)}: {dotted(path)}: {message}"
 
     def report(self, path: KeyPath, message: str) -> None:
         """Add an error."""
@@ -148,6 +152,7 @@ def finish(draft: Draft[C]) -> C:
 
     SystemExit(2) after all errors if there are any; SystemExit(0) after what --check prints.
     """
+    _cut_schedule(draft)
     world = _ranks_to_start(draft)
     _check_values(draft, world)
     _name_folder(draft)
@@ -157,6 +162,8 @@ def finish(draft: Draft[C]) -> C:
     config = draft.config
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
+    for inert in idle_keys(config):
+        draft.notes.append(draft.located(tuple(inert.key.split(".")), inert.message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)
@@ -191,6 +198,30 @@ def _ranks_to_start(draft: Draft[C]) -> int | None:
             draft.notes.append(f"{ranks.per_node} processes do not {why}: starting {per_node}")
             return ranks.nodes * per_node
     return ranks.world
+
+
+def _cut_schedule(draft: Draft[C]) -> None:
+    """Cut the file's warmup and decay to the steps that the command line gives: a first try with --training.steps=5.
+
+    Warmup and decay of the command line are left as they are, and refused later if they are too long.
+    """
+    if not draft.is_overridden(("training", "steps")):
+        return
+    steps = draft.config.training.steps
+    schedule = draft.config.schedule
+    warmup_path = ("schedule", "warmup_steps")
+    if schedule.warmup_steps > steps and not draft.is_overridden(warmup_path):
+        draft.notes.append(
+            draft.located(warmup_path, f"{schedule.warmup_steps} is cut to {steps}, the steps of the run")
+        )
+        schedule = replace(schedule, warmup_steps=steps)
+    decay_path = ("schedule", "decay_steps")
+    left = steps - schedule.warmup_steps
+    if schedule.name == "wsd" and schedule.decay_steps > left >= 0 and not draft.is_overridden(decay_path):
+        message = f"{schedule.decay_steps} is cut to {left}, the steps that the warmup leaves"
+        draft.notes.append(draft.located(decay_path, message))
+        schedule = replace(schedule, decay_steps=left)
+    draft.config = replace(draft.config, schedule=schedule)
 
 
 def _check_values(draft: Draft[C], world: int | None) -> None:

@@ -1,0 +1,118 @@
+"""Keys that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchllm.config import Config, Parallel, Source, load_config
+from torchllm.config.inert import CONTRADICTIONS, IDLE, SOURCE_KINDS, contradictions, idle_keys
+
+Keys = dict[str, Any]
+
+CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it does nothing, where it does something
+    "run.json": (True, {}, {"run.dry_run": True}),
+    "model.rope_theta": (5e5, {"model.family": "gpt"}, {}),
+    "model.rope_scaling_factor": (8.0, {"model.family": "gpt"}, {}),
+    "model.rope_low_frequency_factor": (2.0, {}, {"model.rope_scaling_factor": 8.0}),
+    "model.rope_high_frequency_factor": (5.0, {}, {"model.rope_scaling_factor": 8.0}),
+    "model.rope_original_length": (4096, {}, {"model.rope_scaling_factor": 8.0}),
+    "data.pattern": ("cl100k", {"data.tokenizer": "tokenizer.json"}, {"data.tokenizer": "tokenizer.model"}),
+    "training.max_consecutive_nonfinite": (3, {"training.on_nonfinite": "stop"}, {}),
+    "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
+    "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
+    "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),
+    "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),
+    "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
+    "schedule.final_fraction": (0.0, {"schedule.name": "constant"}, {}),
+    "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),
+}
+PIPELINE: Keys = {"parallel.pp": 2}
+TEXT = (Source(kind="text", path="a"),)
+SHARDS = (Source(kind="tokens", path="a"),)
+WAITING: dict[str, tuple[Any, Keys, Keys]] = {
+    "parallel.schedule": ("GPipe", {}, PIPELINE),
+    "parallel.virtual_stages": (2, {}, PIPELINE),
+    "parallel.split": ((1, 3), {}, PIPELINE),
+    "parallel.rebalance": (True, {}, PIPELINE),
+    "parallel.scatter_gather": (False, PIPELINE, {"parallel.pp": 2, "parallel.tp": 2}),
+    "parallel.cp_method": ("ulysses", {}, {"parallel.cp": 2}),
+    "parallel.sequence_parallel": (True, {}, {"parallel.tp": 2}),
+    "parallel.zero_stage": (2, {"parallel.dp_replicate": 2}, {"parallel.dp_shard": 2}),
+    "parallel.keep_last_block": (False, {"parallel.dp_shard": 2, "parallel.zero_stage": 2}, {"parallel.dp_shard": 2}),
+    "parallel.prefetch": (0, {"parallel.dp_shard": 2, "parallel.zero_stage": 0}, {"parallel.cp": 2}),
+    "data.on_bad_record": ("skip", {}, {"data.sources": TEXT}),
+    "data.max_raw_mib": (9.0, {"data.sources": SHARDS}, {"data.sources": TEXT}),
+}
+
+
+def config_of(keys: Keys) -> Config:
+    """The defaults on one rank, with some keys changed."""
+    config = replace(Config(), parallel=Parallel(dp_shard=1))
+    for name, value in keys.items():
+        section, key = name.split(".")
+        changed: Any = {section: replace(getattr(config, section), **{key: value})}
+        config = replace(config, **changed)
+    return config
+
+
+def test_every_row_has_a_case() -> None:
+    assert [need.key for need in CONTRADICTIONS] == list(CONTRADICTED)
+    assert [need.key for need in IDLE] == list(WAITING)
+
+
+@pytest.mark.parametrize("key", CONTRADICTED)
+def test_a_key_that_contradicts_a_choice(key: str) -> None:
+    value, idle, active = CONTRADICTED[key]
+    assert [inert.key for inert in contradictions(config_of({key: value, **idle}))] == [key]
+    assert contradictions(config_of({key: value, **active})) == []
+    assert contradictions(config_of(idle)) == []  # its default does no harm
+
+
+@pytest.mark.parametrize("key", WAITING)
+def test_a_key_that_waits_for_another_layout(key: str) -> None:
+    value, idle, active = WAITING[key]
+    config = config_of({key: value, **idle})
+    assert contradictions(config) == []
+    assert key in [inert.key for inert in idle_keys(config)]
+    assert key not in [inert.key for inert in idle_keys(config_of({key: value, **active}))]
+    assert key not in [inert.key for inert in idle_keys(config_of(idle))]
+
+
+@pytest.mark.parametrize("kind", ["stdlib", "text", "jsonl", "parquet", "hub", "tokens", "synthetic"])
+def test_keys_of_a_source(kind: Any) -> None:
+    source = Source(kind=kind, path="a", text_key="content", split="test")
+    found = [inert.key for inert in contradictions(config_of({"data.sources": (Source(), source)}))]
+    assert found == [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
+
+
+def test_stage_0_of_replicas_is_ddp() -> None:
+    assert idle_keys(config_of({"parallel.dp_replicate": 2, "parallel.zero_stage": 0})) == []
+    assert [inert.key for inert in idle_keys(config_of({"parallel.zero_stage": 0}))] == ["parallel.zero_stage"]
+
+
+def test_a_contradiction_is_refused_and_an_idle_key_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "x.toml").write_text("[optimizer]\nmomentum = 0.9\n[parallel]\ncp_method = 'ulysses'\n")
+    with pytest.raises(SystemExit, match="2"):
+        load_config(["x.toml"])
+    assert capsys.readouterr().err == (
+        'x.toml:2: optimizer.momentum: does nothing in this run: it needs optimizer.name = "sgd"\n'
+    )
+    assert load_config(["x.toml", "--optimizer.name=sgd"]).parallel.cp_method == "ulysses"
+    assert capsys.readouterr().err == (
+        "x.toml:4: parallel.cp_method: does nothing in this run: it needs parallel.cp over 1\n"
+    )
+
+
+def test_every_default_is_comparable() -> None:
+    """A key of the tables must have a plain default, no factory."""
+    for need in (*CONTRADICTIONS, *IDLE):
+        section, key = need.key.split(".")
+        (field,) = (field for field in fields(getattr(Config(), section)) if field.name == key)
+        assert not is_dataclass(field.default)
+        assert getattr(getattr(Config(), section), key) == field.default
