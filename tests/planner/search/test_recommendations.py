@@ -1,7 +1,8 @@
-"""What papers recommend comes out of the planner: nothing of it is put in.
+"""What the literature recommends comes out of the planner: nothing of it is put in.
 
 Hagemann et al. 2023 (arXiv 2311.05610) on their stack, 64 A100; Narayanan et al. 2021 (arXiv 2104.04473) on theirs,
-64 to 3,072 A100; and what a lecture says of FSDP, HSDP and context parallelism, on this repository.
+64 to 3,072 A100; and what Stanford CS231n's lecture on large-scale training says of FSDP, HSDP and context parallelism,
+on torchllm. docs/references.md lists them.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ HAGEMANN = [("llama_13b", 2048), ("llama_13b", 8192), ("llama_30b", 2048), ("lla
 def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[Layout, Prediction]:
     """The layouts of the paper's sweeps that fit: FlashAttention 2, fused RMSNorm, ZeRO-1, 1F1B, 4M tokens."""
     found = {}
-    _, config = read_model(model)
+    config = read_model(model).config
     for tp, pp, size, mode in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "full")):
         training = Training(micro_batch_size=size, global_batch_size=2048 * 2048 // length, sequence_length=length)
         sp = sequence_parallel and tp > 1
@@ -67,7 +68,7 @@ def test_model_parallelism_before_checkpointing(model: str, length: int) -> None
 
 def test_larger_micro_batches_only_when_parallelism_cannot_shrink() -> None:
     """Where nothing is split a larger micro batch is best; where it would cost more splitting it is not."""
-    _, config = read_model("llama3_8b")
+    config = read_model("llama3_8b").config
     small = Job(replace(config.model, layers=8), Training(global_batch_size=512, sequence_length=2048), DGX, 64)
     alone = search(small, 1).best[0].layout
     assert (alone.pp, alone.tp, alone.cp) == (1, 1, 1)
@@ -89,7 +90,7 @@ def test_sequence_parallelism_beyond_30b_or_2k() -> None:
 
 def narayanan(pp: int, tp: int, batch: int, size: int = 1, gpus: int = 64, v: int = 1, **model: int) -> Prediction:
     """A layout of the paper's: Megatron's fused softmax, full recomputation, DDP, sequences of 2,048 tokens."""
-    _, config = read_model("gpt_145b")
+    config = read_model("gpt_145b").config
     parallel = Parallel(
         pp=pp,
         tp=tp,
@@ -152,7 +153,7 @@ def test_fewer_model_parallel_ranks_and_more_data_parallel() -> None:
 
 def test_shards_stay_in_the_node_once_there_are_many() -> None:
     """HSDP, its shards on the 8 GPUs of a node, against FSDP over 256, zero_stage 3."""
-    _, config = read_model("llama3_8b")
+    config = read_model("llama3_8b").config
     of = Job(config.model, Training(global_batch_size=512, sequence_length=4096), read_hardware("dgx_h100"), 256)
     step = {shard: predict(of.case(Layout(1, 256 // shard, shard, 1, 1))).step for shard in (8, 256)}
     assert step[8] < step[256]
@@ -160,7 +161,7 @@ def test_shards_stay_in_the_node_once_there_are_many() -> None:
 
 @pytest.mark.parametrize(("model", "gpus"), [("llama_65b", 64), ("llama3_70b", 128), ("gpt_145b", 128)])
 def test_the_axis_that_sends_most_stays_in_the_node(model: str, gpus: int) -> None:
-    _, config = read_model(model)
+    config = read_model(model).config
     best = search(Job(config.model, Training(global_batch_size=512, sequence_length=2048), DGX, gpus), 10).best
     assert all(one.layout.tp <= 8 for one in best)
 
@@ -174,6 +175,6 @@ def test_context_parallelism_when_activations_are_the_limit_not_weights() -> Non
         ("llama3_8b", 131072, 32, True),
         ("llama3_70b", 131072, 32, True),
     ):
-        _, config = read_model(model)
+        config = read_model(model).config
         of = Job(config.model, Training(global_batch_size=batch, sequence_length=length), hardware, 64)
         assert (search(of, 1).best[0].layout.cp > 1) == wanted, (model, length)

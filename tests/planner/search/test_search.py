@@ -99,7 +99,7 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
     of = job(replace(SMALL, kv_heads=2, heads=6, hidden=384), gpus=12, batch=10)
     assert of.refusal(DegreeMesh(1, 1, 3, 4)) == "tp does not divide model.heads = 6"
     assert of.refusal(DegreeMesh(1, 4, 1, 3)) == "tp does not divide model.kv_heads = 2"
-    assert of.refusal(DegreeMesh(12, 1, 1, 1)) == "pp is over model.layers = 6"
+    assert of.refusal(DegreeMesh(12, 1, 1, 1)) == "pp exceeds model.layers = 6"
     assert of.refusal(DegreeMesh(1, 12, 1, 1)) == "data-parallel ranks do not divide the batch of 10 sequences"
     assert of.refusal(DegreeMesh(1, 1, 12, 1)).startswith("cp does not cut the sequence of 512 tokens")
     assert not of.refusal(DegreeMesh(3, 2, 1, 2))
