@@ -9,7 +9,7 @@ import torch
 
 from torchllm.adapt.trial import library_step, synthetic_batches
 from torchllm.config.errors import UserError
-from torchllm.metrics.watch import Watch
+from torchllm.metrics.step_profiler import StepProfiler
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 
@@ -25,7 +25,7 @@ def watch(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     if settings.rounds < 2 or not config.metrics.breakdown_interval:
         raise UserError("benchmark.py watch: needs 2 rounds or more, and metrics.breakdown_interval over 0")
     work = partial(library_step(config, runtime, mesh)[-1], 1, synthetic_batches(config, mesh, device))
-    watching = Watch(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
+    profiler = StepProfiler(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
     seconds_of(work, settings.warmup, device)
     between: list[int] = []
 
@@ -33,12 +33,12 @@ def watch(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         runtime.barrier()
         begun = time.perf_counter()
         if profiling:
-            n = watching.next
-            with watching.step(n):
+            n = profiler.next
+            with profiler.step(n):
                 work()
-            between.append(watching.next - n)
+            between.append(profiler.next - n)
         for _ in range(settings.steps - profiling):
-            with watching.step(0):  # not due
+            with profiler.step(0):  # not due
                 work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)

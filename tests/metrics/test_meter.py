@@ -12,7 +12,7 @@ from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
-from torchllm.metrics.watch import Profiled, Slow
+from torchllm.metrics.step_profiler import ProfiledStep, SlowRank
 from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.train.step import StepResult
 
@@ -223,10 +223,10 @@ def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
 ) -> None:
     sink = Kept()
     meter = make(sink, peak=1e6)
-    slow = Slow(2, "node-7", "forward", 0.9, 0.3)
+    slow = SlowRank(2, "node-7", "forward", 0.9, 0.3)
     with caplog.at_level("INFO"):
-        meter.report(Profiled(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
-        meter.report(Profiled(8, {"forward": 2.0}, slow))
+        meter.report(ProfiledStep(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
+        meter.report(ProfiledStep(8, {"forward": 2.0}, slow))
     assert sink.records[0] == {
         "step": 4, "breakdown/forward": 0.25, "breakdown/backward": 0.5, "breakdown/exposed fsdp": 0.25,
     }  # fmt: skip
@@ -234,8 +234,8 @@ def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
     first, second = caplog.messages
     mfu = TRAINING.global_batch_size * TRAINING.sequence_length / 2.0 * flops_per_token(MODEL, 16) / 4e6
     assert first.startswith("step 4, 2 s: backward 50.0%, ")
-    assert f"MFU {mfu:.1%} measured; {100 * (mfu / 0.75 - mfu):.1f} points are exposed fsdp" in first
-    assert second == "step 8: rank 2 (node-7) is slow: forward 0.9 s, its peers' 0.3 s"
+    assert f"MFU {mfu:.1%} measured; exposed fsdp costs {100 * (mfu / 0.75 - mfu):.1f} points" in first
+    assert second == "step 8: rank 2 (node-7) is slow: forward takes 0.9 s, 0.3 s on its peers"
 
 
 def test_what_was_no_step_is_told_to_the_account(clock: Clock, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.metrics.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
-from torchllm.metrics.watch import Profiled, Slow
+from torchllm.metrics.step_profiler import ProfiledStep, SlowRank
 
 
 def monitor_of(
@@ -130,7 +130,7 @@ def test_stages_are_timed_once_in_the_first_steps(tmp_path: Path) -> None:
 def _slow_nodes(folder: Path) -> str:
     monitor = monitor_of(folder, tiny({}))
     for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
-        monitor.profiler.latest = Profiled(step, {"forward": 1.0, "data": 0.0}, Slow(step, host, "forward", 1.0, 0.5))
+        monitor.profiler.latest = ProfiledStep(step, {"forward": 1.0}, SlowRank(step, host, "forward", 1.0, 0.5))
         monitor._report(monitor.profiler.latest)
     return (folder / SLOW_NODES).read_text()
 

@@ -9,16 +9,16 @@ import pytest
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import metrics
-from torchllm.metrics.trace import steps_of, table
+from torchllm.metrics.trace import markdown_table, parse_steps
 
 
-def test_steps() -> None:
-    assert list(steps_of("10:13")) == [10, 11, 12]
-    assert not steps_of("")
+def test_profile_steps_are_a_range() -> None:
+    assert list(parse_steps("10:13")) == [10, 11, 12]
+    assert not parse_steps("")
 
 
-def test_table() -> None:
-    assert table(("a", "b"), [("x", "1")]) == ["| a | b |", "| --- | --: |", "| x | 1 |"]
+def test_a_table_has_its_numbers_on_the_right() -> None:
+    assert markdown_table(("a", "b"), [("x", "1")]) == ["| a | b |", "| --- | --: |", "| x | 1 |"]
 
 
 def test_a_run_writes_traces_and_a_page(tmp_path: Path) -> None:
@@ -29,8 +29,8 @@ def test_a_run_writes_traces_and_a_page(tmp_path: Path) -> None:
     assert {file.name for file in folder.iterdir()} == names | {"summary.md"}
     for name in names:
         with gzip.open(folder / name) as file:
-            seen = {event.get("name") for event in json.load(file)["traceEvents"]}
-        assert {"torchllm:step", "torchllm:forward_backward", "aten::mm", "gloo:all_gather"} <= seen
+            events = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"torchllm:step", "torchllm:forward_backward", "aten::mm", "gloo:all_gather"} <= events
     page = (folder / "summary.md").read_text()
     assert page.startswith("# Steps 2, 3: ")
     shares = [float(share) for share in re.findall(r"\| ([\d.]+)% \|", page)]

@@ -1,155 +1,300 @@
-"""One step, split: where its time went on this rank, from a profile of it. The parts add up to the step.
+"""Where the time of one step went on this rank, from a profile of it. The parts add up to the step.
 
     forward, backward, optimizer    computing, and the host's work between kernels
-    data, evaluate, checkpoint      waiting for a batch, and what the loop did besides
-    exposed AXIS                    waiting for ranks of an axis of the mesh or what they send, with nothing to compute
-    bubble                          waiting for a pipeline stage, beyond what its messages take
-    other                           the rest of the step: norms, clipping, logging, and a GPU that waits for its host
+    data, evaluate, checkpoint      waiting for a batch, and what else the loop did in the step
+    exposed AXIS                    waiting for ranks of an axis of the mesh, or for their data, with nothing to compute
+    bubble                          waiting for a pipeline stage, beyond the time that its messages take
+    other                           the rest: norms, clipping, logging, and a GPU that waits for its host
 
 On a CPU a rank computes where its main thread runs operators; a gap longer than `SHORT` in which a collective is under
 way is a wait for it. On a GPU a rank computes where a kernel other than NCCL's runs.
 
-A message's own time, against the bubble's, is that of the fastest of its step: a later one waited for its sender.
+How long a pipeline's message travels cannot be seen: the profile has the wait for its sender as well. It is taken to be
+as long as the shortest exposed wait for a message in the step; the rest of the longer waits is the bubble.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
 from torchllm.runtime.phase import MESSAGES, PREFIX
 from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent
 
 SHORT = 100_000
-"""ns; a gap between two operators of a CPU that is no wait: Python's"""
+"""ns; a shorter gap between two operators of a CPU is Python's, no wait"""
 COMPUTING = ("forward", "backward", "optimizer")
 ASIDE = ("data", "evaluate", "checkpoint")
+PHASES = ("step", "forward_backward", "backward", "optimizer", *ASIDE)
+"""stretches that the program itself names (`torchllm.runtime.phase`)"""
 COMMUNICATION = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
+"""how the names of operators begin that send or wait"""
+
+Phases = Mapping[str, list[Stretch]]
 
 
-def split(
-    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], axes: Mapping[str, str], pipeline: str
+class Collective(NamedTuple):
+    """A collective or message that this rank took part in."""
+
+    start: int
+    stop: int
+    axis: str
+    """mesh axis of its process group; "other" if the group belongs to none"""
+    number: int
+    """tells it from all others of the step"""
+
+
+class Wait(NamedTuple):
+    """A stretch in which the main thread, or the GPU, waits for a collective and computes nothing."""
+
+    start: int
+    stop: int
+    axis: str
+    collective: int
+    """number of the collective"""
+
+
+class ExposedWait(NamedTuple):
+    """The part of a wait that is charged to its collective."""
+
+    stretches: list[Stretch]
+    """none, if all of it is charged to something else"""
+    axis: str
+    collective: int
+
+
+def breakdown(
+    events: Sequence[ProfiledEvent],
+    records: Sequence[FlightRecord],
+    axis_of_group: Mapping[str, str],
+    pipeline_group: str,
 ) -> dict[str, float]:
-    """Seconds by part, of the profiled stretch that the phase "step" spans.
+    """Return seconds by part of the profiled step, which the phase "step" spans.
 
-    events: of the profiler. sent: what the flight recorder holds of that stretch. axes: process group -> its axis;
-    pipeline: the group that has the bubble.
+    events: the profiler's. records: of the flight recorder, since the profile began. axis_of_group: name of a process
+    group -> its mesh axis. pipeline_group: the group whose waits are messages and bubble.
     """
-    phases = {
-        name: union((event.start, event.end) for event in events if event.name == PREFIX + name and not event.kernel)
-        for name in ("step", "forward_backward", "backward", *COMPUTING[2:], *ASIDE)
-    }
-    [whole] = phases["step"]
     kernels = [event for event in events if event.kernel]
-    hosted = [event for event in events if not event.kernel]
-    backward = union(
-        (event.start, event.end) for event in hosted if event.name.startswith("autograd::engine::evaluate_function")
-    )
-    phases["backward"] = union([*phases["backward"], *intersection(backward, phases["forward_backward"])], SHORT)
-    phases["forward"] = difference(phases["forward_backward"], phases["backward"])
-    waits = _waits_of_a_gpu(kernels, sent) if kernels else _waits_of_a_cpu(hosted, sent, whole, pipeline)
+    host_events = [event for event in events if not event.kernel]
+    phases = find_phases(host_events)
+    [step] = phases["step"]
+    pipeline_axis = axis_of_group.get(pipeline_group, "other")
+    if kernels:
+        waits = waits_of_gpu(kernels, records, axis_of_group)
+    else:
+        collectives = find_collectives(host_events, records, axis_of_group)
+        collectives += find_received_messages(host_events, axis_of_group, pipeline_axis)
+        waits = waits_of_cpu(host_events, collectives, step)
+
     aside = union(stretch for name in ASIDE for stretch in phases[name])
-    parts = {name: float(length(phases[name])) for name in ASIDE}
-    exposed: dict[str, dict[int, int]] = {}  # axis -> record -> ns
-    claimed, (now, end) = list(aside), whole
-    for (start, stop), of in sorted(waits, key=lambda wait: wait[0]):
-        mine = difference([(max(start, now), min(stop, end))], aside) if now < stop and start < end else []
-        now = max(now, stop)
-        by_record = exposed.setdefault(axes.get(of.group, "other"), {})
-        by_record[of.number] = by_record.get(of.number, 0) + length(mine)
-        claimed += mine
-    claimed = union(claimed)
-    messages = exposed.get(axes.get(pipeline, ""), {}).values()
-    if messages:
-        travel = min(messages) * len(messages)
-        parts["bubble"] = float(sum(messages) - travel)
-    for axis, by_record in exposed.items():
-        parts[f"exposed {axis}"] = float(sum(by_record.values()) if axis != axes.get(pipeline) else travel)
-    for name in COMPUTING:
-        ran = union(_launched_in(kernels, phases[name])) if kernels else phases[name]
-        mine = difference(intersection(ran, [whole]), claimed)
-        parts[name] = float(length(mine))
-        claimed = union([*claimed, *mine])
-    parts["other"] = length([whole]) - sum(parts.values())
+    exposed = exposed_waits(waits, step, aside)
+    charged = union([*aside, *(stretch for wait in exposed for stretch in wait.stretches)])
+
+    parts = {name: length(phases[name]) for name in ASIDE}
+    parts |= waiting_parts(exposed, pipeline_axis if pipeline_group in axis_of_group else None)
+    parts |= computing_parts(phases, kernels, step, charged)
+    parts["other"] = length([step]) - sum(parts.values())
     return {name: nanoseconds / 1e9 for name, nanoseconds in parts.items()}
 
 
-Wait = tuple[Stretch, FlightRecord]
+def find_phases(host_events: Sequence[ProfiledEvent]) -> Phases:
+    """Return when the program was in each phase; "forward" is what "forward_backward" leaves beside "backward"."""
+    named: dict[str, list[Stretch]] = {PREFIX + name: [] for name in PHASES}
+    autograd = []
+    for event in host_events:
+        if event.name in named:
+            named[event.name].append((event.start, event.end))
+        elif event.name.startswith("autograd::engine::evaluate_function"):
+            autograd.append((event.start, event.end))
+    phases = {name: union(named[PREFIX + name]) for name in PHASES}
+    # Split backwards of a pipeline name themselves; others are known by autograd's nodes.
+    backward = intersection(union(autograd), phases["forward_backward"])
+    phases["backward"] = union([*phases["backward"], *backward], bridge=SHORT)
+    phases["forward"] = difference(phases["forward_backward"], phases["backward"])
+    return phases
 
 
-def _waits_of_a_cpu(
-    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], whole: Stretch, pipeline: str
-) -> list[Wait]:
-    """Gaps between the main thread's operators in which something was under way, each with what ended it."""
-    thread = next(event.thread for event in events if event.name == PREFIX + "step")
-    mine = [event for event in events if event.thread == thread and not event.asynchronous]
-    talking = union((event.start, event.end) for event in mine if event.name.startswith(COMMUNICATION))
-    operators = union((event.start, event.end) for event in mine if _computes(event))
-    gaps = difference([whole], union(difference(operators, talking), SHORT))
-    coming = sorted(_ends(events, sent, pipeline), key=lambda pair: -pair[0].created)
-    found: list[Wait] = []
-    under_way: list[tuple[FlightRecord, int]] = []
-    for gap in gaps:
-        while coming and coming[-1][0].created < gap[1]:
-            under_way.append(coming.pop())
-        under_way = [(record, end) for record, end in under_way if end > gap[0]]
-        if under_way:
-            ended_it = max(under_way, key=lambda pair: min(pair[1], gap[1]))[0]
-            together = intersection([gap], union((record.created, end) for record, end in under_way))
-            found += [(stretch, ended_it) for stretch in together]
-    return found
+def find_collectives(
+    host_events: Iterable[ProfiledEvent], records: Iterable[FlightRecord], axis_of_group: Mapping[str, str]
+) -> list[Collective]:
+    """Return the recorded collectives, each from its creation to the end of its event in the profile.
 
-
-def _computes(event: ProfiledEvent) -> bool:
-    """Whether an event is an operator itself, not something around several and around waits between them."""
-    wrapper = event.annotation or event.name.startswith("autograd::engine") or event.backward
-    return not wrapper and ("::" in event.name or event.name.startswith("Torch-Compiled"))
-
-
-def _ends(
-    events: Sequence[ProfiledEvent], sent: Sequence[FlightRecord], pipeline: str
-) -> list[tuple[FlightRecord, int]]:
-    """When each thing sent was done: the profiler's event of that kind that began next after it was created.
-
-    FOOTGUN: gloo's messages are not in the flight recorder. They are the pipeline's, but for those of a stretch that
-    says whose (`phase.messages`). What is sent is not waited for, but received.
+    Records and events have no number in common: a record's event is the first of its name that ends after the record
+    was created, and that no earlier record has.
     """
-    ended: list[tuple[FlightRecord, int]] = []
-    free: dict[str, list[ProfiledEvent]] = {}
-    for event in sorted(events, key=lambda event: event.start):
+    unmatched: dict[str, list[ProfiledEvent]] = {}
+    for event in sorted(host_events, key=lambda event: event.start):
         if event.asynchronous:
-            free.setdefault(event.name, []).append(event)
-    for record in sorted(sent, key=lambda record: record.created):
-        waiting = free.get(record.name, [])
-        at = next((index for index, event in enumerate(waiting) if event.end > record.created), None)
-        if at is not None:
-            ended.append((record, waiting.pop(at).end))
-    whose = [event for event in events if event.name.startswith(PREFIX + MESSAGES)]
-    for number, event in enumerate(free.get("gloo:recv", []), 1):
-        within = (one.name.removeprefix(PREFIX + MESSAGES) for one in whose if one.start <= event.start <= one.end)
-        ended.append((FlightRecord(-number, next(within, pipeline), event.name, 0, event.start, True, ""), event.end))
-    return ended
+            unmatched.setdefault(event.name, []).append(event)
+    collectives = []
+    for record in sorted(records, key=lambda record: record.created):
+        candidates = unmatched.get(record.name, [])
+        for index, event in enumerate(candidates):
+            if event.end > record.created:
+                axis = axis_of_group.get(record.group, "other")
+                collectives.append(Collective(record.created, event.end, axis, record.number))
+                del candidates[index]
+                break
+    return collectives
 
 
-def _waits_of_a_gpu(kernels: Iterable[ProfiledEvent], sent: Sequence[FlightRecord]) -> list[Wait]:
-    """What NCCL's kernels run alone, each with what was sent last before it was launched."""
-    busy = union((event.start, event.end) for event in kernels if "nccl" not in event.name)
-    starts, ends = [start for start, _ in busy], [end for _, end in busy]
-    sent = sorted(sent, key=lambda record: record.created)
-    created = [record.created for record in sent]
-    found = []
-    for event in kernels:
-        latest = bisect_right(created, event.launched) - 1
-        if "nccl" in event.name and latest >= 0:
-            beside = busy[bisect_right(ends, event.start) : bisect_left(starts, event.end)]
-            found += [(stretch, sent[latest]) for stretch in difference([(event.start, event.end)], beside)]
-    return found
+def find_received_messages(
+    host_events: Sequence[ProfiledEvent], axis_of_group: Mapping[str, str], pipeline_axis: str
+) -> list[Collective]:
+    """Return the messages that gloo received; nobody waits for those that it sends.
+
+    FOOTGUN: gloo's messages are not in the flight recorder, so their group is unknown. They are the pipeline's, but for
+    those inside a stretch that says whose they are (`phase.messages`). Their numbers are negative: records have others.
+    """
+    owners = [event for event in host_events if event.name.startswith(PREFIX + MESSAGES)]
+    receives = [event for event in host_events if event.name == "gloo:recv" and event.asynchronous]
+    messages = []
+    for count, receive in enumerate(sorted(receives, key=lambda event: event.start), 1):
+        axis = pipeline_axis
+        for owner in owners:
+            if owner.start <= receive.start <= owner.end:
+                group = owner.name.removeprefix(PREFIX + MESSAGES)
+                axis = axis_of_group.get(group, "other")
+                break
+        messages.append(Collective(receive.start, receive.end, axis, number=-count))
+    return messages
 
 
-def _launched_in(kernels: Iterable[ProfiledEvent], phase: list[Stretch]) -> list[Stretch]:
-    starts = [start for start, _ in phase]
+def waits_of_cpu(host_events: Sequence[ProfiledEvent], collectives: Iterable[Collective], step: Stretch) -> list[Wait]:
+    """Return the gaps between the main thread's operators in which a collective was under way.
 
-    def inside(event: ProfiledEvent) -> bool:
-        before = bisect_right(starts, event.launched) - 1
-        return before >= 0 and event.launched < phase[before][1]
+    A gap belongs to the collective that ended it: the last one to stop in it.
+    """
+    coming = sorted(collectives, key=lambda collective: collective.start, reverse=True)
+    under_way: list[Collective] = []
+    waits = []
+    for gap_start, gap_stop in idle_stretches(host_events, step):
+        while coming and coming[-1].start < gap_stop:
+            under_way.append(coming.pop())
+        under_way = [collective for collective in under_way if collective.stop > gap_start]
+        if not under_way:
+            continue
+        ended_it = max(under_way, key=lambda collective: min(collective.stop, gap_stop))
+        communicating = union((collective.start, collective.stop) for collective in under_way)
+        for start, stop in intersection([(gap_start, gap_stop)], communicating):
+            waits.append(Wait(start, stop, ended_it.axis, ended_it.number))
+    return waits
 
-    return [(event.start, event.end) for event in kernels if "nccl" not in event.name and inside(event)]
+
+def idle_stretches(host_events: Sequence[ProfiledEvent], step: Stretch) -> list[Stretch]:
+    """Return when the main thread ran no operator for longer than `SHORT`.
+
+    An operator around a communication does not compute meanwhile: aten::mm of DTensors is around the collective that
+    it needs.
+    """
+    main_thread = next(event.thread for event in host_events if event.name == PREFIX + "step")
+    operators, communication = [], []
+    for event in host_events:
+        if event.thread != main_thread or event.asynchronous:
+            continue
+        if event.name.startswith(COMMUNICATION):
+            communication.append((event.start, event.end))
+        if is_operator(event):
+            operators.append((event.start, event.end))
+    computing = difference(union(operators), union(communication))
+    return difference([step], union(computing, bridge=SHORT))
+
+
+def is_operator(event: ProfiledEvent) -> bool:
+    """Whether an event is an operator itself, not something around several and around waits between them."""
+    if event.annotation or event.backward or event.name.startswith("autograd::engine"):
+        return False
+    return "::" in event.name or event.name.startswith("Torch-Compiled")
+
+
+def waits_of_gpu(
+    kernels: Iterable[ProfiledEvent], records: Iterable[FlightRecord], axis_of_group: Mapping[str, str]
+) -> list[Wait]:
+    """Return when kernels of NCCL ran alone, each with the record created last before the kernel was launched."""
+    computing, communicating = [], []
+    for kernel in kernels:
+        if is_nccl(kernel):
+            communicating.append(kernel)
+        else:
+            computing.append((kernel.start, kernel.end))
+    busy = union(computing)
+    busy_starts = [start for start, _ in busy]
+    busy_ends = [end for _, end in busy]
+    records = sorted(records, key=lambda record: record.created)
+    created = [record.created for record in records]
+    waits = []
+    for kernel in communicating:
+        index = bisect_right(created, kernel.launched) - 1
+        if index < 0:
+            continue
+        record = records[index]
+        axis = axis_of_group.get(record.group, "other")
+        # Only what overlaps the kernel: with all of `busy` this would grow with the square of the step.
+        overlapping = busy[bisect_right(busy_ends, kernel.start) : bisect_left(busy_starts, kernel.end)]
+        for start, stop in difference([(kernel.start, kernel.end)], overlapping):
+            waits.append(Wait(start, stop, axis, record.number))
+    return waits
+
+
+def is_nccl(kernel: ProfiledEvent) -> bool:
+    """Whether a kernel sends or receives."""
+    return "nccl" in kernel.name
+
+
+def exposed_waits(waits: Iterable[Wait], step: Stretch, aside: list[Stretch]) -> list[ExposedWait]:
+    """Cut overlapping waits: each nanosecond is charged once, to the wait that began first, and none of `aside`."""
+    step_start, step_stop = step
+    charged_until = step_start
+    exposed = []
+    for wait in sorted(waits, key=lambda wait: (wait.start, wait.stop)):
+        start = max(wait.start, charged_until)
+        stop = min(wait.stop, step_stop)
+        stretches = difference([(start, stop)], aside) if start < stop else []
+        exposed.append(ExposedWait(stretches, wait.axis, wait.collective))
+        charged_until = max(charged_until, wait.stop)
+    return exposed
+
+
+def waiting_parts(exposed: Iterable[ExposedWait], pipeline_axis: str | None) -> dict[str, int]:
+    """Return nanoseconds of "exposed AXIS", and of the "bubble" if the pipeline's axis has waits."""
+    by_axis: dict[str, dict[int, int]] = {}
+    for wait in exposed:
+        by_collective = by_axis.setdefault(wait.axis, {})
+        by_collective[wait.collective] = by_collective.get(wait.collective, 0) + length(wait.stretches)
+    parts = {}
+    for axis, by_collective in by_axis.items():
+        waited = sum(by_collective.values())
+        if axis == pipeline_axis:
+            travelled = min(by_collective.values()) * len(by_collective)
+            parts["bubble"] = waited - travelled
+            waited = travelled
+        parts[f"exposed {axis}"] = waited
+    return parts
+
+
+def computing_parts(
+    phases: Phases, kernels: Sequence[ProfiledEvent], step: Stretch, charged: list[Stretch]
+) -> dict[str, int]:
+    """Return nanoseconds of forward, backward and optimizer that are not `charged` to something else.
+
+    On a GPU a phase is when the kernels ran that were launched in it.
+    """
+    parts = {}
+    for name in COMPUTING:
+        ran = launched_in(kernels, phases[name]) if kernels else phases[name]
+        own = difference(intersection(ran, [step]), charged)
+        parts[name] = length(own)
+        charged = union([*charged, *own])
+    return parts
+
+
+def launched_in(kernels: Iterable[ProfiledEvent], phase: list[Stretch]) -> list[Stretch]:
+    """Return when the kernels ran that the host launched within a phase, NCCL's left out."""
+    phase_starts = [start for start, _ in phase]
+    ran = []
+    for kernel in kernels:
+        index = bisect_right(phase_starts, kernel.launched) - 1
+        within = index >= 0 and kernel.launched < phase[index][1]
+        if within and not is_nccl(kernel):
+            ran.append((kernel.start, kernel.end))
+    return union(ran)

@@ -6,38 +6,40 @@ Stretch = tuple[int, int]
 
 
 def union(stretches: Iterable[Stretch], bridge: int = 0) -> list[Stretch]:
-    """All of them, overlapping or not, as disjoint ones; gaps of up to `bridge` between two are taken in."""
-    found: list[Stretch] = []
+    """Return overlapping or unsorted stretches as disjoint ones; gaps of up to `bridge` between two are closed."""
+    joined: list[Stretch] = []
     for start, end in sorted(stretches):
-        if found and start <= found[-1][1] + bridge:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and start <= joined[-1][1] + bridge:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
-def intersection(some: list[Stretch], others: list[Stretch]) -> list[Stretch]:
-    """What is in both."""
-    return difference(some, difference(some, others))
+def intersection(left: list[Stretch], right: list[Stretch]) -> list[Stretch]:
+    """Return what is in both."""
+    return difference(left, difference(left, right))
 
 
-def difference(some: list[Stretch], others: list[Stretch]) -> list[Stretch]:
-    """What is in `some` alone."""
-    found, at = [], 0
-    for start, end in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        here = at
-        while here < len(others) and others[here][0] < end:
-            if others[here][0] > start:
-                found.append((start, others[here][0]))
-            start = max(start, others[here][1])
-            here += 1
+def difference(left: list[Stretch], right: list[Stretch]) -> list[Stretch]:
+    """Return what is in `left` and not in `right`. Linear: each list is walked once."""
+    remaining = []
+    first = 0  # of `right`, that does not end before the current stretch
+    for start, end in left:
+        while first < len(right) and right[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(right) and right[index][0] < end:
+            cut_start, cut_end = right[index]
+            if cut_start > start:
+                remaining.append((start, cut_start))
+            start = max(start, cut_end)
+            index += 1
         if start < end:
-            found.append((start, end))
-    return found
+            remaining.append((start, end))
+    return remaining
 
 
 def length(stretches: Iterable[Stretch]) -> int:
-    """Of all of them."""
+    """Return the total length."""
     return sum(end - start for start, end in stretches)

@@ -40,7 +40,7 @@ from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
-from torchllm.metrics.watch import Profiled
+from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.runtime.phase import phase
 from torchllm.spec.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
 
@@ -137,7 +137,7 @@ class Meter:
         self.first = False
         return record
 
-    def report(self, profiled: Profiled) -> None:
+    def report(self, profiled: ProfiledStep) -> None:
         """Write down a profiled step, if one was."""
         seconds = profiled.seconds
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
@@ -145,7 +145,7 @@ class Meter:
         if not self.profiled:
             tokens = self.training.global_batch_size * self.training.sequence_length
             mfu = self._utilization(tokens / seconds * flops_per_token(self.model, self.training.sequence_length))
-            log.info("%s", profiled.text(mfu, self.planned_mfu))
+            log.info("%s", profiled.describe(mfu, self.planned_mfu))
         self.profiled = True
         if profiled.slow:
             log.warning("step %d: %s", profiled.step, profiled.slow)

@@ -31,8 +31,8 @@ from torchllm.metrics.bottlenecks import (
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.sinks import Record, open_sinks
-from torchllm.metrics.trace import Traces, steps_of
-from torchllm.metrics.watch import Profiled, Watch
+from torchllm.metrics.step_profiler import ProfiledStep, StepProfiler
+from torchllm.metrics.trace import TraceWriter, parse_steps
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
 from torchllm.planner.search.auto import planned
@@ -109,9 +109,9 @@ class Monitor:
             planned_mfu=prediction.mfu if prediction else None,
             sequences=data.state()["sequences"],
         )
-        traces = Traces(runtime.folder, steps_of(config.metrics.profile_steps), runtime.rank)
+        traces = TraceWriter(runtime.folder, parse_steps(config.metrics.profile_steps), runtime.rank)
         interval = config.metrics.breakdown_interval
-        self.profiler = Watch(interval, mesh, runtime.host_group, device, traces, start)
+        self.profiler = StepProfiler(interval, mesh, runtime.host_group, device, traces, start)
         self.data_wait_clock = DataWaitClock(runtime.host_group)
         self.stage_clock = None
         if config.parallel.rebalance and mesh.pp.size() > 1:
@@ -206,7 +206,7 @@ class Monitor:
             log.info("%s: steps took %.3g s, now %.3g s (%+.0f %%)", self.change_reason, before, seconds, percent)
         self.seconds_before_change = None
 
-    def _report(self, profiled: Profiled) -> None:
+    def _report(self, profiled: ProfiledStep) -> None:
         self.meter.report(profiled)
         if profiled.slow is not None and self.runtime.is_main and profiled.slow.host not in self.slow_nodes:
             self.slow_nodes.append(profiled.slow.host)
