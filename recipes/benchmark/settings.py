@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchllm.config import Config, Count, Natural, Positive, Run
+from torchllm.config.help import print_help
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
@@ -76,12 +77,12 @@ def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
     """The benchmark's name and its config; SystemExit(2) where there is none of this name."""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
-        print(__doc__)
-        rest = ["--help"]
-    elif name not in NAMES:
+        print_help(BenchmarkConfig, f"{__doc__}\n")
+        raise SystemExit(0)
+    if name not in NAMES:
         print(f"benchmark: the first argument is one of {', '.join(NAMES)}, not {name!r}", file=sys.stderr)
         raise SystemExit(2)
-    elif not any(word.endswith(".toml") for word in rest):
+    if not any(word.endswith(".toml") for word in rest):
         rest.insert(0, str(resource("train_configs/debug.toml")))
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
     return name, load_configs(rest, BenchmarkConfig)[0]

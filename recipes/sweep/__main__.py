@@ -1,5 +1,6 @@
 """python recipes/sweep SWEEP.toml ...: see sweep.py."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,4 +8,5 @@ sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; th
 from sweep.sweep import main
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends --help and --dry-run quietly
     main(sys.argv[1:])

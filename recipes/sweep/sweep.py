@@ -116,6 +116,7 @@ def main(arguments: list[str]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(todo)} layouts to measure, {len(done)} in {results}", flush=True)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a job must be ended by us, whoever reads the output
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended
     started, jobs = time.monotonic(), 0
     for number, layout in enumerate(todo):

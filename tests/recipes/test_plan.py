@@ -98,6 +98,8 @@ def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text(text.replace("memory = 85.0e9", ""))
     with pytest.raises(UserError, match="memory: is left out"):
         read_hardware(str(tmp_path / "bad.toml"))
+    with pytest.raises(UserError, match=r'^--cluster "nosuch\.toml": no such file$'):  # one line: its keys are unknown
+        read_hardware("nosuch.toml")
 
 
 @pytest.mark.parametrize(

@@ -171,3 +171,9 @@ def test_tensor_parallel_bytes_are_the_formula() -> None:
     blocks, hidden = 4, 64
     want = 4 * blocks * 2 * (1 / 2) * tokens * hidden * 4
     assert math.isclose(tensor_parallel_bytes(config.model, config.training, config.parallel, 4), want)
+
+
+def test_a_missing_file_is_one_line() -> None:
+    errors: list[str] = []
+    assert read_cluster("nosuch.toml", errors) is None
+    assert errors == ["nosuch.toml: no such file"]

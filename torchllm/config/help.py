@@ -80,10 +80,10 @@ def _section_lines(section: Any, prefix: str) -> Iterator[str]:
         yield from _section_lines(subsection.schema(), subsection.prefix)
 
 
-def print_help(schema: type) -> None:
-    """Print the help text; `| head` may close the pipe before its end."""
+def print_help(schema: type, introduction: str = "") -> None:
+    """Print the help text after an introduction; `| head` may close the pipe before its end."""
     try:
-        print(help_text(schema), flush=True)
+        print(introduction + help_text(schema), flush=True)
     except BrokenPipeError:
         # Python flushes stdout once more when it ends, and would complain about that.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -147,25 +147,34 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
 
 
 def unknown_cluster(name: str) -> str:
-    """What is wrong with a name that no file of train_configs/clusters has; else empty."""
+    """Return what is wrong with the name of a cluster that has no file; "" if it has one."""
+    if name.endswith(".toml"):
+        return "" if Path(find_config(name)).is_file() else f"{shown(name)}: no such file"
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
-    if name in names or (name.endswith(".toml") and Path(find_config(name)).is_file()):
+    if name in names:
         return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {shown(close[0])}?" if close else "add it there"
     return f"{shown(name)} is not in train_configs/clusters ({', '.join(names)}); {hint}"
 
 
-def read_cluster(name: str, found: list[str]) -> Hardware | None:
-    """`name` of train_configs/clusters, or a file; None, and lines in `found`, if something in it is wrong."""
-    file = str(FOLDER / f"{name}.toml") if not name.endswith(".toml") else name
-    before = len(found)
-    layer = read_files(file, found)
+def read_cluster(name: str, errors: list[str]) -> Hardware | None:
+    """Return a cluster of train_configs/clusters, or of a TOML file.
+
+    None, after a line in `errors` for each thing that is wrong, if the file is missing or invalid.
+    """
+    file = name if name.endswith(".toml") else str(FOLDER / f"{name}.toml")
+    layer = read_files(file, errors)
+    if not layer.is_complete:  # its keys are unknown, not missing
+        return None
     faults: list[Fault] = []
     hardware: Hardware = read_table(Hardware, layer.table, faults)
-    lines = [(fault.path, fault.message) for fault in faults] or list(_problems(hardware, layer.table))
-    found += [f"{layer.places.get(path, file)}: {dotted(path)}: {message}" for path, message in lines]
-    return None if len(found) > before else hardware
+    wrong = [(fault.path, fault.message) for fault in faults]
+    if not wrong:
+        wrong = list(_problems(hardware, layer.table))
+    for path, message in wrong:
+        errors.append(f"{layer.places.get(path, file)}: {dotted(path)}: {message}")
+    return None if wrong else hardware
 
 
 def _problems(hardware: Hardware, table: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
