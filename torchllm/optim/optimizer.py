@@ -1,4 +1,8 @@
-"""The optimizer over all of a rank's stages: decayed and undecayed groups, its state made at once."""
+"""Builds the optimizer of all of a rank's stages, and takes its step where the gradients are finite.
+
+Optimizer states have the sharding of their parameters (ZeRO, Rajbhandari et al. 2020), so nothing is sent here.
+AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +17,19 @@ from torchllm.spec.parameters import canonical_name, row_of
 
 
 def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD with `layout.py`'s decayed and undecayed parameters as its two groups.
+    """Return AdamW or SGD, whose two groups are the decayed and the undecayed parameters of `spec/parameters.py`.
 
-    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later.
-    fused: one kernel over all parameters, which changes nothing where `found_inf` is set (`apply_if_finite`).
+    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. The
+    fused kernels change nothing where `found_inf` is set, which `apply_if_finite` relies on.
     """
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether they are decayed
     for stage in stages:
         for name, parameter in stage.named_parameters():
             groups[row_of(canonical_name(name)).decayed].append(parameter)
-    settings = [
-        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
-        for decayed, parameters in groups.items()
-        if parameters
-    ]
+    settings = []
+    for decayed, parameters in groups.items():
+        if parameters:
+            settings.append({"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0})
     if config.name == "sgd":
         return ShardedSGD(settings, config.learning_rate, config.momentum)
     betas = (config.beta1, config.beta2)
@@ -36,7 +39,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
 
 
 def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: Tensor) -> None:
-    """Take the optimizer's step where `finite` (a bool (), equal on all ranks) holds; else change nothing at all.
+    """Take the optimizer's step if `finite` (a bool (), equal on all ranks) is true; otherwise change nothing at all.
 
     The decision stays on the device: the fused kernels read `found_inf`, which is how torch's GradScaler skips steps.
     """
@@ -48,29 +51,42 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
 
 
 class ShardedSGD(torch.optim.SGD):
-    """torch's fused SGD over this rank's shards. (DTensor knows the fused AdamW kernel, but not this one.)"""
+    """torch's fused SGD over this rank's shards: DTensor supports the fused AdamW kernel, but not this one."""
 
     found_inf: Tensor
 
     def __init__(self, groups: list[dict[str, Any]], learning_rate: float, momentum: float) -> None:
         super().__init__(groups, learning_rate, momentum, fused=True)
-        for group in self.param_groups if momentum else []:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if momentum:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            buffers = [self.state[parameter].get("momentum_buffer") for parameter in parameters]
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
+            buffers: list[Tensor | None] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    buffer = self.state[parameter].get("momentum_buffer")
+                    parameters.append(_local(parameter))
+                    gradients.append(_local(parameter.grad))
+                    buffers.append(None if buffer is None else _local(buffer))
             sgd(
-                [_local(parameter) for parameter in parameters],
-                [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-                [_local(buffer) if buffer is not None else None for buffer in buffers],
+                parameters,
+                gradients,
+                buffers,
                 fused=True,
                 found_inf=self.found_inf,
-                **{key: group[key] for key in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")},
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
             )
 
 
@@ -79,7 +95,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _make_adamw_state(optimizer: torch.optim.AdamW) -> None:
-    """A step with zero gradients at rate zero makes the state without changing a weight; then its counters go to 0."""
+    """Make the state by a step with zero gradients at rate zero, which changes no weight; then reset its counters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

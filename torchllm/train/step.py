@@ -31,16 +31,16 @@ class StepResult(NamedTuple):
     tokens: Tensor
     """target tokens of all ranks, int64 ()"""
     pairs: Tensor
-    """(query, key) pairs that the causal and document masks leave, of all ranks, int64 ()"""
+    """(query, key) pairs that the causal and document masks allow, of all ranks, int64 ()"""
     learning_rate: float
     skipped: Tensor
-    """steps of this process so far that were not applied because loss or gradient was not finite, int64 ()"""
+    """steps since the start of this process that were not applied, for loss or gradient was not finite, int64 ()"""
     consecutive: Tensor
-    """longest run of such steps, the latest included, int64 ()"""
+    """longest run of such steps since the start of this process, int64 ()"""
 
 
 class TrainStep:
-    """Takes one step on all ranks; the same call whatever the layout."""
+    """Takes one step on all ranks; the call is the same for every layout."""
 
     def __init__(
         self,
@@ -59,18 +59,17 @@ class TrainStep:
         self.mesh = mesh
         self.training = training
         self.device = device
-        self.skipped, self.run, self.longest = torch.zeros(3, dtype=torch.int64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.longest_run = torch.zeros((), dtype=torch.int64, device=device)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
-        """Step number `step` (from 1) on this rank's micro batches of it."""
+        """Take step number `step` (from 1) on this rank's micro batches of it."""
         batches = [shard_sequence(batch.to(self.device), self.mesh) for batch in batches]
-        counts = [((batch.labels != IGNORED).sum(), (batch.positions + 1).sum()) for batch in batches]
-        sums = torch.stack([torch.stack(pair) for pair in counts]).sum(0)
-        dist.all_reduce(sums, group=self.mesh.loss_group)  # before the first backward: every gradient has its scale
-        tokens, pairs = sums
+        tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        # Over all ranks, not the data's alone: a nan on one tp rank must stop its peers, which hold the same loss, too.
+        # Summed over all ranks, tp ranks too, which hold the same loss: a nan on one of them must stop its peers.
         dist.all_reduce(loss)
         loss = loss / self.mesh.tp.size()
         norm = grad_norm(self.stages, self.device)
@@ -81,18 +80,35 @@ class TrainStep:
             apply_if_finite(self.optimizer, learning_rate, finite)
             self.optimizer.zero_grad()
         self.skipped = self.skipped + ~finite
-        self.run = (self.run + 1) * ~finite
-        self.longest = torch.maximum(self.longest, self.run)
-        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest)
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
+        self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
+        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run)
+
+    def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().
+
+        FOOTGUN: the sum over ranks comes before the first backward, so that every gradient is divided by the global
+        token count. A mean per rank, averaged over ranks, is silently wrong where ranks have unequal numbers of
+        targets.
+        """
+        counts = []
+        for batch in batches:
+            tokens = (batch.labels != IGNORED).sum()
+            pairs = (batch.positions + 1).sum()
+            counts.append(torch.stack((tokens, pairs)))
+        sums = torch.stack(counts).sum(0)
+        dist.all_reduce(sums, group=self.mesh.loss_group)
+        tokens, pairs = sums
+        return tokens, pairs
 
 
 def check_finite(training: Training, step: int, result: StepResult) -> None:
-    """At a logged step: UserError where the run's policy for steps that are not finite says to stop."""
+    """Raise UserError where the run's policy for steps that are not finite says to stop. Waits for the device."""
     skipped, consecutive = int(result.skipped), int(result.consecutive)
     if training.on_nonfinite == "stop" and skipped:
         raise UserError(
             f"loss or gradient was not finite in {skipped} step(s) up to step {step} (loss {float(result.loss):g}, "
-            f"gradient norm {float(result.grad_norm):g}); none was applied. Lower optimizer.learning_rate, look at the "
+            f"gradient norm {float(result.grad_norm):g}); none was applied. Lower optimizer.learning_rate, check the "
             'data of these steps, or set training.on_nonfinite = "skip".'
         )
     if consecutive >= training.max_consecutive_nonfinite:
