@@ -1,4 +1,4 @@
-"""Ranks that hang: started from the pool's fork server, for they end; and once by torchrun."""
+"""Ranks that hang. They end, so the fork server of the pool starts new ones for each test; once torchrun does."""
 
 import inspect
 import os
@@ -21,51 +21,53 @@ from torchllm.runtime.hang_report import read_dump
 from torchllm.runtime.process import Runtime, start_runtime
 
 TIMEOUT = 2.0
+HOST = os.uname().nodename
 Body = Callable[[Runtime], None]
 
 
 class Job(NamedTuple):
-    """How one ended."""
+    """How a job of several ranks ended."""
 
     statuses: list[int]
-    said: str
+    """exit status of each rank"""
+    stderr: str
+    """of all ranks together"""
     seconds: float
-    """since the ranks had all started"""
+    """from the moment that all ranks had started"""
     dumps: list[Path]
 
 
 def run(folder: Path, ranks: int, body: Body) -> Job:
-    """Ranks that do `body`, in a job with a time-out of `TIMEOUT` seconds."""
+    """Run `body` on each rank of a job with a time-out of `TIMEOUT` seconds."""
     folder = folder / body.__name__
     folder.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun creates it
     arguments = ranks, store.port, folder, body
     processes = [POOL.context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
-        left = {process.sentinel for process in processes}
+        running = {process.sentinel for process in processes}
         deadline = time.monotonic() + 30
-        while left and time.monotonic() < deadline:
-            left -= set(wait(left, timeout=deadline - time.monotonic()))
+        while running and time.monotonic() < deadline:
+            running -= set(wait(running, timeout=deadline - time.monotonic()))
         ended = time.time()
-        said = (folder / "said").read_text()
-        assert not left, said
+        stderr = (folder / "stderr").read_text()
+        assert not running, stderr
     finally:
         for process in processes:
             process.kill()
             process.join()
-    statuses = [process.exitcode for process in processes]
-    seconds = ended - max((folder / f"began-{rank}").stat().st_mtime for rank in range(ranks))
-    return Job([status or 0 for status in statuses], said, seconds, sorted(folder.glob("hang/*/*")))
+    statuses = [process.exitcode or 0 for process in processes]
+    began = max((folder / f"began-{rank}").stat().st_mtime for rank in range(ranks))
+    return Job(statuses, stderr, ended - began, sorted(folder.glob("hang/*/*")))
 
 
 def _rank(rank: int, ranks: int, port: int, folder: Path, body: Body) -> None:
-    with (folder / "said").open("a") as said:
-        os.dup2(said.fileno(), 2)
-    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = True
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    with (folder / "stderr").open("a") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
     runtime = start_runtime(Run(folder=str(folder), device="cpu", timeout=TIMEOUT))
     runtime.barrier()
@@ -73,7 +75,7 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, body: Body) -> None:
     try:
         body(runtime)
         runtime.close()
-    except BaseException:  # as Python ends a program; multiprocessing has a way of its own
+    except BaseException:  # end as a program ends; multiprocessing prints errors in another form
         sys.excepthook(*sys.exc_info())
         os._exit(1)
 
@@ -82,7 +84,7 @@ def reduce() -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def skips_one(runtime: Runtime) -> None:
+def skip_one(runtime: Runtime) -> None:
     pair = dist.new_group([2, 3])
     reduce()
     if runtime.rank != 2:
@@ -92,7 +94,7 @@ def skips_one(runtime: Runtime) -> None:
     reduce()
 
 
-def sleeps(runtime: Runtime) -> None:
+def fall_asleep(runtime: Runtime) -> None:
     runtime.should_stop()
     if runtime.rank == 1:
         time.sleep(600)
@@ -100,47 +102,50 @@ def sleeps(runtime: Runtime) -> None:
     runtime.should_stop()
 
 
-def stopped(runtime: Runtime) -> None:
-    if runtime.rank == 0:  # the lowest, that would speak
+def be_stopped(runtime: Runtime) -> None:
+    if runtime.rank == 0:  # the lowest rank, which would log the report
         os.kill(os.getpid(), signal.SIGSTOP)
     reduce()
 
 
-def no_message(runtime: Runtime) -> None:
+def send_no_message(runtime: Runtime) -> None:
     reduce()
     if runtime.rank == 1:
         dist.recv(torch.ones(3), src=0)
     time.sleep(600)
 
 
-def slow(runtime: Runtime) -> None:
-    """Steps that take long, of one rank and of all, and long ones without any other rank."""
+def be_slow(runtime: Runtime) -> None:
+    """A slow step of one rank, a slow one of all ranks, and a long time in which no rank waits for another."""
     for step in range(2):
         runtime.should_stop()
-        time.sleep(TIMEOUT - 0.5 if runtime.rank == 1 or step == 1 else 0)
+        if runtime.rank == 1 or step == 1:
+            time.sleep(TIMEOUT - 0.5)
         reduce()
     time.sleep(TIMEOUT + 2)
 
 
-def where(function: Callable[..., Any], text: str) -> str:
-    """file:line of the first line of a function that has this text."""
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """file:line of the first line of a function that contains `text`."""
     lines, first = inspect.getsourcelines(function)
-    number = next(n for n, line in enumerate(lines) if text in line)
-    return f"tests/runtime/test_hang_watch.py:{first + number}"
+    for number, line in enumerate(lines, start=first):
+        if text in line:
+            return f"tests/runtime/test_hang_watch.py:{number}"
+    raise AssertionError(text)
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None:
-    job = run(tmp_path, 4, skips_one)
+    job = run(tmp_path, 4, skip_one)
     assert job.statuses == [1] * 4
     assert TIMEOUT < job.seconds < TIMEOUT + 10
-    lines = job.said.split("\n  ")
-    assert lines[0] == "the job hangs: ranks have waited for others for 2 s (run.timeout), and it is ended"
-    place = where(reduce, "dist.all_reduce")
-    assert lines[1].startswith(f"rank 2 ({os.uname().nodename}) has not entered gloo:all_reduce number ")
+    lines = job.stderr.split("\n  ")
+    assert lines[0] == "hang: ranks waited over 2 s (run.timeout) for other ranks; aborting"
+    place = line_of(reduce, "dist.all_reduce")
+    assert lines[1].startswith(f"rank 2 ({HOST}) has not entered gloo:all_reduce number ")
     assert lines[1].rpartition(" have")[0].endswith(f" of ranks 0-3 ({place}); ranks 0-1, 3")
-    pair = where(skips_one, "group=pair")
-    assert lines[2] == f"rank 2's main thread is at {pair} in skips_one"
-    assert lines[3] == f"rank 2 waits in gloo:all_reduce number 1 of ranks 2-3 ({pair}) meanwhile"
+    pair = line_of(skip_one, "group=pair")
+    assert lines[2] == f"rank 2's main thread is at {pair} in skip_one"
+    assert lines[3] == f"rank 2 itself waits in gloo:all_reduce number 1 of ranks 2-3 ({pair})"
     assert lines[4:] == [f"every rank's stack and last operations: {job.dumps[0].parent}\n"]  # once, and no traceback
     assert [path.name for path in job.dumps] == [f"rank_{rank}.json" for rank in range(4)]
     dumps = [read_dump(path.read_text()) for path in job.dumps]
@@ -149,33 +154,37 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None
 
 
 def test_a_rank_that_is_busy_with_something_else_is_named_with_its_place(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, sleeps)
+    job = run(tmp_path, 2, fall_asleep)
     assert job.statuses == [1, 1]
-    assert f"rank 1 ({os.uname().nodename}) has not entered gloo:all_reduce number " in job.said
-    assert f"rank 1's main thread is at {where(sleeps, 'time.sleep')} in sleeps\n" in job.said
+    assert f"rank 1 ({HOST}) has not entered gloo:all_reduce number " in job.stderr
+    assert f"rank 1's main thread is at {line_of(fall_asleep, 'time.sleep')} in fall_asleep\n" in job.stderr
 
 
 def test_a_rank_whose_process_is_stopped_is_named_and_killed(tmp_path: Path) -> None:
-    job = run(tmp_path, 3, stopped)
+    job = run(tmp_path, 3, be_stopped)
     assert job.statuses == [-signal.SIGKILL, 1, 1]
     assert TIMEOUT < job.seconds < TIMEOUT + 10
-    assert job.said.startswith("rank 1: the job hangs")
-    assert f"rank 0 ({os.uname().nodename}) has not entered gloo:all_reduce" in job.said
-    assert "rank 0 says nothing: its process has ended, is stopped, or is stuck outside Python\n" in job.said
-    assert job.said.count("the job hangs") == 1
+    assert job.stderr.startswith("rank 1: hang: ranks waited over 2 s")
+    assert f"rank 0 ({HOST}) has not entered gloo:all_reduce" in job.stderr
+    assert "rank 0 does not answer: its process has ended, is stopped, or is stuck outside Python\n" in job.stderr
+    assert job.stderr.count("hang: ") == 1
     assert [path.name for path in job.dumps] == ["rank_1.json", "rank_2.json"]
 
 
 def test_a_message_that_never_comes_ends_the_job_too(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, no_message)
+    job = run(tmp_path, 2, send_no_message)
     assert job.statuses == [1, 1]
-    assert f"rank 0's main thread is at {where(no_message, 'time.sleep')} in no_message" in job.said
-    assert f"rank 1 waited for a message at {where(no_message, 'dist.recv')} in no_message" in job.said
+    sleeping = line_of(send_no_message, "time.sleep")
+    assert f"rank 0's main thread is at {sleeping} in send_no_message" in job.stderr
+    receiving = line_of(send_no_message, "dist.recv")
+    assert f"rank 1 waited for a message at {receiving} in send_no_message" in job.stderr
 
 
-def test_no_alarm_where_ranks_are_slow_or_do_other_things(tmp_path: Path) -> None:
-    job = run(tmp_path, 2, slow)
-    assert (job.statuses, job.said, job.dumps) == ([0, 0], "", [])
+def test_no_alarm_if_ranks_are_slow_or_do_other_things(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, be_slow)
+    assert job.statuses == [0, 0]
+    assert job.stderr == ""
+    assert job.dumps == []
     assert job.seconds > 3 * TIMEOUT - 1
 
 
@@ -204,8 +213,8 @@ def test_torchrun_ends_in_time_with_one_message(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert 2.0 < ended - (tmp_path / "run/began").stat().st_mtime < 12.0
     first, *lines, last = done.stderr.splitlines()
-    assert first == "the job hangs: ranks have waited for others for 2 s (run.timeout), and it is ended"
-    assert lines[0].startswith(f"  rank 1 ({os.uname().nodename}) has not entered gloo:all_reduce number ")
+    assert first == "hang: ranks waited over 2 s (run.timeout) for other ranks; aborting"
+    assert lines[0].startswith(f"  rank 1 ({HOST}) has not entered gloo:all_reduce number ")
     folder = Path(last.rpartition(" ")[2])
     assert folder.parent == tmp_path / "run/hang"
     assert len(list(folder.iterdir())) == 3

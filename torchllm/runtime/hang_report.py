@@ -1,215 +1,304 @@
-"""What a rank of a job that hangs knows, and what follows from all of it: which rank the others wait for.
+"""What each rank of a job that hangs knows, and what follows from all of it: the rank that the others wait for.
 
-A rank waits in a collective that it has asked for and that is not done. Who of the group has not asked for it, by its
-number in the group, is waited for. Ranks that are waited for and wait for nobody hold up the job; where all wait, some
-went past an operation that the others stand in: the fewest for those who wait.
+A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
+have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds
+up the job. If all ranks wait, some of them went past an operation that others wait in: the operation with the fewest
+missing ranks per waiting rank decides which.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.runtime.torch_compat import FlightRecord
 
 ROOT = f"{Path(__file__).parents[2]}/"
-NAMED = 4
-"""ranks that are described one by one"""
-ENDS = re.compile(r"(\d+)(?:<-|->)(\d+)$")
+"""folder of the repository; its files are named without it"""
+DESCRIBED = 4
+"""ranks that get lines of their own; more are only counted"""
+MESSAGE_ENDS = re.compile(r"(?P<rank>\d+)(?:<-|->)(?P<peer>\d+)$")
+"""end of NCCL's name of a message: "recv 1<-0", by ranks in the group"""
 
 
-class Dump(NamedTuple):
-    """What a rank knows."""
+class RankDump(NamedTuple):
+    """What a rank knows when the job hangs."""
 
     rank: int
     host: str
     time: int
-    """when, in nanoseconds since 1970, by the clock of the records"""
+    """of the dump, in nanoseconds since 1970, by the clock of the records"""
     stack: list[str]
-    """main thread's, outermost first: file:line in function"""
+    """of the main thread, outermost first: file:line in function"""
     in_wait: bool
-    """the main thread stands where ranks wait for others: perhaps for a message, of which gloo records nothing"""
+    """the main thread is in code that waits for other ranks, perhaps for a message, of which gloo keeps no record"""
     groups: dict[str, list[int]]
-    """torch's name of each process group of this rank -> the ranks in it"""
+    """ranks of each process group of this rank, by torch's name of the group"""
     records: list[FlightRecord]
     """oldest first"""
 
-    def recent(self, count: int) -> "Dump":
-        """With only the last `count` records of each group."""
-        kept, left = [], dict.fromkeys(self.groups, count)
+    def recent(self, count: int) -> "RankDump":
+        """Return the dump with only the last `count` records of each group."""
+        records: list[FlightRecord] = []
+        taken: dict[str, int] = {}
         for record in reversed(self.records):
-            left[record.group] = left.get(record.group, count) - 1
-            if left[record.group] >= 0:
-                kept.append(record)
-        return self._replace(records=kept[::-1])
+            taken[record.group] = taken.get(record.group, 0) + 1
+            if taken[record.group] <= count:
+                records.append(record)
+        return self._replace(records=records[::-1])
 
     def json(self) -> str:
-        """As text."""
+        """Return the dump as JSON; `read_dump` is the inverse."""
         return json.dumps(self._asdict() | {"records": [record._asdict() for record in self.records]})
 
     @property
-    def place(self) -> str:
-        """Where the main thread is: innermost line that is neither torch's nor Python's."""
-        return next((line for line in reversed(self.stack) if "/lib/python3" not in line), self.stack[-1])
+    def position(self) -> str:
+        """Return where the main thread is: its innermost line outside torch and Python's library."""
+        for line in reversed(self.stack):
+            if "/lib/python3" not in line:
+                return line
+        return self.stack[-1]
 
 
-def read_dump(text: str) -> Dump:
-    """The inverse of `Dump.json`."""
+def read_dump(text: str) -> RankDump:
+    """Read what `RankDump.json` wrote."""
     fields = json.loads(text)
-    return Dump(**fields | {"records": [FlightRecord(**record) for record in fields["records"]]})
+    records = [FlightRecord(**record) for record in fields.pop("records")]
+    return RankDump(**fields, records=records)
 
 
-class Wait(NamedTuple):
-    """Ranks that wait in one operation."""
+class BlockedOperation(NamedTuple):
+    """A collective or message that ranks wait in."""
 
-    sent: FlightRecord
-    members: list[int]
-    """of its group"""
+    record: FlightRecord
+    """of one of the waiting ranks"""
+    group_ranks: list[int]
+    """all ranks of its process group"""
     waiting: list[int]
+    """ranks that wait in it"""
     missing: list[int]
-    """who is waited for; none: all have asked for it, yet it is not done"""
+    """ranks that have not entered it; empty if all have, yet it is not done"""
     seconds: float
+    """that the longest wait has taken"""
+
+    @property
+    def is_message(self) -> bool:
+        """Return whether it is a message between two ranks, not a collective."""
+        return self.record.sequence == 0
 
 
-def unfinished(records: Sequence[FlightRecord]) -> list[FlightRecord]:
-    """What is asked for and not done.
+def unfinished_records(records: Sequence[FlightRecord]) -> list[FlightRecord]:
+    """Return the records of operations that have begun and are not done.
 
-    FOOTGUN: NCCL never marks the parts of a batch done, only the batch, which is recorded after them. So what comes
-    before something of the same group that is done is done.
+    FOOTGUN: NCCL never marks the parts of a batch of messages done, only the batch, whose record comes after theirs. So
+    all records of a group that come before a done one of that group count as done.
     """
-    done: dict[str, int] = {}
+    last_done: dict[str, int] = {}
     for index, record in enumerate(records):
         if record.done:
-            done[record.group] = index
-    return [record for index, record in enumerate(records) if not record.done and index > done.get(record.group, -1)]
+            last_done[record.group] = index
+    unfinished = []
+    for index, record in enumerate(records):
+        if not record.done and index > last_done.get(record.group, -1):
+            unfinished.append(record)
+    return unfinished
 
 
-def waits(dumps: Sequence[Dump]) -> list[Wait]:
-    """Every operation that ranks wait in, the one that is waited for longest first."""
+def blocked_operations(dumps: Sequence[RankDump]) -> list[BlockedOperation]:
+    """Return every operation that ranks wait in, the longest wait first."""
+    entered = _last_entered(dumps)
+    operations: dict[tuple[object, ...], BlockedOperation] = {}
+    for dump in dumps:
+        for record in _waited_in(dump):
+            group_ranks = dump.groups.get(record.group, [])
+            if record.sequence:
+                key: tuple[object, ...] = record.group, record.sequence, record.name
+                missing = [rank for rank in group_ranks if entered.get((record.group, rank), 0) < record.sequence]
+            else:
+                key = record.group, "message of rank", dump.rank, record.name
+                missing = _message_peer(record, group_ranks)
+            seconds = (dump.time - record.created) / 1e9
+            operation = operations.setdefault(key, BlockedOperation(record, group_ranks, [], missing, seconds))
+            operation.waiting.append(dump.rank)
+            operations[key] = operation._replace(seconds=max(operation.seconds, seconds))
+    return sorted(operations.values(), key=lambda operation: -operation.seconds)
+
+
+def _last_entered(dumps: Sequence[RankDump]) -> dict[tuple[str, int], int]:
+    """Return the number of the last collective that each rank has entered, by group and rank."""
     entered: dict[tuple[str, int], int] = {}
     for dump in dumps:
         for record in dump.records:
-            at = record.group, dump.rank
-            entered[at] = max(entered.get(at, 0), record.sequence)
-    found: dict[tuple[str, int, str], Wait] = {}  # by group, number (of a message: whose it is) and name
-    for dump in dumps:
-        first: dict[str, int] = {}
-        for record in unfinished(dump.records):
-            members = dump.groups.get(record.group, [])
-            if not record.sequence:  # a message: its name ends with the two ranks in the group
-                ends = ENDS.search(record.name)
-                key = record.group, -1 - dump.rank, record.name
-                missing = [members[int(ends[2])]] if ends and members else []
-            elif first.setdefault(record.group, record.sequence) == record.sequence:
-                key = record.group, record.sequence, record.name
-                missing = [rank for rank in members if entered.get((record.group, rank), 0) < record.sequence]
-            else:
-                continue
-            seconds = (dump.time - record.created) / 1e9
-            wait = found.setdefault(key, Wait(record, members, [], missing, seconds))
-            wait.waiting.append(dump.rank)
-            found[key] = wait._replace(seconds=max(wait.seconds, seconds))
-    return sorted(found.values(), key=lambda wait: -wait.seconds)
+            key = record.group, dump.rank
+            entered[key] = max(entered.get(key, 0), record.sequence)
+    return entered
 
 
-def culprits(dumps: Sequence[Dump], found: Sequence[Wait], world_size: int) -> list[int]:
-    """Ranks that hold up the others; none where all have entered what does not end."""
+def _waited_in(dump: RankDump) -> Iterator[FlightRecord]:
+    """Yield what a rank waits in: of each group the first unfinished collective, and every unfinished message."""
+    first: dict[str, int] = {}
+    for record in unfinished_records(dump.records):
+        if not record.sequence or first.setdefault(record.group, record.sequence) == record.sequence:
+            yield record
+
+
+def _message_peer(record: FlightRecord, group_ranks: Sequence[int]) -> list[int]:
+    """Return the rank at the other end of a message, if its name says so."""
+    ends = MESSAGE_ENDS.search(record.name)
+    if ends is None or not group_ranks:
+        return []
+    return [group_ranks[int(ends["peer"])]]
+
+
+def find_culprits(dumps: Sequence[RankDump], operations: Sequence[BlockedOperation], world_size: int) -> list[int]:
+    """Return the ranks that hold up the others; none if all have entered an operation that does not end."""
     silent = set(range(world_size)) - {dump.rank for dump in dumps}
-    waiting = {rank for wait in found for rank in wait.waiting} | {dump.rank for dump in dumps if dump.in_wait}
-    awaited = {rank for wait in found for rank in wait.missing}
-    ends = (awaited - waiting) | silent
-    if not ends and any(dump.in_wait for dump in dumps):  # for a message of nobody knows whom
-        ends = set(range(world_size)) - waiting
-    if not ends:
-        shares = [(len(wait.missing) / len(wait.waiting), wait.missing) for wait in found if wait.missing]
-        ends = {rank for share, missing in shares if share == min(shares)[0] for rank in missing}
-    return sorted(ends)
+    waiting = {dump.rank for dump in dumps if dump.in_wait}
+    awaited: set[int] = set()
+    for operation in operations:
+        waiting.update(operation.waiting)
+        awaited.update(operation.missing)
+    culprits = (awaited - waiting) | silent
+    if not culprits and any(dump.in_wait for dump in dumps):
+        # They wait for a message, and no record says whose: any rank that does not wait may be the sender.
+        culprits = set(range(world_size)) - waiting
+    return sorted(culprits or _fewest_that_went_past(operations))
 
 
-def skipped(dump: Dump, other: Dump, group: str) -> FlightRecord | None:
-    """What `other` has asked its group for and `dump`'s rank has not, going on to the next one instead."""
-    mine, theirs = ({r.sequence: r for r in one.records if r.group == group and r.sequence} for one in (dump, other))
-    for number in sorted(mine.keys() & theirs.keys()):
-        if not _same(mine[number], theirs[number]):
-            return theirs[number] if number + 1 in theirs and _same(mine[number], theirs[number + 1]) else None
+def _fewest_that_went_past(operations: Sequence[BlockedOperation]) -> set[int]:
+    """Return the missing ranks of the operations with the fewest missing ranks per waiting rank."""
+    culprits: set[int] = set()
+    smallest = float("inf")
+    for operation in operations:
+        if not operation.missing:
+            continue
+        share = len(operation.missing) / len(operation.waiting)
+        if share < smallest:
+            culprits, smallest = set(), share
+        if share == smallest:
+            culprits.update(operation.missing)
+    return culprits
+
+
+def skipped_record(dump: RankDump, reference: RankDump, group: str) -> FlightRecord | None:
+    """Return the collective of `group` that `reference` entered and `dump`'s rank skipped, going on to the next one.
+
+    None if the two agree, or if they differ in more than one skipped collective.
+    """
+    collectives = _collectives_by_number(dump, group)
+    expected = _collectives_by_number(reference, group)
+    for number in sorted(collectives.keys() & expected.keys()):
+        if _same_call(collectives[number], expected[number]):
+            continue
+        following = expected.get(number + 1)
+        if following is not None and _same_call(collectives[number], following):
+            return expected[number]
+        return None
     return None
 
 
-def _same(one: FlightRecord, other: FlightRecord) -> bool:
-    return (one.name, one.where) == (other.name, other.where)
+def _collectives_by_number(dump: RankDump, group: str) -> dict[int, FlightRecord]:
+    return {record.sequence: record for record in dump.records if record.group == group and record.sequence}
 
 
-def report(dumps: Sequence[Dump], hosts: Sequence[str], seconds: float, folder: Path) -> str:
-    """The message: who holds up the job, in what, and where that rank's program is. hosts: of every rank, by number."""
+def _same_call(first: FlightRecord, second: FlightRecord) -> bool:
+    """Return whether two records are of one operation, called on one line of the program."""
+    return first.name == second.name and first.where == second.where
+
+
+def describe_hang(dumps: Sequence[RankDump], hosts: Sequence[str], seconds: float, folder: Path) -> str:
+    """Return the report: which rank holds up the job, in which operation, and where that rank's program is.
+
+    `hosts` are those of all ranks, by rank; `seconds` is run.timeout; `folder` holds the dumps.
+    """
+    operations = blocked_operations(dumps)
+    culprits = find_culprits(dumps, operations, len(hosts))
+    lines = [f"hang: ranks waited over {seconds:g} s (run.timeout) for other ranks; aborting"]
     by_rank = {dump.rank: dump for dump in dumps}
-    found = waits(dumps)
-    named = culprits(dumps, found, len(hosts))
-    lines = [f"the job hangs: ranks have waited for others for {seconds:g} s (run.timeout), and it is ended"]
-    for rank in named[:NAMED]:
-        lines += _of_a_culprit(rank, by_rank, found, hosts[rank])
-    if len(named) > NAMED:
-        lines.append(f"the same goes for ranks {spans(named[NAMED:])}")
-    if not named:
-        lines += _of_an_operation(found)
-    if lost := [dump for dump in dumps if dump.in_wait and not unfinished(dump.records)]:
-        place = f" at {shorten(lost[0].place)}" + f" in rank {lost[0].rank}" * (len(lost) > 1)
-        lines.append(f"{_ranks(dump.rank for dump in lost)} waited for a message{place}")
-    return "\n  ".join([*lines, f"every rank's stack and last operations: {folder}"])
+    for rank in culprits[:DESCRIBED]:
+        lines += _describe_culprit(rank, hosts[rank], by_rank, operations)
+    if len(culprits) > DESCRIBED:
+        lines.append(f"the same is true of ranks {format_ranks(culprits[DESCRIBED:])}")
+    if not culprits and operations:
+        operation = _describe_operation(operations[0])
+        lines.append(
+            f"all ranks of the group have entered {operation}, but it does not end: the network, or tensors of unequal "
+            "sizes"
+        )
+    lines += _describe_unrecorded_waits(dumps)
+    lines.append(f"every rank's stack and last operations: {folder}")
+    return "\n  ".join(lines)
 
 
-def _of_a_culprit(rank: int, by_rank: Mapping[int, Dump], found: Sequence[Wait], host: str) -> Iterator[str]:
-    dump, wait = by_rank.get(rank), next((wait for wait in found if rank in wait.missing), None)
-    who = f"rank {rank} ({host})"
-    if wait is not None and wait.sent.sequence:
-        yield f"{who} has not entered {_operation(wait)}; {_waited(wait)}"
-    elif wait is not None:
-        yield f"{who} has not answered {_operation(wait)}; {_waited(wait)}"
+def _describe_culprit(
+    rank: int, host: str, by_rank: Mapping[int, RankDump], operations: Sequence[BlockedOperation]
+) -> Iterator[str]:
+    """Yield what is known of a rank that holds up the job."""
+    held_up = next((operation for operation in operations if rank in operation.missing), None)
+    if held_up is None:
+        yield f"rank {rank} ({host}) is not waiting for any rank"
     else:
-        yield f"{who} waits for nobody"
+        verb = "answered" if held_up.is_message else "entered"
+        yield f"rank {rank} ({host}) has not {verb} {_describe_operation(held_up)}; {_describe_waiting(held_up)}"
+    dump = by_rank.get(rank)
     if dump is None:
-        yield f"rank {rank} says nothing: its process has ended, is stopped, or is stuck outside Python"
+        yield f"rank {rank} does not answer: its process has ended, is stopped, or is stuck outside Python"
         return
-    yield f"rank {rank}'s main thread is at {shorten(dump.place)}"
-    if own := next((wait for wait in found if rank in wait.waiting), None):
-        yield f"rank {rank} waits in {_operation(own)} meanwhile"
-    if wait is not None and (left := skipped(dump, by_rank[wait.waiting[0]], wait.sent.group)):
-        where = f" at {shorten(left.where)}" * bool(left.where)
-        yield f"rank {rank} seems to have skipped number {left.sequence} of them, {left.name}{where}"
+    yield f"rank {rank}'s main thread is at {shorten_path(dump.position)}"
+    waited_in = next((operation for operation in operations if rank in operation.waiting), None)
+    if waited_in is not None:
+        yield f"rank {rank} itself waits in {_describe_operation(waited_in)}"
+    if held_up is not None:
+        yield from _describe_skipped(dump, by_rank[held_up.waiting[0]], held_up.record.group)
 
 
-def _of_an_operation(found: Sequence[Wait]) -> Iterator[str]:
-    for wait in found[:1]:
-        yield f"all of the group have entered {_operation(wait)}, which does not end: the network, or unequal sizes"
+def _describe_skipped(dump: RankDump, reference: RankDump, group: str) -> Iterator[str]:
+    skipped = skipped_record(dump, reference, group)
+    if skipped is not None:
+        location = f" at {shorten_path(skipped.where)}" if skipped.where else ""
+        operation = f"number {skipped.sequence} of this group, {skipped.name}{location}"
+        yield f"rank {dump.rank} seems to have skipped {operation}"
 
 
-def _operation(wait: Wait) -> str:
-    number = f" number {wait.sent.sequence}" * bool(wait.sent.sequence)
-    where = f" ({shorten(wait.sent.where)})" * bool(wait.sent.where)
-    return f"{wait.sent.name}{number} of ranks {spans(wait.members)}{where}"
+def _describe_unrecorded_waits(dumps: Sequence[RankDump]) -> Iterator[str]:
+    """Yield the ranks that wait for a message of which there is no record, as with gloo."""
+    waiting = [dump for dump in dumps if dump.in_wait and not unfinished_records(dump.records)]
+    if waiting:
+        first = waiting[0]
+        whose = f" on rank {first.rank}" if len(waiting) > 1 else ""
+        ranks = _name_ranks([dump.rank for dump in waiting])
+        yield f"{ranks} waited for a message at {shorten_path(first.position)}{whose}"
 
 
-def _waited(wait: Wait) -> str:
-    verb = "has" if len(wait.waiting) == 1 else "have"
-    return f"{_ranks(wait.waiting)} {verb} waited {wait.seconds:.0f} s"
+def _describe_operation(operation: BlockedOperation) -> str:
+    record = operation.record
+    number = "" if operation.is_message else f" number {record.sequence}"
+    location = f" ({shorten_path(record.where)})" if record.where else ""
+    return f"{record.name}{number} of ranks {format_ranks(operation.group_ranks)}{location}"
 
 
-def _ranks(ranks: Sequence[int] | Iterator[int]) -> str:
-    every = list(ranks)
-    return f"rank{'s' * (len(every) > 1)} {spans(every)}"
+def _describe_waiting(operation: BlockedOperation) -> str:
+    verb = "has" if len(operation.waiting) == 1 else "have"
+    return f"{_name_ranks(operation.waiting)} {verb} waited {operation.seconds:.0f} s"
 
 
-def spans(ranks: Sequence[int]) -> str:
-    """1, 2, 3, 7 -> "1-3, 7"."""
-    runs: list[list[int]] = []
+def _name_ranks(ranks: Sequence[int]) -> str:
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {format_ranks(ranks)}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as text, runs of them shortened: [1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
         else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+            runs.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def shorten(place: str) -> str:
-    """A place in this repository without the way to it."""
-    return place.removeprefix(ROOT)
+def shorten_path(location: str) -> str:
+    """Return a file:line without the folder of the repository, if it is in there."""
+    return location.removeprefix(ROOT)

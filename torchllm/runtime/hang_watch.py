@@ -1,13 +1,13 @@
-"""Ends a job that hangs, and says why: which rank the others wait for, in what operation, where its program is.
+"""End a job that hangs, and say why: which rank the others wait for, in which operation, and where its program is.
 
-A thread on every rank looks once a second, for microseconds, whether an operation of this rank's, or its main thread in
-a wait for a message, has stood still for run.timeout. The first rank that finds one raises the alarm in the job's
-store. Then every rank tells there what it knows (`hang_report.Dump`) and writes it down, in full, in
-RUN/hang/TIME/rank_N.json; the lowest one that answers concludes from all of it and says so, once; and all end
-their process. The process groups' own time-outs come `GRACE` later: for a job whose store has gone.
+A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
+a wait for a message, has made no progress for run.timeout. The first rank that finds one raises the alarm in the job's
+store. Then every rank publishes there what it knows (`hang_report.RankDump`) and writes it, in full, to
+RUN/hang/TIME/rank_N.json. The lowest rank that answers draws the conclusion and logs it, once; then all ranks end their
+process. The process groups' own time-outs come `GRACE` seconds later, for a job whose store is gone.
 
-Only rank 0's node need be alive for that. A rank busy on its own (a compilation, a slow disk) while others wait for
-longer than run.timeout is an alarm too, as it would be for the process groups: raise run.timeout.
+Only rank 0's node must be alive for that. A rank that is busy on its own (a compilation, a slow disk) while others wait
+longer than run.timeout raises the alarm too, as the process groups' time-out would: raise run.timeout.
 """
 
 import logging
@@ -21,162 +21,227 @@ from datetime import timedelta
 from pathlib import Path
 from traceback import StackSummary, walk_stack
 from types import FrameType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchllm.runtime.hang_report import Dump, read_dump, report, unfinished
-from torchllm.runtime.torch_compat import flight_records, group_progress, limit_groups
+from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records
+from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
 
 TICK = 1.0
-"""seconds between looks"""
+"""seconds between two looks"""
 PATIENCE = 3.0
-"""seconds in which the others should have told what they know"""
+"""seconds that the other ranks have to publish what they know"""
 GRACE = 10.0
-"""seconds by which the process groups' time-out is longer"""
-ASKED = 20_000
-"""questions a second that all ranks together ask the store; it answers 70,000 on two cores"""
-TOLD = 20_000
-"""records of a group that all ranks together tell; their files have all"""
-WAITS = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
-"""code whose innermost line waits for other ranks, when it is the same for minutes"""
+"""seconds by which the process groups' time-out is longer than run.timeout"""
+POLLS_PER_SECOND = 20_000
+"""requests per second that all ranks together send to the store; it answers 70,000 on two cores"""
+PUBLISHED_RECORDS = 20_000
+"""records per process group that all ranks together publish; the files hold all records"""
+WAITING_CODE = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
+"""files that wait for other ranks: a main thread that stays for minutes on one line of theirs is waiting"""
+
+ALARM = "alarm"
+"""key of the store: name of the folder of dumps, set by the first rank that finds a hang"""
+PUBLISHED = "published"
+"""key of the store: number of ranks that have published their dump"""
+SPEAKERS = "speakers"
+"""key of the store: number of ranks that were about to report; only the first does"""
+REPORTED = "reported"
+"""key of the store: set when the report is logged"""
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank."""
+
+    host: str
+    parent: int
+    """process id of the torchrun that started it"""
+    pid: int
+
+    def text(self) -> str:
+        """Return the process as one line; `parse` is the inverse."""
+        return f"{self.host} {self.parent} {self.pid}"
+
+    @classmethod
+    def parse(cls, text: str) -> "RankProcess":
+        """Read a line that `text` wrote."""
+        host, parent, pid = text.split()
+        return cls(host, int(parent), int(pid))
 
 
 class HangWatch:
-    """This rank's. `peers`: "host parent-pid pid" of every rank, by number."""
+    """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
 
-    def __init__(self, rank: int, folder: Path, timeout: float, peers: list[str]) -> None:
-        self.rank, self.folder, self.timeout = rank, folder, timeout
-        self.hosts = [peer.split()[0] for peer in peers]
-        self.siblings = _siblings(rank, peers)
+    def __init__(self, rank: int, folder: Path, timeout: float, processes: list[RankProcess]) -> None:
+        """Watch `rank` of the job whose ranks are `processes`; dumps go to `folder`/hang; `timeout` is in seconds."""
+        self.rank = rank
+        self.folder = folder
+        self.timeout = timeout
+        self.hosts = [process.host for process in processes]
+        self.siblings = _open_siblings(rank, processes)
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A client of its own: the process groups' may be busy, for as long as a rank waits there.
+        # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
         client = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]  # not re-exported there
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
-        self.groups: dict[str, list[int]] = {}
-        self.progress: dict[str, tuple[int, int]] = {}
-        self.moved: dict[str, float] = {}
-        self.place: object = None
-        self.still_since = time.monotonic()
-        self.ended = threading.Event()
+        self.group_ranks: dict[str, list[int]] = {}
+        """ranks of each process group, by torch's name of the group"""
+        self.progress: dict[str, GroupProgress] = {}
+        """at the last look"""
+        self.last_moved: dict[str, float] = {}
+        """time.monotonic() when each group was last seen idle or making progress"""
+        self.position: object = None
+        """of the main thread at the last look, with the groups' progress"""
+        self.position_since = time.monotonic()
+        self.closed = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         """Stop watching."""
-        self.ended.set()
+        self.closed.set()
         self.thread.join()
 
     def _watch(self) -> None:
-        while not self.ended.wait(TICK):
-            limit_groups(self.timeout + GRACE, self.groups)
+        while not self.closed.wait(TICK):
+            limit_groups(self.timeout + GRACE, self.group_ranks)
             try:
-                if not (self.hangs() or self.store.check(["alarm"])):
-                    continue
+                alarm = self.hangs() or self.store.check([ALARM])
             except dist.DistError:
                 return  # the store ends with the job; the process groups have their own time-out
-            self._end()
+            if alarm:
+                self._end_job()
 
     def hangs(self) -> bool:
-        """Whether this rank has waited for others for too long. Call it once a `TICK`."""
-        moment, progress = time.monotonic(), group_progress()
-        for group, (asked, done) in progress.items():
-            if asked == done or self.progress.get(group) != (asked, done):
-                self.moved[group] = moment
-        frame = _main_frame()
-        place = id(frame), frame.f_lasti, progress
-        if place != self.place:
-            self.place, self.still_since = place, moment
+        """Return whether this rank has waited for other ranks longer than the time-out. Call it once per `TICK`."""
+        moment = time.monotonic()
+        progress = group_progress()
+        for group, state in progress.items():
+            if state.enqueued == state.completed or self.progress.get(group) != state:
+                self.last_moved[group] = moment
         self.progress = progress
-        if moment - self.still_since > self.timeout and _in_wait(frame):
-            return True
-        late = [group for group, since in self.moved.items() if moment - since > self.timeout]
-        if not late:
+        return self._main_thread_hangs(moment) or self._group_hangs(moment)
+
+    def _main_thread_hangs(self, moment: float) -> bool:
+        """Return whether the main thread has waited on one instruction for too long: perhaps for a message."""
+        frame = _main_frame()
+        position = id(frame), frame.f_lasti, self.progress
+        if position != self.position:
+            self.position, self.position_since = position, moment
+        return moment - self.position_since > self.timeout and _in_waiting_code(frame)
+
+    def _group_hangs(self, moment: float) -> bool:
+        """Return whether a collective has been unfinished for too long."""
+        stuck = [group for group, moved in self.last_moved.items() if moment - moved > self.timeout]
+        if not stuck:
             return False
-        oldest = min((record.created for record in unfinished(flight_records())), default=time.time_ns())
-        self.moved.update(dict.fromkeys(late, moment))
+        # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
+        oldest = min((record.created for record in unfinished_records(flight_records())), default=time.time_ns())
+        self.last_moved.update(dict.fromkeys(stuck, moment))
         return time.time_ns() - oldest > self.timeout * 1e9
 
-    def _end(self) -> None:
-        # A main thread that fails now, for its peers go, has nothing to add.
+    def _end_job(self) -> None:
+        """Report the hang together with the other ranks and end this process."""
+        # The main thread may fail now because other ranks end: it has nothing to add to the report.
         sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
         try:
-            self._tell()
-        except (dist.DistError, OSError) as problem:
-            log.error(
-                "the job hangs, rank %d at least, and its ranks cannot speak to each other: %s", self.rank, problem
-            )
+            self._report()
+        except (dist.DistError, OSError) as error:
+            log.error("hang: rank %d, perhaps others, and the ranks cannot reach each other: %s", self.rank, error)
         finally:
             os._exit(1)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
+        """Publish this rank's dump and write it to its file; the first rank to answer logs the report of all."""
         name = time.strftime("%Y%m%d-%H%M%S")
-        folder = self.folder / "hang" / bytes(self.store.compare_set("alarm", "", name)).decode()
-        dump = _dump(self.rank, self.hosts[self.rank], self.groups)
-        world = len(self.hosts)
-        self.store.set(f"rank_{self.rank}", dump.recent(max(4, TOLD // world)).json())
-        self.store.add("told", 1)
-        # Beside all else: a file system that does not answer may be why the job hangs.
+        folder = self.folder / "hang" / bytes(self.store.compare_set(ALARM, "", name)).decode()
+        dump = _dump(self.rank, self.hosts[self.rank], self.group_ranks)
+        world_size = len(self.hosts)
+        self.store.set(f"rank_{self.rank}", dump.recent(max(4, PUBLISHED_RECORDS // world_size)).json())
+        self.store.add(PUBLISHED, 1)
+        # In a thread: a file system that does not answer may be the reason of the hang.
         writer = threading.Thread(target=_write, args=(folder, dump), daemon=True)
         writer.start()
         deadline = time.monotonic() + PATIENCE
-        while self.store.add("told", 0) < world and time.monotonic() < deadline:
-            time.sleep(max(0.05, world / ASKED))
+        while self.store.add(PUBLISHED, 0) < world_size and time.monotonic() < deadline:
+            time.sleep(max(0.05, world_size / POLLS_PER_SECOND))
         writer.join(max(0.5, deadline - time.monotonic()))
-        if next(filter(self._has_told, range(world))) == self.rank and self.store.add("speakers", 1) == 1:
-            told = self.store.multi_get([f"rank_{r}" for r in range(world) if self._has_told(r)])
-            dumps = [read_dump(bytes(dump).decode()) for dump in told]
-            log.error("%s", report(dumps, self.hosts, self.timeout, folder))
-            self.store.set("said", "")
+        if self._speaks_for_all():
+            answering = [rank for rank in range(world_size) if self._has_published(rank)]
+            texts = self.store.multi_get([f"rank_{rank}" for rank in answering])
+            dumps = [read_dump(bytes(text).decode()) for text in texts]
+            log.error("%s", describe_hang(dumps, self.hosts, self.timeout, folder))
+            self.store.set(REPORTED, "")
         else:
-            self.store.wait(["said"], timedelta(seconds=3 * PATIENCE))
-        self._kill_the_silent()
+            self.store.wait([REPORTED], timedelta(seconds=3 * PATIENCE))
+        self._kill_silent_siblings()
 
-    def _has_told(self, rank: int) -> bool:
+    def _speaks_for_all(self) -> bool:
+        """Return whether this is the lowest rank that has published its dump, and no other rank thought so earlier."""
+        lowest = next(rank for rank in range(len(self.hosts)) if self._has_published(rank))
+        return lowest == self.rank and self.store.add(SPEAKERS, 1) == 1
+
+    def _has_published(self, rank: int) -> bool:
         return bool(self.store.check([f"rank_{rank}"]))
 
-    def _kill_the_silent(self) -> None:
-        """A stopped process, or one stuck outside Python, heeds no SIGTERM: torchrun would wait 30 s for it."""
-        silent = [rank for rank in self.siblings if not self._has_told(rank)]
-        if silent and all(rank in silent for rank in self.siblings if rank < self.rank):
-            time.sleep(0.5)  # the others of this node end first: torchrun tells of the first one
+    def _kill_silent_siblings(self) -> None:
+        """Kill the ranks of this node that published nothing; the lowest rank of the node that did publish does it.
+
+        A stopped process, or one stuck outside Python, does not react to SIGTERM: torchrun would wait 30 s for it.
+        """
+        silent = [rank for rank in self.siblings if not self._has_published(rank)]
+        lower = [rank for rank in self.siblings if rank < self.rank]
+        if silent and all(rank in silent for rank in lower):
+            time.sleep(0.5)  # let the other ranks of this node end first: torchrun reports the first that ended
             for rank in silent:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
 
 
-def _siblings(rank: int, peers: list[str]) -> dict[int, int]:
-    """Ranks that the same torchrun has started -> a handle on their process, which no other process inherits."""
-    found = {}
-    host, parent, _ = peers[rank].split()
-    for other, peer in enumerate(peers):
-        if other != rank and peer.split()[:2] == [host, parent] and int(parent) > 1:
-            with suppress(OSError, AttributeError):  # no such thing there: torchrun's 30 s, then
-                found[other] = os.pidfd_open(int(peer.split()[2]))
-    return found
+def _open_siblings(rank: int, processes: list[RankProcess]) -> dict[int, int]:
+    """Return a handle (pidfd) on each other rank that the same torchrun started, by rank.
+
+    A process id may be given to another process when its owner ends; a handle cannot.
+    """
+    own_process = processes[rank]
+    handles: dict[int, int] = {}
+    if own_process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
+        return handles
+    for number, process in enumerate(processes):
+        if number != rank and process.host == own_process.host and process.parent == own_process.parent:
+            with suppress(OSError, AttributeError):  # no pidfd on this system: torchrun kills them after its 30 s
+                handles[number] = os.pidfd_open(process.pid)
+    return handles
 
 
 def _main_frame() -> FrameType:
+    """Return the frame that the main thread executes."""
     return sys._current_frames()[threading.main_thread().ident or 0]
 
 
-def _in_wait(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in WAITS)
+def _in_waiting_code(frame: FrameType) -> bool:
+    """Return whether a frame is in code that waits for other ranks."""
+    return any(part in frame.f_code.co_filename for part in WAITING_CODE)
 
 
-def _dump(rank: int, host: str, groups: dict[str, list[int]]) -> Dump:
+def _dump(rank: int, host: str, group_ranks: dict[str, list[int]]) -> RankDump:
+    """Collect what this rank knows, now."""
     frame = _main_frame()
     lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
     stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
-    return Dump(rank, host, time.time_ns(), stack, _in_wait(frame), groups, flight_records(places=True))
+    return RankDump(
+        rank, host, time.time_ns(), stack, _in_waiting_code(frame), group_ranks, flight_records(places=True)
+    )
 
 
-def _write(folder: Path, dump: Dump) -> None:
+def _write(folder: Path, dump: RankDump) -> None:
+    """Write a dump to its file, which appears whole; log what goes wrong."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".rank_{dump.rank}"
-        part.write_text(dump.json())
-        part.rename(folder / f"rank_{dump.rank}.json")
-    except OSError as problem:
-        log.error("rank %d: %s", dump.rank, problem)
+        temporary = folder / f".rank_{dump.rank}"
+        temporary.write_text(dump.json())
+        temporary.rename(folder / f"rank_{dump.rank}.json")
+    except OSError as error:
+        log.error("rank %d: %s", dump.rank, error)

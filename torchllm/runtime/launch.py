@@ -1,8 +1,9 @@
-"""torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
+"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
 
-Two differences. It handles USR2 alone, as "end at once": given TERM, torchrun leaves the ranks 30 s, too short for
-some saves, so run_train.sh asks for a stop through a file instead. And it prints no traceback of its own when a rank
-ends the job: a rank that failed has said why; one that was killed could not, and is named here.
+There are two differences from plain torchrun. It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
+torchrun gives the ranks 30 s, too short for some saves, so run_train.sh asks for a stop through a file instead. And it
+prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that was
+killed could not, and is named here.
 """
 
 import logging
@@ -15,7 +16,7 @@ from torch.distributed.run import main
 
 
 def launch(arguments: list[str]) -> None:
-    """Run torchrun; SystemExit with 1 when a rank failed, 128 + the signal's number when one ended everything."""
+    """Run torchrun with `arguments`. Raises SystemExit with 1 if a rank failed, 128 + N if signal N ended the job."""
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     try:
         main(["--signals-to-handle=SIGUSR2", *arguments])
@@ -25,8 +26,8 @@ def launch(arguments: list[str]) -> None:
         rank, failure = error.get_first_failure()
         status = failure.exitcode
         if status != 1:
-            how = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            print(f"rank {rank} {how}", file=sys.stderr)
+            ending = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            print(f"rank {rank} {ending}", file=sys.stderr)
         sys.exit(1)
 
 

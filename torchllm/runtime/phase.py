@@ -1,17 +1,19 @@
-"""Names for what the step does, by which a profile of it is read (`metrics/breakdown.py`, or a trace viewer)."""
+"""Named parts of a step, by which `metrics/breakdown.py` or a trace viewer reads its profile."""
 
 import torch.distributed as dist
 from torch.profiler import record_function
 
 PREFIX = "torchllm:"
+"""begins every name, to tell these parts from annotations of torch"""
 MESSAGES = "messages of "
+"""begins the name of a part that sends messages; torch's name of the process group follows"""
 
 
 def phase(name: str) -> record_function:
-    """A context around a part of the step. Costs a few microseconds where nothing is profiled."""
+    """Return a context that names a part of the step. It costs a few microseconds where nothing is profiled."""
     return record_function(PREFIX + name)
 
 
 def messages(group: dist.ProcessGroup) -> record_function:
-    """Around sending and receiving from rank to rank, in another group than the pipeline's."""
+    """Return a context around sending and receiving between ranks of `group`, which is not the pipeline's group."""
     return phase(MESSAGES + group.group_name)

@@ -1,7 +1,7 @@
-"""What a process needs before it can train: its ranks, device, seeds, signals; and how it ends.
+"""Start and end of a training process: its rank, device, seeds, signals, and the run folder that all ranks share.
 
-Every rank runs the same calls in the same order. What ranks must agree on (stop now?) goes through a gloo group on the
-host and is read one step late, so that no step waits for it.
+Every rank makes the same calls in the same order. What the ranks must agree on (stop now?) goes through a gloo group on
+the host and is read one step late, so that no step waits for it.
 """
 
 import gc
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,23 @@ from torch import Tensor
 
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
-from torchllm.runtime.hang_watch import GRACE, HangWatch
+from torchllm.runtime.hang_watch import GRACE, HangWatch, RankProcess
 
 log = logging.getLogger(__name__)
 
 STOPPED = "stopped.json"
-"""marker in the run folder: the run was told to stop, saved, and can go on from there"""
+"""marker in the run folder: the run was asked to stop, has saved a checkpoint, and can be resumed from it"""
 STOP = "stop"
-"""file in the run folder by which anybody, run_train.sh above all, tells the run to stop"""
+"""file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
+IGNORE_REPEATED_SIGNALS_FOR = 5.0
+"""seconds; Slurm signals every process, and torchrun, signalled too, forwards the same signal once more"""
+FILE_SYSTEM_PATIENCE = 5.0
+"""seconds; a network file system shows a new file on other nodes a moment late"""
 
 
 @dataclass
 class Runtime:
-    """This process among the others."""
+    """This process, its device, and its connection to the other ranks of the job."""
 
     rank: int
     world_size: int
@@ -44,63 +49,67 @@ class Runtime:
     device: torch.device
     folder: Path
     host_group: dist.ProcessGroup
-    """gloo, for agreements on the host"""
+    """gloo group of all ranks, for what they agree on without their devices"""
     collect_interval: int
+    """steps between two garbage collections; 0 leaves them to Python"""
     hang_watch: HangWatch | None = None
-    """where there are other ranks to wait for"""
-    _told_to_stop: float | None = None
-    _vote: tuple[Tensor, dist.Work | None] | None = None
+    """None in a job of one rank, which waits for nobody"""
+    _stop_requested_at: float | None = None
+    """time.monotonic() of the first request to stop on this rank"""
+    _stop_vote: "_StopVote | None" = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that speaks and writes."""
+        """Return whether this is rank 0, the one that logs and writes files."""
         return self.rank == 0
 
     @property
     def ranks_on_node(self) -> int:
-        """Ranks that share this node; without a launcher to say so: all."""
+        """Return the number of ranks on this node; all of them if no launcher says otherwise."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def should_stop(self, failed: bool = False) -> bool:
-        """Whether any rank had been told to stop, or had `failed`, by the previous call: the same answer on all ranks.
+        """Return whether any rank was asked to stop, or passed `failed`, by the previous call: the same on all ranks.
 
-        Call it once a step.
-
-        One step late: the vote of the last call is read, the next one set off to run beside the step.
+        Call it once per step. It reads the vote that the previous call started and starts the next one, which runs
+        beside the step, so the answer comes one step late and no step waits for it.
         """
-        stop = False
-        if self._vote is not None:
-            flag, work = self._vote
-            if work is not None:
-                work.wait()
-            stop = bool(flag.item())
-        flag = torch.tensor(int(failed or self._is_told_to_stop()))
-        self._vote = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+        stop = self._stop_vote is not None and self._stop_vote.wait()
+        flag = torch.tensor(int(failed or self._stop_requested()))
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+        self._stop_vote = _StopVote(flag, work)
         return stop
 
-    def _is_told_to_stop(self) -> bool:
-        if self._told_to_stop is None and self.is_main and (self.folder / STOP).exists():
-            self._told_to_stop = time.monotonic()
+    def _stop_requested(self) -> bool:
+        """Return whether a signal, or on rank 0 the file `STOP`, has asked this rank to stop."""
+        if self._stop_requested_at is None and self.is_main and (self.folder / STOP).exists():
+            self._stop_requested_at = time.monotonic()
             log.warning("%s: saving at the next step boundary", self.folder / STOP)
-        return self._told_to_stop is not None
+        return self._stop_requested_at is not None
 
-    def gather_texts(self, error: str | None) -> list[str | None]:
-        """Every rank's error text (None: fine) on every rank: one rank's bad input must end all of them, not hang."""
-        errors: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(errors, error, group=self.host_group)
-        return errors
+    def gather_texts(self, text: str | None) -> list[str | None]:
+        """Return the text of every rank, by rank; all ranks must call it.
+
+        Mostly error texts (None: no error): bad input on one rank must end all ranks instead of leaving them waiting.
+        """
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, text, group=self.host_group)
+        return texts
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.host_group)
 
     def collect_garbage(self, step: int) -> None:
-        """Python's cycle collection, on every rank at the same step: at different ones each would stall all others."""
+        """Run Python's cycle collector every `collect_interval` steps.
+
+        All ranks collect at the same step: at different steps each rank would stall all others in turn.
+        """
         if self.collect_interval and step % self.collect_interval == 0:
             gc.collect(1)
 
     def mark_stopped(self, step: int) -> None:
-        """Tell run_train.sh that this run ended early on purpose, with a checkpoint of `step`."""
+        """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
         if self.is_main:
             (self.folder / STOPPED).write_text(json.dumps({"step": step}) + "\n")
 
@@ -108,43 +117,46 @@ class Runtime:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
         if self.is_main:
             (self.folder / STOP).unlink(missing_ok=True)
-        if self._vote is not None and self._vote[1] is not None:
-            self._vote[1].wait()
+        if self._stop_vote is not None:
+            self._stop_vote.wait()
         if self.hang_watch is not None:
             self.hang_watch.close()
         dist.destroy_process_group()
 
 
-def start_runtime(run: Run) -> Runtime:
-    """Join the job that torchrun (or nothing: one rank) started, and set this process up for it.
+class _StopVote(NamedTuple):
+    """A vote of all ranks on stopping, which goes on in the background."""
 
-    UserError, on all ranks, if one has not the device it should have, or the run folder is not one on all nodes.
+    flag: Tensor
+    """1 if this rank votes for stopping; after the vote, if any rank does"""
+    work: dist.Work | None
+    """None when torch has finished the reduction at once"""
+
+    def wait(self) -> bool:
+        """Wait for the vote and return whether any rank wants to stop."""
+        if self.work is not None:
+            self.work.wait()
+        return bool(self.flag.item())
+
+
+def start_runtime(run: Run) -> Runtime:
+    """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
+
+    Raises UserError on all ranks if a rank lacks its device or sees another run folder than rank 0.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     report_errors(rank, local_rank)
-    device, error = torch.device("cpu"), None
+    device = torch.device("cpu")
+    device_error = None
     try:
         device = choose_device(run.device, local_rank)
-    except UserError as problem:
-        error = str(problem)  # raised below, together: alone it would leave the others waiting
+    except UserError as error:
+        device_error = str(error)  # raised below on all ranks: raised here, it would leave the others waiting
     timeout = timedelta(seconds=run.timeout + GRACE)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # the flight recorder's: what the ranks sent last
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13's profiler prints two lines a profile otherwise
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
-    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    torch.manual_seed(run.seed)
-    if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    if run.collect_garbage_interval:
-        gc.disable()
+    _join_job(run, rank, world_size, timeout)
+    _set_torch_up(run, device)
     runtime = Runtime(
         rank=rank,
         world_size=world_size,
@@ -154,29 +166,60 @@ def start_runtime(run: Run) -> Runtime:
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         collect_interval=run.collect_garbage_interval,
     )
-    raise_first_error(runtime.gather_texts, error)
-    kinds = runtime.gather_texts(device.type)
-    if len(set(kinds)) > 1:
-        raise UserError(f"rank {kinds.index('cpu')} sees no GPU, rank {kinds.index('cuda')} does: mend that node")
+    raise_first_error(runtime.gather_texts, device_error)
+    device_types = runtime.gather_texts(device.type)
+    if len(set(device_types)) > 1:
+        blind, sighted = device_types.index("cpu"), device_types.index("cuda")
+        raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
     _handle_signals(runtime)
     _share_folder(runtime)
     if world_size > 1:
-        peers = runtime.gather_texts(f"{os.uname().nodename} {os.getppid()} {os.getpid()}")
-        runtime.hang_watch = HangWatch(rank, runtime.folder, run.timeout, [str(peer) for peer in peers])
+        own_process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
+        texts = runtime.gather_texts(own_process.text())
+        processes = [RankProcess.parse(str(text)) for text in texts]
+        runtime.hang_watch = HangWatch(rank, runtime.folder, run.timeout, processes)
     return runtime
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank: GPU number `local_rank`, or the CPU. UserError if that GPU is not there."""
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Create the default process group: through torchrun's rendezvous, or of this process alone."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # operations that the flight recorder keeps
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints two lines per profile
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _set_torch_up(run: Run, device: torch.device) -> None:
+    """Set the seed, deterministic algorithms, matmul precision and garbage collection that `run` asks for."""
+    torch.manual_seed(run.seed)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if run.collect_garbage_interval:
+        gc.disable()  # Runtime.collect_garbage does it, at the same step on all ranks
+
+
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """Return the device of this rank: GPU number `local_rank`, or the CPU.
+
+    `requested` is run.device: "auto", "cuda" or "cpu". Raises UserError if that GPU does not exist.
+    """
+    gpu_available = torch.cuda.is_available()
+    if requested == "cuda" and not gpu_available:
         raise UserError('run.device = "cuda", but torch sees no GPU here; use "auto" or "cpu"')
-    if wanted == "cpu" or not there:
+    if requested == "cpu" or not gpu_available:
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus:
         raise UserError(
-            f"local rank {local_rank} has no GPU of its own, it sees {torch.cuda.device_count()}: lower NPROC, or let "
-            "each Slurm task see all GPUs of its node (--gpu-bind=none)"
+            f"local rank {local_rank} has no GPU of its own: it sees {gpus}. Lower NPROC, or let each Slurm task see "
+            "all GPUs of its node (--gpu-bind=none)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -184,7 +227,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
-    """The type of the computation that training.dtype asks for on this device."""
+    """Return the dtype to compute in: training.dtype, where "auto" is bfloat16 on a GPU and float32 on a CPU."""
     name = training.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
@@ -192,7 +235,11 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
 
 
 def report_errors(rank: int = 0, local_rank: int = 0) -> None:
-    """Rank 0 speaks, others only of errors, with their rank; what the user can mend is said once, in plain words."""
+    """Set up logging and what happens to an uncaught error.
+
+    Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
+    plain line, once per job; any other error is a bug and keeps its traceback.
+    """
     main = rank == 0
     logging.basicConfig(
         level=logging.INFO if main else logging.ERROR,
@@ -201,31 +248,33 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
         force=True,
     )
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):
-            who = "rank 0 " if main else ""  # the others' lines begin with it
-            log.error("%s", f"{who}failed:\n{''.join(traceback.format_exception(kind, error, trace))}")
+            subject = "rank 0 failed" if main else "failed"  # the lines of other ranks begin with their rank
+            log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)))
             return
-        if not main:  # rank 0 has it too, and ends the job when it has said so; unless only this node has it
+        if not main:
+            # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which sleep
+            # here. If only this node has it, its first rank prints it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3.0 if local_rank == 0 else 6.0)
         log.error("error: %s", error)
 
-    sys.excepthook = show
+    sys.excepthook = print_error
 
 
 def _handle_signals(runtime: Runtime) -> None:
-    """SIGTERM and SIGINT: save and stop at the next step boundary; another one later ends the process at once.
+    """Make SIGTERM and SIGINT ask the run to save and stop at the next step boundary.
 
-    Not one at the same moment: Slurm signals every process, and torchrun, signalled too, forwards it once more.
+    A second signal ends the process at once, unless it comes within `IGNORE_REPEATED_SIGNALS_FOR` seconds.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if runtime._told_to_stop is not None:
-            if time.monotonic() - runtime._told_to_stop > 5.0:
+        if runtime._stop_requested_at is not None:
+            if time.monotonic() - runtime._stop_requested_at > IGNORE_REPEATED_SIGNALS_FOR:
                 os._exit(128 + number)
             return
-        runtime._told_to_stop = time.monotonic()
+        runtime._stop_requested_at = time.monotonic()
         if runtime.is_main:
             log.warning("%s: saving at the next step boundary", signal.Signals(number).name)
 
@@ -234,7 +283,11 @@ def _handle_signals(runtime: Runtime) -> None:
 
 
 def _share_folder(runtime: Runtime) -> None:
-    """Make the run folder, and find out now, not at the first checkpoint, if a node has another file system there."""
+    """Create the run folder and check that all ranks see the same one: here, not at the first checkpoint.
+
+    Raises UserError on all ranks if it cannot be written or a node has another file system at its path.
+    """
+    name = f"run.folder = {str(runtime.folder)!r}"
     probe = runtime.folder / ".shared"
     error = None
     if runtime.is_main:
@@ -243,18 +296,17 @@ def _share_folder(runtime: Runtime) -> None:
             (runtime.folder / STOPPED).unlink(missing_ok=True)
             probe.write_text(str(os.getpid()))
         except OSError as problem:
-            error = f"run.folder = {str(runtime.folder)!r} cannot be written: {problem}"
+            error = f"{name} cannot be written: {problem}"
     raise_first_error(runtime.gather_texts, error)
-    seen = runtime.is_main or _appears(probe.exists)
-    error = None if seen else f"run.folder = {str(runtime.folder)!r} is not the folder of rank 0: it must be one file "
-    error = error and error + "system on all nodes (NFS, Lustre, …)"
+    if not runtime.is_main and not _appears(probe.exists):
+        error = f"{name} is not the folder of rank 0: it must be on one file system for all nodes (NFS, Lustre, …)"
     raise_first_error(runtime.gather_texts, error)
     if runtime.is_main:
         probe.unlink()
 
 
-def _appears(exists: Callable[[], bool], patience: float = 5.0) -> bool:
-    """Whether a file is seen within `patience` seconds: network file systems show it late."""
+def _appears(exists: Callable[[], bool], patience: float = FILE_SYSTEM_PATIENCE) -> bool:
+    """Wait up to `patience` seconds for `exists` to be true; return whether it was."""
     deadline = time.monotonic() + patience
     while not exists():
         if time.monotonic() > deadline:
@@ -264,7 +316,7 @@ def _appears(exists: Callable[[], bool], patience: float = 5.0) -> bool:
 
 
 def raise_first_error(gather_texts: Callable[[str | None], list[str | None]], error: str | None) -> None:
-    """UserError on every rank if any has an error, naming the first that has."""
+    """Raise UserError on every rank if any rank has an error, with the text of the first rank that has one."""
     for rank, text in enumerate(gather_texts(error)):
         if text is not None:
             raise UserError(f"rank {rank}: {text}" if rank else text)

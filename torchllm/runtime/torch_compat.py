@@ -1,6 +1,7 @@
-"""Every private torch name and every difference between torch 2.11 and 2.13, each with its reason.
+"""Every private torch name that the library uses, and every difference between torch 2.11 and 2.13, with its reason.
 
-`tests/runtime/test_torch_compat.py` fails when one of them moves.
+Private names that only one file needs may stay there: `PRIVATE` in tests/test_architecture.py lists them with reasons.
+`tests/runtime/test_torch_compat.py` has a test for each name in this file, which fails when torch moves it.
 """
 
 import pickle
@@ -20,6 +21,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Re-exported, for they have no public path:
+# - checkpoint_wrapper: makes a module recompute its forward in the backward pass, as a module, which FSDP needs.
+# - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, for the dry run.
+# - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -37,31 +42,32 @@ __all__ = [
     "profiled_events",
     "skip_pipeline_vote",
 ]
-# No public path have: checkpoint_wrapper, which makes a module recompute its forward; FakeTensorMode, under which
-# tensors have shapes but no memory; TorchDispatchMode, which sees every operation.
 
-RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
-"""what reads the flight recorders. FOOTGUN: NCCL, where torch has it, has one of its own, which the first leaves out"""
+DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+"""functions that dump a flight recorder, pickled; there is one for NCCL and one for all other backends.
+
+FOOTGUN: `_dump_fr_trace` leaves out what NCCL has recorded, and `_dump_nccl_trace` exists only in a torch with NCCL.
+"""
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The dimensions of a mesh as one, called `name`. Private because torch has no public name for it yet."""
+    """Return all dimensions of a mesh as one dimension called `name`. Private: torch has no public name for it yet."""
     return mesh._flatten(name)
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Meshes cut or flattened from one world as the dimensions of one mesh, outermost first.
+    """Return one mesh whose dimensions are those of `meshes`, outermost first, all sliced from one world mesh.
 
-    Private because torch has no public name for it; to cut a flattened dimension from the world by name is deprecated.
+    Private: torch has no public name for it, and slicing a flattened dimension from the world by name is deprecated.
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and global offset, per dimension, of what this rank holds of a parameter.
+    """Return the shape of the part of a parameter that this rank holds, and its offset in the whole, per dimension.
 
-    A plain tensor is held whole. For a DTensor the private helper is the one that knows FSDP2's strided shards (FSDP
-    over tensor parallel on one dimension) and uneven ones.
+    A plain tensor is held whole. Private: only this helper of DTensor knows uneven shards and FSDP2's strided ones
+    (FSDP and tensor parallelism on one dimension).
     """
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), (0,) * parameter.dim()
@@ -70,37 +76,41 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:
-    """Move the gradients of an FSDP unit's gathered weights into their sums over micro batches, of the reduce dtype.
+    """Add the gradients of an FSDP unit's gathered weights to their sums over micro batches, in the reduce dtype.
 
-    FSDP does so itself in its backward hooks. A weight gradient that is computed outside a backward pass is left in the
-    weight's own dtype: several of them would be summed in bfloat16.
+    Private: FSDP does this in its backward hooks only. A weight gradient that is computed outside a backward pass would
+    stay in the weight's own dtype, and several of them would be summed in bfloat16.
     """
     state = unit._get_fsdp_state()
-    # 2.13 allows several parameter groups a unit; 2.11 has one, or None.
+    # torch 2.13 allows several parameter groups per unit; 2.11 has one, or None.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     for group in groups:
-        for parameter in group.fsdp_params if group is not None else []:
+        if group is None:
+            continue
+        for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n, ...) -> (n, ...): x[i] goes to rank i of the n of `group`, out[i] comes from it. Not differentiable.
+    """Send x[i] to rank i of `group` and return what the ranks sent here: (n, ...) -> (n, ...) for n ranks.
 
-    Private because the public `all_to_all_single` fills a given tensor, which selective recomputation cannot keep.
+    Not differentiable. Private: the public `all_to_all_single` writes into a tensor that it is given, which selective
+    recomputation cannot keep.
     """
     ops = torch.ops._c10d_functional
-    each = [1] * len(x)
-    return ops.wait_tensor(ops.all_to_all_single(x, each, each, group.group_name))
+    rows_per_rank = [1] * len(x)
+    return ops.wait_tensor(ops.all_to_all_single(x, rows_per_rank, rows_per_rank, group.group_name))
 
 
 def skip_pipeline_vote(schedule: Any) -> None:
-    """Let a pipeline schedule's first step begin without asking the other stages whether theirs have static shapes.
+    """Let a pipeline schedule begin its first step without asking the other stages whether their shapes are static.
 
-    All of ours have; and with fake tensors there is no answer to read. 2.11 does not ask.
+    Private: all stages of this library have static shapes, torch cannot be told so, and with fake tensors there is no
+    answer to read. torch 2.11 does not ask.
     """
 
-    def all_static(stages: Any, *rest: Any) -> None:
+    def all_static(stages: Any, *_: Any) -> None:
         from torch.distributed.pipelining._utils import InferenceMode
 
         for stage in stages:
@@ -111,123 +121,150 @@ def skip_pipeline_vote(schedule: Any) -> None:
 
 
 class ProfiledEvent(NamedTuple):
-    """One thing that the profiler saw; times in nanoseconds since 1970."""
+    """An operator, kernel or annotation that the profiler recorded; times in nanoseconds since 1970."""
 
     name: str
     start: int
     end: int
     thread: int
+    """id of the thread that started it"""
     annotation: bool
-    """a named stretch of the program (`record_function`), not an operator"""
+    """a named part of the program (`record_function`), not an operator"""
     backward: bool
-    """a node of autograd's graph, around its operators"""
+    """a node of autograd's graph, which contains its operators"""
     asynchronous: bool
-    """goes on beside the thread that started it: a collective of gloo's"""
+    """runs in the background of the thread that started it, as gloo's collectives do"""
     kernel: bool
     """runs on the GPU"""
     launched: int
-    """of a kernel: when the host asked for it"""
+    """for a kernel, when the host launched it; else `start`"""
 
 
 def profiled_events(profiler: profile) -> list[ProfiledEvent]:
-    """What a stopped profiler has seen, in no order.
+    """Return what a stopped profiler has recorded, in no order.
 
-    Not public: `profiler.events()` makes objects of them, with their parents and memory, which takes ten times as long
-    as a small step.
+    Private: the public `profiler.events()` builds a tree of them with their memory, which takes ten times as long as a
+    small step.
     """
-    raw = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    launched = {event.correlation_id(): event.start_ns() for event in raw if event.device_type().name == "CPU"}
-    found = []
-    for event in raw:
-        start, on_gpu = event.start_ns(), event.device_type().name != "CPU"
-        annotation = event.is_user_annotation()
-        if not (on_gpu and annotation):  # the host's annotations again, as seen from the GPU
-            found.append(
-                ProfiledEvent(
-                    event.name(),
-                    start,
-                    start + event.duration_ns(),
-                    event.start_thread_id(),
-                    annotation,
-                    event.scope() == 1,
-                    event.is_async(),
-                    on_gpu,
-                    launched.get(event.linked_correlation_id(), start) if on_gpu else start,
-                )
+    raw_events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
+    launched = {event.correlation_id(): event.start_ns() for event in raw_events if not _on_gpu(event)}
+    events = []
+    for event in raw_events:
+        start, on_gpu = event.start_ns(), _on_gpu(event)
+        if on_gpu and event.is_user_annotation():
+            continue  # the host's annotation once more, on the GPU's time line
+        events.append(
+            ProfiledEvent(
+                name=event.name(),
+                start=start,
+                end=start + event.duration_ns(),
+                thread=event.start_thread_id(),
+                annotation=event.is_user_annotation(),
+                backward=event.scope() == BACKWARD_SCOPE,
+                asynchronous=event.is_async(),
+                kernel=on_gpu,
+                launched=launched.get(event.linked_correlation_id(), start) if on_gpu else start,
             )
-    return found
+        )
+    return events
+
+
+BACKWARD_SCOPE = 1
+"""RecordScope::BACKWARD_FUNCTION in torch's C++"""
+
+
+def _on_gpu(event: Any) -> bool:
+    return event.device_type().name != "CPU"
 
 
 class FlightRecord(NamedTuple):
-    """One collective or message of this rank, from the flight recorder."""
+    """A collective or message that this rank has begun, from torch's flight recorder."""
 
     number: int
-    """counts all of this rank's"""
+    """counts all records of this rank"""
     group: str
     """torch's name of the process group"""
     name: str
     """backend and operation: gloo:all_reduce"""
     sequence: int
-    """counts the collectives of the group, the same on all of its ranks; 0: a message"""
+    """counts the collectives of the group, the same on all of its ranks; 0 for a message"""
     created: int
-    """when it was asked for, in nanoseconds since 1970"""
+    """when it began, in nanoseconds since 1970"""
     done: bool
     where: str
-    """file:line that asked for it, the innermost outside torch"""
+    """file:line that called it, the innermost outside torch; empty if that was not asked for"""
 
 
 def flight_records(since: int = 0, places: bool = False) -> list[FlightRecord]:
-    """What this rank has sent since a time, in nanoseconds since 1970, as far back as TORCH_FR_BUFFER_SIZE goes;
-    `places`: and from where.
+    """Return what this rank has begun after `since`, in nanoseconds since 1970, oldest first.
 
-    torch documents the flight recorder, and the tool that reads its files, but not this call, nor the file's keys.
+    The recorder keeps the last TORCH_FR_BUFFER_SIZE records. `places`: also find the line that called each, slower.
+    Private: torch documents the flight recorder and the tool that reads its files, but not this call, nor the keys.
     """
-    found = []
-    for dump in RECORDERS:
+    records = []
+    for dump in DUMP_FLIGHT_RECORDER:
         for entry in pickle.loads(dump(True, places, False)).get("entries", []):
-            ours = [at for at in entry.get("frames", []) if "/torch/" not in at["filename"]]
-            sent = FlightRecord(
-                entry["record_id"],
-                entry["process_group"][0],
-                entry["profiling_name"],
-                0 if entry["is_p2p"] else entry["collective_seq_id"],
-                entry["time_created_ns"],
-                entry["retired"],
-                f"{ours[0]['filename']}:{ours[0]['line']}" if ours else "",
-            )
-            if sent.created > since:
-                found.append(sent)
-    return found
+            if entry["time_created_ns"] > since:
+                record = FlightRecord(
+                    number=entry["record_id"],
+                    group=entry["process_group"][0],
+                    name=entry["profiling_name"],
+                    sequence=0 if entry["is_p2p"] else entry["collective_seq_id"],
+                    created=entry["time_created_ns"],
+                    done=entry["retired"],
+                    where=_innermost_outside_torch(entry.get("frames", [])),
+                )
+                records.append(record)
+    return records
 
 
-def group_progress() -> dict[str, tuple[int, int]]:
-    """Of each process group: the last operation that was asked for, and the last that is done. Takes microseconds.
+def _innermost_outside_torch(frames: list[dict[str, Any]]) -> str:
+    """Return file:line of the first frame (they begin with the innermost) that is not torch's; empty if all are."""
+    for frame in frames:
+        if "/torch/" not in frame["filename"]:
+            return f"{frame['filename']}:{frame['line']}"
+    return ""
 
-    FOOTGUN: of two that end together the first may be noted last, and so seem the last that is done. Gloo counts no
-    messages (`send`, `recv`), nor records them.
+
+class GroupProgress(NamedTuple):
+    """How far a process group has come, in collectives of this rank."""
+
+    enqueued: int
+    """number of the last collective that has begun"""
+    completed: int
+    """number of the last collective that is done"""
+
+
+def group_progress() -> dict[str, GroupProgress]:
+    """Return the progress of each process group of this rank; takes microseconds. Private: as `flight_records`.
+
+    FOOTGUN: if two collectives end together, the earlier one may be noted last, and so seem the last that is done. Gloo
+    neither counts nor records messages (`send`, `recv`).
     """
-    return {
-        f"{recorder}/{group}": (status["last_enqueued_collective"], status["last_completed_collective"])
-        for recorder, dump in enumerate(RECORDERS)
-        for group, status in pickle.loads(dump(False, False, False)).get("pg_status", {}).items()
-    }
+    progress = {}
+    for recorder, dump in enumerate(DUMP_FLIGHT_RECORDER):
+        for group, status in pickle.loads(dump(False, False, False)).get("pg_status", {}).items():
+            counts = GroupProgress(status["last_enqueued_collective"], status["last_completed_collective"])
+            progress[f"{recorder}/{group}"] = counts
+    return progress
 
 
-def limit_groups(seconds: float, known: dict[str, list[int]]) -> None:
-    """Give every process group of this rank that is not yet `known` this time-out, and add it: name -> its ranks.
+def limit_groups(seconds: float, group_ranks: dict[str, list[int]]) -> None:
+    """Set the time-out of every process group that is not yet in `group_ranks`, and add it there: name -> its ranks.
 
-    Private because torch lists no groups, and those of a mesh take no time-out: they get torch's, 10 min with NCCL and
-    30 with gloo. Gloo's messages (`send`, `recv`) keep those.
+    Private: torch lists no groups, and the groups of a mesh accept no time-out; they get torch's default, 10 min with
+    NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_name not in known:
+        if group.group_name not in group_ranks:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            known[group.group_name] = dist.get_process_group_ranks(group)
+            group_ranks[group.group_name] = dist.get_process_group_ranks(group)
 
 
 def dump_memory(file: str) -> None:
-    """Write what the GPU's memory holds, in the form that pytorch.org/memory_viz reads.
+    """Write what the GPU's memory holds to `file`, in the format that pytorch.org/memory_viz reads.
 
-    The public `torch.cuda.memory_snapshot` returns the blocks alone. torch's guide to memory names this function.
+    Private: the public `torch.cuda.memory_snapshot` returns the blocks without the history. torch's guide to GPU memory
+    names this function.
     """
     torch.cuda.memory._dump_snapshot(file)
