@@ -1,7 +1,7 @@
-"""What fails on one rank is an error on every rank, never a hang: how the ranks of a checkpoint agree.
+"""How the ranks of a checkpoint agree: what fails on one rank is an error on every rank, never a hang.
 
 Every function takes a host-side (gloo) process group of all ranks, or None for this process alone, and must be called
-on all of them. What they send each other is pickled: it comes from the ranks of this run, never from a file.
+on all ranks. What they send each other is pickled: it comes from the ranks of this run, never from a file.
 """
 
 import logging
@@ -19,25 +19,32 @@ logger = logging.getLogger(__name__)
 
 
 class _Outcome(NamedTuple):
+    """What a function has returned, or the text of the error that it has raised."""
+
     value: Any
     error: str | None
 
 
 def on_all(group: Group, function: Callable[[], T]) -> list[T]:
-    """What the function returned on each rank; if it raised on one, CheckpointError on all."""
-    mine = _attempt(function)
-    outcomes = [mine] * size_of(group)
+    """Call `function` on every rank and return what it returned on each, by rank.
+
+    Raises CheckpointError on all ranks if it raised on any.
+    """
+    local_outcome = _attempt(function)
+    outcomes = [local_outcome] * size_of(group)
     if group is not None:
-        dist.all_gather_object(outcomes, mine, group=group)
-    if errors := [
-        f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error is not None
-    ]:
+        dist.all_gather_object(outcomes, local_outcome, group=group)
+    errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if errors:
         raise CheckpointError("; ".join(errors))
     return [outcome.value for outcome in outcomes]
 
 
 def on_first(group: Group, function: Callable[[], T]) -> T:
-    """What the function returned on rank 0, the only one to call it; if it raised there, CheckpointError on all."""
+    """Call `function` on rank 0 only and return its value on every rank.
+
+    Raises CheckpointError on all ranks if it raised.
+    """
     outcomes = [_attempt(function) if rank_of(group) == 0 else _Outcome(None, None)]
     if group is not None:
         dist.broadcast_object_list(outcomes, group_src=0, group=group)
@@ -48,22 +55,23 @@ def on_first(group: Group, function: Callable[[], T]) -> T:
 
 
 def rank_of(group: Group) -> int:
-    """This process's rank in the group."""
+    """Return this process's rank in the group."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def size_of(group: Group) -> int:
-    """How many ranks the group has."""
+    """Return the number of ranks in the group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def log_on_first(group: Group, message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0."""
+    """Log a message on rank 0."""
     if rank_of(group) == 0:
         logger.log(level, message)
 
 
 def _attempt(function: Callable[[], Any]) -> _Outcome:
+    """Call `function` and catch what it raises: an error the user can act on by its text, a bug with its traceback."""
     try:
         return _Outcome(function(), None)
     except (CheckpointError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Reading torch's `.metadata` without trusting it.
+"""Read the `.metadata` file of torch.distributed.checkpoint (DCP) without trusting it.
 
-`torch.distributed.checkpoint` keeps the index of its tensors in a pickle, and a pickle can call any function while it
-is read. Here only the classes that such an index is made of can be named, and only after the file's hash was found
-equal to the manifest's.
+DCP keeps the index of its tensors (name, shape, dtype, and which file holds which part) in `.metadata`, which is a
+pickle, and a pickle can call any function while it is read. Here the file is read only after its hash was found equal
+to the manifest's, and only the classes that such an index consists of can be named in it.
 """
 
 import hashlib
@@ -21,27 +21,30 @@ from torchllm.checkpoint.manifest import CheckpointError, FileRecord
 METADATA = ".metadata"
 
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_METADATA_CLASSES = (
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
 _ALLOWED = {
-    *(("torch", name) for name in ("Size", *_DTYPES)),
-    ("torch.serialization", "_get_layout"),  # looks a name up among the layouts
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    ("torch", "Size"),
+    *(("torch", name) for name in _DTYPES),
+    ("torch.serialization", "_get_layout"),  # finds a layout by its name
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # the folder's name when it was written
+    ("pathlib", "PosixPath"),  # of the folder when it was written
+    ("pathlib._local", "PosixPath"),  # the same, written by Python 3.13
 }
+"""module and name of everything that an index of tensors may refer to"""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
+    """An unpickler that finds only the names in `_ALLOWED`."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index of tensors")
@@ -49,31 +52,36 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """The index of a checkpoint's tensors; `files` are the manifest's. Raises CheckpointError; runs no foreign code."""
+    """Return DCP's index of the tensors in a checkpoint folder; `files` are those of its manifest.
+
+    Raises CheckpointError if the file is damaged, is no such index, or points to files outside the manifest. No code
+    from the file is run.
+    """
     path = folder / METADATA
     content = path.read_bytes()
     if METADATA not in files or hashlib.sha256(content).hexdigest() != files[METADATA].sha256:
         raise CheckpointError(f"{path}: damaged: its sha256 is not the manifest's")
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
-        named = {place.relative_path for place in places.values()}
-        sound = isinstance(metadata, Metadata) and all(isinstance(t, TensorStorageMetadata) for t in tensors.values())
+        tensors = metadata.state_dict_metadata.values()
+        is_index = isinstance(metadata, Metadata) and all(isinstance(t, TensorStorageMetadata) for t in tensors)
+        named_files = {part.relative_path for part in metadata.storage_data.values()}
     except Exception as error:  # a crafted pickle can fail in any way
         raise CheckpointError(f"{path}: not an index of tensors: {error}") from error
-    if not sound:
+    if not is_index:
         raise CheckpointError(f"{path}: not an index of tensors")
-    if outside := named - files.keys():
+    if outside := named_files - files.keys():
         raise CheckpointError(f"{path}: points to files that the manifest does not list: {sorted(outside)}")
     return metadata
 
 
 class VerifiedReader(FileSystemReader):
-    """Reads tensors by an index that `read_metadata` has checked, instead of unpickling the file itself."""
+    """A DCP reader that uses an index checked by `read_metadata` instead of unpickling the file itself."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the checked index, whatever DCP asks for."""
         return self._metadata

@@ -1,8 +1,9 @@
-"""What makes a folder of files a checkpoint: its manifest, how it appears and how it goes. No torch.
+"""What makes a folder of files a checkpoint: its manifest, and how the folder appears and disappears. No torch.
 
-A run's `checkpoints/` holds `step-00000100/`: the files that `checkpoint.py` wrote and `manifest.json` with the size
-and sha256 of each. A step folder is written under a hidden temporary name, forced to disk and renamed, and it is
-renamed before it is deleted, so that at any moment it exists whole or not at all. It is never written to again.
+A run's `checkpoints/` holds step folders such as `step-00000100/`: the files that `tensors.py` wrote, and
+`manifest.json` with the size and sha256 of each. A step folder is written under a hidden temporary name, forced to disk
+and renamed, and it is renamed before it is deleted, so that at any moment it exists whole or not at all. It is never
+written to again.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from torchllm.config.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+"""version of the manifest's format"""
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.[0-9a-f]{32}\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -35,53 +37,55 @@ class CheckpointError(UserError):
 
 
 class FileRecord(NamedTuple):
-    """What a file must be: its size in bytes and the sha256 of its content in hex."""
+    """What the manifest says about a file."""
 
     size: int
+    """in bytes"""
     sha256: str
+    """of the content, in hex"""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint that is not a tensor."""
+    """Everything in a checkpoint that is not a tensor."""
 
     step: int
     """optimizer steps done"""
     data: dict[str, Any]
-    """the data loader's position"""
+    """state of the data loader: how far the run is in its data"""
     record: dict[str, Any]
-    """what the run says about itself: its resolved config, say"""
+    """information about the run, such as its resolved config"""
     world_size: int
-    """ranks that wrote it"""
+    """number of ranks that wrote it"""
     versions: dict[str, str]
-    """of the software that wrote it"""
+    """of torch and Python when it was written"""
     files: dict[str, FileRecord]
-    """every other file of the folder, by name"""
+    """every file of the folder but the manifest, by name"""
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies; `root` is the run's `checkpoints/`."""
+    """Return the folder for the checkpoint of a step; `root` is the run's `checkpoints/`."""
     return root / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a step folder."""
+    """Return the step that the name of a step folder says."""
     match = _STEP.fullmatch(folder.name)
     assert match, folder
     return int(match[1])
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The step folders under `root`, newest first, verified or not."""
+    """Return the step folders under `root`, newest first, without verifying them."""
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
+    folders = [path for path in root.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Size and sha256 of a regular file. Raises CheckpointError for a link, a folder, a device."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"{path}: not a regular file")
+    """Return size and sha256 of a regular file. Raises CheckpointError for a link, a folder or a device."""
+    _check_regular(path)
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -90,10 +94,16 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest into `temporary`, whose other files are on disk already, and let the folder appear as `final`.
+def _check_regular(path: Path) -> None:
+    """Raise CheckpointError for a link, a folder or a device: its content could be anybody's."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointError(f"{path}: not a regular file")
 
-    Raises OSError, also when `final` exists and is not empty: nothing is overwritten.
+
+def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Write the manifest into `temporary`, whose other files are on disk already, and rename the folder to `final`.
+
+    Raises OSError if the disk fails, or if `final` exists and is not empty: nothing is overwritten.
     """
     with (temporary / MANIFEST).open("wb") as file:
         file.write(_serialize(manifest))
@@ -105,27 +115,16 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, itself checked to the last bit. Raises CheckpointError."""
+    """Return the manifest of a step folder. Raises CheckpointError if a single bit of it is not as written."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such checkpoint folder")
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
+        _check_regular(path)
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
-    try:
-        fields = json.loads(content)
-        if fields.pop("format") != FORMAT:
-            raise CheckpointError(f"{path}: written by another version of torchllm (its format is not {FORMAT})")
-        fields.pop("sha256")
-        manifest = Manifest(**{**fields, "files": {name: FileRecord(*file) for name, file in fields["files"].items()}})
-        whole = isinstance(manifest.step, int) and _serialize(manifest) == content
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{path}: damaged: it is not what was written")
+    manifest = _parse(content, path)
     for name in manifest.files:
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise CheckpointError(f"{path}: {name!r} is not the plain name of a file in the folder")
@@ -134,30 +133,54 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _parse(content: bytes, path: Path) -> Manifest:
+    """Return the manifest that is serialized as exactly `content`, or raise CheckpointError, naming `path`."""
+    damaged = CheckpointError(f"{path}: damaged: it is not what was written")
+    try:
+        fields = json.loads(content)
+        if fields.pop("format") != FORMAT:
+            raise CheckpointError(f"{path}: written by another version of torchllm (its format is not {FORMAT})")
+        del fields["sha256"]
+        files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}
+        manifest = Manifest(**fields, files=files)
+        whole = isinstance(manifest.step, int) and _serialize(manifest) == content
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged from error
+    if not whole:
+        raise damaged
+    return manifest
+
+
 def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the `part`-th of `parts` shares of the files; empty when they are what was written."""
-    found = []
+    """Read every `parts`-th file of a checkpoint, from number `part` on, and return what is wrong, one text per file.
+
+    The list is empty if all of them are what was written.
+    """
+    problems = []
     for name in sorted(manifest.files)[part::parts]:
         path, expected = folder / name, manifest.files[name]
         try:
             record = hash_file(path)
         except FileNotFoundError:
-            found.append(f"{path}: missing")
+            problems.append(f"{path}: missing")
         except (OSError, CheckpointError) as error:
-            found.append(str(error))
+            problems.append(str(error))
         else:
             if record.size != expected.size:
-                found.append(f"{path}: {record.size} bytes instead of {expected.size}")
+                problems.append(f"{path}: {record.size} bytes instead of {expected.size}")
             elif record != expected:
-                found.append(f"{path}: damaged: its sha256 is not the manifest's")
-    return found
+                problems.append(f"{path}: damaged: its sha256 is not the manifest's")
+    return problems
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file was read and is what was written. Raises CheckpointError."""
+    """Read every file of a checkpoint and return its manifest. Raises CheckpointError if one is not what was written.
+
+    One process reads them all; see `checkpointer.verify_in_parallel`.
+    """
     manifest = read_manifest(folder)
-    if found := check_files(folder, manifest):
-        raise CheckpointError("; ".join(found))
+    if problems := check_files(folder, manifest):
+        raise CheckpointError("; ".join(problems))
     return manifest
 
 
@@ -166,9 +189,9 @@ def newest_verified(
     check: Callable[[Path], Manifest] = verify_checkpoint,
     warn: Callable[[str], None] = logger.warning,
 ) -> tuple[Path, Manifest] | None:
-    """The first folder that passes `check`, warning of every one before it; None if there are no folders.
+    """Return the first folder that passes `check`, and its manifest; None if there are no folders.
 
-    Raises CheckpointError when there are some and none passes.
+    Warns of every damaged folder ahead of it in the list. Raises CheckpointError if there are folders but none passes.
     """
     reasons: list[str] = []
     for folder in folders:
@@ -183,13 +206,14 @@ def newest_verified(
     if reasons:
         listed = "\n  ".join(reasons)
         raise CheckpointError(
-            f"no checkpoint in {folders[0].parent} verifies; restore one, or move them away to start anew:\n  {listed}"
+            f"no checkpoint in {folders[0].parent} verifies; restore one, or move them away to start from scratch:"
+            f"\n  {listed}"
         )
     return None
 
 
 def make_temporary(root: Path, step: int, needed: int) -> Path:
-    """A new hidden folder to write the checkpoint of `step` into. CheckpointError if `needed` bytes do not fit."""
+    """Create a hidden folder to write the checkpoint of `step` into. CheckpointError if `needed` bytes do not fit."""
     root.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(root).free) < needed:
         raise CheckpointError(
@@ -202,14 +226,14 @@ def make_temporary(root: Path, step: int, needed: int) -> Path:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Rename a damaged step folder so that its step can be saved again; it is kept for a person to look at."""
+    """Rename a damaged step folder so that its step can be saved again; it stays for a person to look at."""
     aside = folder.with_name(f"damaged-{folder.name}.{uuid.uuid4().hex}")
     os.rename(folder, aside)
     logger.warning("%s is damaged; it was moved to %s", folder, aside.name)
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a step folder: hidden by a rename first, so that no half of it ever passes for a checkpoint."""
+    """Hide a step folder by a rename, then delete it, so that no part of it ever passes for a checkpoint."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
     _sync_folder(folder.parent)
@@ -217,7 +241,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def delete_leftovers(root: Path) -> None:
-    """Delete what saves and deletions that were killed left behind. Only for the one run that writes here."""
+    """Delete the hidden folders of saves and deletions that were killed. Only the run that writes here may call it."""
     for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path)
@@ -225,11 +249,12 @@ def delete_leftovers(root: Path) -> None:
 
 
 def _temporary_name(root: Path, step: int) -> Path:
+    """Return a new name that `delete_leftovers` recognizes and `step_folders` does not."""
     return root / f".{step_folder(root, step).name}.{uuid.uuid4().hex}.tmp"
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """The one spelling of a manifest: a file that differs from it in any bit is damaged."""
+    """Return the only valid content of a manifest's file: one that differs from it in any bit is damaged."""
     fields = {"format": FORMAT, **asdict(manifest)}
     body = json.dumps(fields, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -237,6 +262,7 @@ def _serialize(manifest: Manifest) -> bytes:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk: without it a rename can be lost in a power failure."""
     if sys.platform == "win32":  # cannot open folders
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint: what they are called, and how they get to disk and back.
+"""The tensors of a checkpoint: their keys, and how they get to disk and back.
 
-`torch.distributed.checkpoint` (DCP) writes each rank's shards under layout-free keys, and nothing but tensors:
+`torch.distributed.checkpoint` (DCP) writes each rank's shards, nothing but tensors, under keys that do not depend on
+the layout:
 
     model.<canonical name>                    parameters and persistent buffers; a tied one once
     optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,16 +31,22 @@ from torchllm.checkpoint.dcp_metadata import METADATA, VerifiedReader, read_meta
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest, hash_file
 from torchllm.spec.parameters import canonical_name
 
+LISTED = 20
+"""differences between a checkpoint and the model that an error lists at most"""
+
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank's stages, sharing their memory."""
-    return {f"model.{name}": tensor.detach() for name, tensor in _named(stages).items()}
+    """Return parameters and persistent buffers of this rank's stages by key; they share the stages' memory."""
+    return {f"model.{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
 
 
 def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of an optimizer over these stages' parameters, sharing its memory. TypeError if some is no tensor."""
-    names = {id(tensor): name for name, tensor in _named(stages).items()}
-    copies = {id(copy) for _, copy in _copies(stages)}
+    """Return the state of an optimizer over these stages' parameters by key; it shares the optimizer's memory.
+
+    Raises TypeError if an entry of it is not a tensor.
+    """
+    names = {id(tensor): name for name, tensor in _by_name(stages).items()}
+    copies = {id(tied.copy) for tied in _tied_copies(stages)}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         if id(parameter) in copies:
@@ -51,42 +59,51 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
     return tensors
 
 
-def _named(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """By canonical name, a tied one once. Not from `named_parameters`: FSDP's weights may still be gathered there."""
-    named: dict[str, Tensor] = {}
+def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors to save by canonical name, a tied one once."""
+    tensors: dict[str, Tensor] = {}
     for name, tensor in _entries(stages):
-        named.setdefault(name, tensor)
-    return named
+        tensors.setdefault(name, tensor)
+    return tensors
 
 
 def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Canonical name and tensor of all entries, each tensor once."""
-    seen: set[int] = set()
+    """Yield canonical name and tensor of every parameter and persistent buffer, each tensor once.
+
+    They come from `state_dict`, not from `named_parameters`, in which FSDP's weights may still be gathered.
+    """
+    yielded: set[int] = set()
     for stage in stages:
         for name, tensor in stage.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) not in yielded:
+                yielded.add(id(tensor))
                 yield canonical_name(name), tensor
 
 
-def _copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors of one name, the saved one first: a tied embedding where a rank holds both ends of a pipeline."""
-    named = _named(stages)
-    return [(named[name], tensor) for name, tensor in _entries(stages) if tensor is not named[name]]
+class _TiedCopy(NamedTuple):
+    """Two tensors of one name: a tied embedding on a rank that holds both ends of a pipeline."""
+
+    saved: Tensor
+    copy: Tensor
+
+
+def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
+    saved = _by_name(stages)
+    return [_TiedCopy(saved[name], tensor) for name, tensor in _entries(stages) if tensor is not saved[name]]
 
 
 @torch.no_grad()
 def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """After loading: give every copy of a parameter on this rank the value and the optimizer state that were loaded."""
-    for original, duplicate in _copies(stages):
-        duplicate.copy_(original)
-        for entry, value in optimizer.state[original].items():
+    """Copy the loaded value and optimizer state of each tied parameter to its other copy on this rank."""
+    for tied in _tied_copies(stages):
+        tied.copy.copy_(tied.saved)
+        for entry, value in optimizer.state[tied.saved].items():
             if isinstance(value, Tensor):
-                optimizer.state[duplicate][entry].copy_(value)
+                optimizer.state[tied.copy][entry].copy_(value)
 
 
 def random_state(group: Group) -> dict[str, Tensor]:
-    """Of this rank's torch generators."""
+    """Return the states of this rank's torch generators by key."""
     state = {f"rng.cpu.{rank_of(group)}": torch.get_rng_state()}
     if torch.cuda.is_available():
         state[f"rng.cuda.{rank_of(group)}"] = torch.cuda.get_rng_state()
@@ -94,25 +111,32 @@ def random_state(group: Group) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """The reverse of `random_state`."""
+    """Set torch's generators to states that `random_state` returned."""
     for key, value in state.items():
-        (torch.set_rng_state if key.startswith("rng.cpu.") else torch.cuda.set_rng_state)(value)
+        if key.startswith("rng.cpu."):
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value)
 
 
 def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Size of whole tensors: of the checkpoint, or under pipeline parallelism of this rank's stages."""
+    """Return the size of the whole (not sharded) tensors; under pipeline parallelism, of this rank's stages only."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class Snapshot:
-    """A copy of tensors on the host, always in the same memory (pinned where there is a GPU): fresh memory is slow."""
+    """A copy of tensors on the host, for a save in the background.
+
+    Its memory is allocated once, for allocating is slow; it is pinned if there is a GPU.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        """Allocate memory for copies of `tensors`."""
         stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())  # what it caches, it pins
         self._copies: dict[str, Tensor] = stager.stage(tensors)
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the same tensors, with today's values, complete when this returns and good until the next call."""
+        """Copy the present values of the same tensors and return the copies, which are valid until the next call."""
         for key, tensor in tensors.items():
             _local_tensor(self._copies[key]).copy_(_local_tensor(tensor), non_blocking=True)
         if torch.cuda.is_available():
@@ -121,6 +145,7 @@ class Snapshot:
 
 
 def _local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -138,13 +163,13 @@ def save_tensors(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Leave torch's CRC32 out of the files: it costs more than writing them, and their sha256 is taken anyway."""
-    kept = torch.serialization.get_crc32_options()
+    """Leave torch's CRC32 out of the files: it takes longer than writing them, and the manifest has their sha256."""
+    previous = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(kept)
+        torch.serialization.set_crc32_options(previous)
 
 
 def written_files(rank: int, folder: Path) -> dict[str, FileRecord]:
@@ -152,7 +177,9 @@ def written_files(rank: int, folder: Path) -> dict[str, FileRecord]:
 
     DCP names the files of a rank `__<rank>_<number>.distcp`.
     """
-    paths = [*folder.glob(f"__{rank}_*"), *([folder / METADATA] if rank == 0 else [])]
+    paths = list(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        paths.append(folder / METADATA)
     return {path.name: hash_file(path) for path in paths}
 
 
@@ -165,33 +192,29 @@ def load_tensors(
     prefix: str = "",
     optional: Iterable[str] = (),
 ) -> None:
-    """Fill `tensors` in place. Keys, shapes and types must be exactly the checkpoint's: DCP alone ignores and casts."""
+    """Fill `tensors`, on all ranks together exactly those of the checkpoint whose key begins with `prefix`, in place.
+
+    Keys that are `optional` are dropped from `tensors` if the checkpoint lacks them. Raises CheckpointError on all
+    ranks if keys, shapes or dtypes differ otherwise, which DCP would ignore, or cast.
+    """
     metadata = on_first(group, lambda: read_metadata(folder, manifest.files))
-    saved = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    for key in [key for key in optional if key not in saved]:
-        del tensors[key]
-    keys = [key for key in saved if not key.startswith("rng.")]
-    wanted = torch.tensor([key in tensors for key in keys], dtype=torch.uint8)
-    if group is not None:  # under pipeline parallelism a rank wants only its stages' tensors
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=group)
-    found = [
-        f"{key}: in the checkpoint only" for key, is_wanted in zip(keys, wanted.tolist(), strict=True) if not is_wanted
-    ]
-    for key, tensor in tensors.items():
+    saved: dict[str, TensorStorageMetadata] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+            saved[key] = entry
+    for key in optional:
         if key not in saved:
-            found.append(f"{key}: missing in the checkpoint")
-        elif (shape := tuple(saved[key].size)) != tuple(tensor.shape):
-            found.append(f"{key}: {shape} in the checkpoint, {tuple(tensor.shape)} here")
-        elif (dtype := saved[key].properties.dtype) != tensor.dtype:
-            found.append(f"{key}: {dtype} in the checkpoint, {tensor.dtype} here")
-    shown = sorted({problem for problems in on_all(group, lambda: found[:20]) for problem in problems})[:20]
-    if shown:
-        listed = "\n  ".join(shown + ["..."] * (len(found) > len(shown)))
-        raise CheckpointError(f"{folder} is of another model or optimizer; use its config:\n  {listed}")
+            del tensors[key]
+    differences = _unused_keys(group, saved, tensors) + _differences(saved, tensors)
+    listed: set[str] = set()
+    for of_rank in on_all(group, lambda: differences[:LISTED]):
+        listed.update(of_rank)
+    if listed:
+        lines = sorted(listed)[:LISTED]
+        if len(differences) > len(lines):
+            lines.append("...")
+        text = "\n  ".join(lines)
+        raise CheckpointError(f"{folder} is of another model or optimizer; use its config:\n  {text}")
     with _plain_errors(group, f"cannot load {folder}"):
         load(
             tensors,
@@ -202,14 +225,39 @@ def load_tensors(
         )
 
 
+def _unused_keys(group: Group, saved: Mapping[str, TensorStorageMetadata], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for each key of the checkpoint that no rank loads, random generators apart."""
+    keys = [key for key in saved if not key.startswith("rng.")]
+    is_loaded = torch.tensor([key in tensors for key in keys], dtype=torch.uint8)
+    if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
+        dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)
+    unused = [key for key, loaded in zip(keys, is_loaded.tolist(), strict=True) if not loaded]
+    return [f"{key}: in the checkpoint only" for key in unused]
+
+
+def _differences(saved: Mapping[str, TensorStorageMetadata], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for each tensor of this rank whose key, shape or dtype is not the checkpoint's."""
+    lines = []
+    for key, tensor in tensors.items():
+        if key not in saved:
+            lines.append(f"{key}: missing in the checkpoint")
+            continue
+        shape, dtype = tuple(saved[key].size), saved[key].properties.dtype
+        if shape != tuple(tensor.shape):
+            lines.append(f"{key}: {shape} in the checkpoint, {tuple(tensor.shape)} here")
+        elif dtype != tensor.dtype:
+            lines.append(f"{key}: {dtype} in the checkpoint, {tensor.dtype} here")
+    return lines
+
+
 @contextmanager
-def _plain_errors(group: Group, what: str) -> Iterator[None]:
-    """DCP's errors, which hold every rank's traceback and reach all ranks already, as one CheckpointError."""
+def _plain_errors(group: Group, failure: str) -> Iterator[None]:
+    """Turn an error of DCP, which holds every rank's traceback and is raised on all ranks, into a CheckpointError."""
     try:
         with warnings.catch_warnings() if group is None else nullcontext():
             if group is None:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{what}: {reasons}") from error
+        reasons = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise CheckpointError(f"{failure}: {reasons}") from error
