@@ -16,7 +16,7 @@ from torchllm.data.build import TokenizerSpec
 from torchllm.data.cache import is_raw, plan_corpus, tokenize_source
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.sources import read_records, read_source
-from torchllm.data.tokenizer import RankTokenizer
+from torchllm.data.tokenizer import TiktokenTokenizer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 
@@ -31,12 +31,12 @@ def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     given, source = config.benchmark.tokenizer, config.data.sources[0]
     encoder = TokenizerSpec(given, config.benchmark.pattern) if given else TokenizerSpec(cl100k(), "cl100k")
     tokenizer = encoder.load()
-    if not isinstance(tokenizer, RankTokenizer) or not is_raw(source):
+    if not isinstance(tokenizer, TiktokenTokenizer) or not is_raw(source):
         raise UserError("benchmark.py data: needs text as the first of data.sources, and a tiktoken rank file")
     plan = plan_corpus(source, config.data, tokenizer, tokenizer.vocab)
     with scratch(runtime) as folder:
         dataset = read_source(source, folder / f"raw-{runtime.rank}")
-        texts = [row.text for row in read_records(dataset, source, 0, len(dataset)) if not row.bad]
+        texts = [record.text for record in read_records(dataset, source, 0, len(dataset)) if not record.fault]
         folders = (folder / f"{runtime.rank}-{number}" for number in count())
 
         def bare() -> None:

@@ -16,9 +16,10 @@ from torchllm.data.build import CorpusPlan, TokenizerSpec
 from torchllm.data.cache import plan_corpus, tokenize_source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
+from torchllm.data.sources import SourceFile
 from torchllm.data.tokenizer import load_tokenizer
 
-ENCODER = TokenizerSpec("bytes", "llama3")
+BYTES = TokenizerSpec("bytes", "llama3")
 
 
 def write_documents(folder: Path, count: int, size: int = 30) -> Source:
@@ -43,57 +44,59 @@ def documents(corpus: Corpus, split: Literal["train", "validation"]) -> list[str
     return texts
 
 
-def test_every_document_is_in_one_split_and_which_is_a_matter_of_its_number(tmp_path: Path) -> None:
+def write_corpus_of(source: Source, folder: Path, **settings: Any) -> Corpus:
+    tokenize_source(plan_for(source, **settings), BYTES, folder)
+    return Corpus(folder)
+
+
+def test_every_document_is_in_one_split_which_its_number_decides(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 400)
-    wanted = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    corpora = {}
-    for shard_mib in (64.0, 0.005):  # one shard, and several
-        folder = tmp_path / str(shard_mib)
-        tokenize_source(plan_for(source, shard_mib=shard_mib, validation_fraction=0.1), ENCODER, folder)
-        corpora[shard_mib] = Corpus(folder)
-    one, several = corpora.values()
-    assert len(one.header["shards"]) == 1
-    assert len(several.header["shards"]) > 4
-    held_out = documents(one, "validation")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    one_shard = write_corpus_of(source, tmp_path / "one", validation_fraction=0.1)
+    shards = write_corpus_of(source, tmp_path / "several", validation_fraction=0.1, shard_mib=0.005)
+    assert len(one_shard.header["shards"]) == 1
+    assert len(shards.header["shards"]) > 4
+    held_out = documents(one_shard, "validation")
     assert 20 < len(held_out) < 70  # 40 expected, 5 standard deviations
-    assert [text for text in wanted if text not in held_out] == documents(one, "train")
-    assert [text for text in wanted if text in held_out] == held_out
-    assert documents(several, "train") == documents(one, "train")
-    assert documents(several, "validation") == held_out
+    assert [text for text in texts if text not in held_out] == documents(one_shard, "train")
+    assert [text for text in texts if text in held_out] == held_out
+    assert documents(shards, "train") == documents(one_shard, "train")
+    assert documents(shards, "validation") == held_out
 
 
 def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 200)
-    tokenize_source(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c")
+    tokenize_source(plan_for(source, shard_mib=0.002), BYTES, tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     assert len(corpus.header["shards"]) > 4
     total = corpus.tokens("train")
-    stream, begins = corpus.window("train", 0, total - 1)
+    stream = corpus.window("train", 0, total - 1)
     for length in (7, 64, total // 2 - 1):
         assert corpus.count("train", length) == (total - 1) // length
         for number in range(corpus.count("train", length)):
-            first, last = number * length, number * length + length + 1
-            ids, inside = corpus.window("train", number, length)
-            assert np.array_equal(ids, stream[first:last])
-            assert np.array_equal(inside, begins[(begins >= first) & (begins < last)] - first)
+            first, end = number * length, number * length + length + 1
+            window = corpus.window("train", number, length)
+            assert np.array_equal(window.ids, stream.ids[first:end])
+            inside = (stream.begins >= first) & (stream.begins < end)
+            assert np.array_equal(window.begins, stream.begins[inside] - first)
 
 
 def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.005)
-    alone = tokenize_source(plan, ENCODER, tmp_path / "alone")
-    many = tokenize_source(plan, ENCODER, tmp_path / "many", processes=2)
-    assert alone == many
+    alone = tokenize_source(plan, BYTES, tmp_path / "alone")
+    in_parallel = tokenize_source(plan, BYTES, tmp_path / "many", processes=2)
+    assert alone == in_parallel
     assert len(alone["shards"]) > 3
 
     folder = tmp_path / "many"
-    kept, damaged, lost = (folder / f"{number:05d}.train.bin" for number in range(3))
+    intact, damaged, lost = (folder / f"{number:05d}.train.bin" for number in range(3))
     (folder / "corpus.json").unlink()  # as if killed near the end
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     lost.unlink()
-    before = kept.stat().st_mtime_ns, damaged.stat().st_mtime_ns
-    assert tokenize_source(plan, ENCODER, folder) == alone
-    assert kept.stat().st_mtime_ns == before[0]
-    assert damaged.stat().st_mtime_ns != before[1]
+    intact_changed, damaged_changed = intact.stat().st_mtime_ns, damaged.stat().st_mtime_ns
+    assert tokenize_source(plan, BYTES, folder) == alone
+    assert intact.stat().st_mtime_ns == intact_changed
+    assert damaged.stat().st_mtime_ns != damaged_changed
     assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
 
 
@@ -102,7 +105,7 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     plan = plan_for(source, shard_mib=1.0)
     script = (
         "import sys, pathlib; from tests.data.test_build import *\n"
-        f"tokenize_source(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), ENCODER, "
+        f"tokenize_source(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), BYTES, "
         "pathlib.Path(sys.argv[1]))"
     )
     folder = tmp_path / "c"
@@ -117,7 +120,7 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     with pytest.raises(DataError, match=r"no corpus\.json"):
         Corpus(folder)
     first = os.stat(folder / "00000.train.bin").st_mtime_ns
-    header = tokenize_source(plan, ENCODER, folder)
+    header = tokenize_source(plan, BYTES, folder)
     assert header["documents"] == 20_000
     assert os.stat(folder / "00000.train.bin").st_mtime_ns == first
     assert not list(folder.glob("raw*"))
@@ -128,9 +131,9 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\nnonsense\n{"text": "  "}\n')
     source = Source(kind="jsonl", path=str(path))
     with pytest.raises(DataError, match=rf"{path}:2: empty document; set data\.on_bad_record = \"skip\""):
-        tokenize_source(plan_for(source), ENCODER, tmp_path / "c")
+        tokenize_source(plan_for(source), BYTES, tmp_path / "c")
     assert not list((tmp_path / "c").glob("*.bin*"))
-    header = tokenize_source(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+    header = tokenize_source(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
     assert header["skipped"] == {"empty document": 2, "broken JSON": 1}
     assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
 
@@ -140,27 +143,47 @@ def test_an_error_in_a_process_of_many_is_the_same_error(tmp_path: Path) -> None
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("\nnonsense")
     with pytest.raises(DataError, match=r"a\.jsonl:101: broken JSON"):
-        tokenize_source(plan_for(source, shard_mib=0.002), ENCODER, tmp_path / "c", processes=2)
+        tokenize_source(plan_for(source, shard_mib=0.002), BYTES, tmp_path / "c", processes=2)
 
 
 def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 3)
     with pytest.raises(DataError, match=r"model\.vocab = 257 has no room for the special tokens.* 258 or more"):
         plan_for(source, vocab=257)
-    few = replace(plan_for(source, on_bad_record="skip"), vocab=100)  # the x (120) of documents 1 and 2 is over it
-    (tmp_path / "a.jsonl").write_text('{"text": "ABC"}\n{"text": "AxC"}\n')
-    assert tokenize_source(few, ENCODER, tmp_path / "c")["skipped"] == {"token id over model.vocab": 1}
-    with pytest.raises(DataError, match=r"a\.jsonl:2: token id over model\.vocab \(120; model\.vocab = 100\)"):
-        tokenize_source(replace(few, on_bad_record="error"), ENCODER, tmp_path / "d")
+    small = replace(plan_for(source, on_bad_record="skip"), vocab=100)
+    (tmp_path / "a.jsonl").write_text('{"text": "ABC"}\n{"text": "AxC"}\n')  # x is 120
+    assert tokenize_source(small, BYTES, tmp_path / "c")["skipped"] == {"token id over model.vocab": 1}
+    with pytest.raises(DataError) as caught:
+        tokenize_source(replace(small, on_bad_record="error"), BYTES, tmp_path / "d")
+    assert str(caught.value) == (
+        f"{tmp_path}/a.jsonl:2: token id over model.vocab (120; model.vocab = 100); "
+        "raise model.vocab to 258 or more, for data.tokenizer 'bytes' has that many ids, or use a smaller tokenizer"
+    )
 
 
 def test_nothing_to_read_is_an_error_or_a_corpus_without_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.jsonl: empty file"):
-        tokenize_source(plan_for(source), ENCODER, tmp_path / "c")
-    tokenize_source(plan_for(source, on_bad_record="skip"), ENCODER, tmp_path / "c")
+        tokenize_source(plan_for(source), BYTES, tmp_path / "c")
+    tokenize_source(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
     assert Corpus(tmp_path / "c").count("train", 1) == 0
+
+
+def test_keys_and_fingerprints_are_those_of_version_0_1(tmp_path: Path) -> None:
+    """With another key a cached corpus is not found again; with another fingerprint no checkpoint resumes on it."""
+    plan = CorpusPlan(
+        source=Source(kind="jsonl", path="a.jsonl"),
+        files=[SourceFile("a.jsonl", 1000, 1_700_000_000_000_000_000)],
+        tokenizer="bytes-fingerprint",
+        vocab=258,
+        validation_fraction=0.01,
+        on_bad_record="error",
+        shard_mib=64.0,
+    )
+    assert plan.key == "1719cdd983b00075"
+    corpus = write_corpus_of(write_documents(tmp_path, 30), tmp_path / "c", validation_fraction=0.2)
+    assert corpus.fingerprint == "5232067f5843d1f7"
 
 
 def test_the_key_changes_with_all_that_matters_and_with_nothing_else(tmp_path: Path) -> None:
@@ -174,5 +197,5 @@ def test_the_key_changes_with_all_that_matters_and_with_nothing_else(tmp_path: P
     ]
     write_documents(tmp_path, 4)
     changed.append(plan_for(source))
-    assert len({plan.key, *(other.key for other in changed)}) == 6
+    assert len({plan.key, *(different.key for different in changed)}) == 6
     assert plan_for(replace(source, weight=3.0)).key == changed[-1].key

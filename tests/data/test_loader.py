@@ -1,11 +1,13 @@
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests import workers
 from tests.data.test_build import write_documents
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
-from torchllm.data.corpus import Begins, Ids, Split, fingerprint_of
+from torchllm.data.corpus import SequenceSource, Split, Window, corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder
@@ -30,181 +32,230 @@ class Numbered:
     """Sequences whose tokens say which one they are: (source, split, number)."""
 
     def __init__(self, source: int, train: int, validation: int = 0) -> None:
-        self.source, self.sizes = source, {"train": train, "validation": validation}
+        self.source = source
+        self.sizes = {"train": train, "validation": validation}
         self.fingerprint = f"numbered-{source}-{train}"
 
     def count(self, split: Split, length: int) -> int:
         return self.sizes[split]
 
-    def window(self, split: Split, number: int, length: int) -> tuple[Ids, Begins]:
-        return np.array([self.source, split == "validation", number, 0], dtype=np.uint32), np.zeros(1, dtype=np.int64)
+    def window(self, split: Split, number: int, length: int) -> Window:
+        ids = np.array([self.source, split == "validation", number, 0], dtype=np.uint32)
+        return Window(ids, np.zeros(1, dtype=np.int64))
 
 
-def alone(rank: int = 0, size: int = 1) -> DataRanks:
-    return DataRanks(rank, size, rank == 0)
+def data_ranks(rank: int = 0, size: int = 1) -> DataRanks:
+    return DataRanks(rank, size, prepares=rank == 0)
 
 
-def loader(sizes: list[int], rank: int, size: int, micro: int, accumulation: int, **more: Any) -> TrainLoader:
-    weights = more.pop("weights", [1.0] * len(sizes))
-    training = Training(micro_batch_size=micro, global_batch_size=micro * accumulation * size, sequence_length=LENGTH)
-    sources = tuple(Source(kind="synthetic", weight=weight) for weight in weights)
-    data = Data(sources=sources, workers=more.pop("workers", 0))
-    numbered = [Numbered(source, count, more.get("validation", 0)) for source, count in enumerate(sizes)]
-    return TrainLoader(list(numbered), data, training, more.get("seed", 0), alone(rank, size))
+def numbered_loader(
+    sizes: Sequence[int],
+    rank: int = 0,
+    ranks: int = 1,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    workers: int = 0,
+    seed: int = 0,
+    weights: Sequence[float] = (),
+    held_out: Sequence[int] = (),
+) -> TrainLoader:
+    """The loader of one rank over numbered sources of these sizes; weights are 1 and nothing is held out by default."""
+    training = Training(
+        micro_batch_size=micro_batch,
+        global_batch_size=micro_batch * accumulation * ranks,
+        sequence_length=LENGTH,
+    )
+    weights = weights or [1.0] * len(sizes)
+    held_out = held_out or [0] * len(sizes)
+    data = Data(sources=tuple(Source(kind="synthetic", weight=weight) for weight in weights), workers=workers)
+    sources: list[SequenceSource] = []
+    for source, (size, validation) in enumerate(zip(sizes, held_out, strict=True)):
+        sources.append(Numbered(source, size, validation))
+    return TrainLoader(sources, data, training, seed, data_ranks(rank, ranks))
 
 
-def seen(batch: Batch) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in batch.tokens.tolist()]
+def sequences_of(batch: Batch) -> list[tuple[int, ...]]:
+    """The tokens of each sequence: (source, split, number)."""
+    return [tuple(tokens) for tokens in batch.tokens.tolist()]
 
 
-layouts = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
+class Part(NamedTuple):
+    """A part of a run, between two stops."""
+
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    workers: int
+    steps: int
+
+
+parts_strategy = st.builds(
+    Part, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3)
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(layouts, st.integers(0, 3)), min_size=1, max_size=3),
+    st.lists(parts_strategy, min_size=1, max_size=3),
     st.lists(st.integers(1, 30), min_size=1, max_size=3),
     st.integers(0, 2**63 - 1),
 )
-def test_whatever_the_layouts_and_stops_the_stream_is_the_uninterrupted_one(
-    stages: list[tuple[tuple[int, int, int, int], int]], sizes: list[int], seed: int
-) -> None:
+def test_stops_and_changes_of_layout_do_not_change_the_stream(parts: list[Part], sizes: list[int], seed: int) -> None:
     weights = [1.0 + source for source in range(len(sizes))]
-    state: dict[str, Any] | None = None
+    state = numbered_loader(sizes, seed=seed, weights=weights).state()
     stream: list[tuple[int, ...]] = []
-    for (ranks, micro, accumulation, processes), steps in stages:
-        loaders = [
-            loader(sizes, rank, ranks, micro, accumulation, workers=processes, seed=seed, weights=weights)
-            for rank in range(ranks)
-        ]
-        for each in loaders:
-            if state is not None:
-                each.load_state(json.loads(json.dumps(state)))
-        for _ in range(steps):
-            of_ranks = [each.next_step() for each in loaders]
-            assert all(len(batches) == accumulation for batches in of_ranks)
-            for micro_batches in zip(*of_ranks, strict=True):
-                stream += [row for batch in micro_batches for row in seen(batch)]
-        states = [each.state() for each in loaders]
-        for each in loaders:
-            each.close()
-        assert all(other == states[0] for other in states)
-        state = states[0]
-    order = DataOrder(seed, sizes, weights)
-    assert state is not None
+    for part in parts:
+        loaders = []
+        for rank in range(part.ranks):
+            loader = numbered_loader(
+                sizes,
+                rank,
+                part.ranks,
+                part.micro_batch,
+                part.accumulation,
+                part.workers,
+                seed=seed,
+                weights=weights,
+            )
+            loader.load_state(json.loads(json.dumps(state)))
+            loaders.append(loader)
+        for _ in range(part.steps):
+            steps = [loader.next_step() for loader in loaders]
+            for micro_batch in range(part.accumulation):
+                for batches in steps:
+                    stream += sequences_of(batches[micro_batch])
+        state = loaders[0].state()
+        for loader in loaders:
+            assert loader.state() == state
+            loader.close()
     assert state["sequences"] == len(stream)
-    located = [order.locate(n) for n in range(len(stream))]
-    assert stream == [(source, 0, number) for source, _, number in located]
+    order = DataOrder(seed, sizes, weights)
+    locations = [order.locate(n) for n in range(len(stream))]
+    assert stream == [(location.source, 0, location.number) for location in locations]
 
 
-def test_resuming_is_as_quick_far_out() -> None:
-    each = loader([10**9], 0, 1, 2, 2, workers=1)
-    state = each.state() | {"sequences": 4 * 10**12}
+def test_a_step_has_one_batch_per_micro_batch() -> None:
+    assert len(numbered_loader([10], micro_batch=2, accumulation=3).next_step()) == 3
+
+
+def test_a_late_state_is_resumed_as_fast_as_an_early_one() -> None:
+    loader = numbered_loader([10**9], micro_batch=2, accumulation=2, workers=1)
+    state = loader.state() | {"sequences": 4 * 10**12}
     start = time.perf_counter()
-    each.load_state(state)
-    (first, _) = each.next_step()
+    loader.load_state(state)
+    first, _ = loader.next_step()
     assert time.perf_counter() - start < 1.0
-    order = DataOrder(0, [10**9], [1.0])
-    assert seen(first)[0][2] == order.locate(4 * 10**12)[2]
-    each.close()
+    _, _, number = sequences_of(first)[0]
+    assert number == DataOrder(0, [10**9], [1.0]).locate(4 * 10**12).number
+    loader.close()
 
 
-def test_a_state_of_other_data_is_refused_with_both_fingerprints() -> None:
-    state = loader([10], 0, 1, 1, 1, seed=1).state()
+def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
+    state = numbered_loader([10], seed=1).state()
     with pytest.raises(ValueError, match=r"seed: saved 1, now 2$"):
-        loader([10], 0, 1, 1, 1, seed=2).load_state(state)
-    with pytest.raises(ValueError, match=r"saved \[\['numbered-0-10', 1\.0\]\], now \[\['numbered-0-11', 1\.0\]\]"):
-        loader([11], 0, 1, 1, 1, seed=1).load_state(state)
-    with pytest.raises(ValueError, match="sources"):
-        loader([10], 0, 1, 1, 1, seed=1, weights=[2.0]).load_state(state)
+        numbered_loader([10], seed=2).load_state(state)
+    message = r"data\.sources\.0 \(synthetic\): fingerprint saved numbered-0-10, now numbered-0-11$"
+    with pytest.raises(ValueError, match=message):
+        numbered_loader([11], seed=1).load_state(state)
+    with pytest.raises(ValueError, match=r"data\.sources\.0 \(synthetic\): weight saved 1\.0, now 2\.0$"):
+        numbered_loader([10], seed=1, weights=[2.0]).load_state(state)
+    with pytest.raises(ValueError, match=r"data\.sources: 1 sources saved, now 2$"):
+        numbered_loader([10, 5], seed=1).load_state(state)
     changed = state | {"fingerprint": state["fingerprint"] | {"sequence_length": 7}}
     with pytest.raises(ValueError, match="sequence_length: saved 7, now 3"):
-        loader([10], 0, 1, 1, 1, seed=1).load_state(changed)
+        numbered_loader([10], seed=1).load_state(changed)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_the_runs_random_state_is_not_touched(processes: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_runs_random_state_is_not_touched(workers: int) -> None:
     torch.manual_seed(0)
     expected = torch.get_rng_state()
-    each = loader([10], 0, 1, 1, 1, workers=processes)
-    each.next_step()
-    each.close()
+    loader = numbered_loader([10], workers=workers)
+    loader.next_step()
+    loader.close()
     assert torch.equal(torch.get_rng_state(), expected)
 
 
 @pytest.mark.filterwarnings("error")
 def test_nothing_warns() -> None:
-    each = loader([10], 0, 1, 1, 1, workers=1)
-    each.next_step()
-    each.close()
+    loader = numbered_loader([10], workers=1)
+    loader.next_step()
+    loader.close()
+
+
+def validation_stream(
+    ranks: int, micro_batch: int, seed: int, count: int, held_out: list[int]
+) -> list[tuple[int, ...]]:
+    """The first `count` held-out sequences that count, in the order of micro batches and ranks."""
+    by_rank = []
+    for rank in range(ranks):
+        loader = numbered_loader([5, 5], rank, ranks, micro_batch, seed=seed, held_out=held_out)
+        by_rank.append(list(loader.validation_batches(count)))
+    stream = []
+    ignored = False
+    for batches in zip(*by_rank, strict=True):  # every rank has the same number of batches
+        for batch in batches:
+            for sequence, labels in zip(sequences_of(batch), batch.labels, strict=True):
+                if (labels == -100).all():
+                    ignored = True
+                else:
+                    assert not ignored  # ignored sequences are at the end
+                    stream.append(sequence)
+    return stream
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 20), st.integers(0, 9), st.integers(1, 9))
-def test_validation_is_the_same_for_every_layout(ranks: int, micro: int, wanted: int, first: int, second: int) -> None:
-    def stream(ranks: int, micro: int, seed: int) -> list[tuple[int, ...]]:
-        of_ranks = []
-        for rank in range(ranks):
-            each = loader([5, 5], rank, ranks, micro, 1, seed=seed)
-            each._held_out = {s: count for s, count in enumerate((first, second)) if count}
-            of_ranks.append(list(each.validation_batches(wanted)))
-        assert len({len(batches) for batches in of_ranks}) == 1
-        rows = [
-            (row, bool((labels != -100).any()))
-            for batches in zip(*of_ranks, strict=True)
-            for batch in batches
-            for row, labels in zip(seen(batch), batch.labels, strict=True)
-        ]
-        kept = [row for row, counted in rows if counted]
-        assert [row for row, _ in rows[: len(kept)]] == kept  # what is ignored is at the end
-        return kept
-
-    found = stream(ranks, micro, seed=ranks)
-    assert found == stream(1, 1, seed=0)
-    assert len(found) == len(set(found)) == min(wanted, first + second)
-    assert all(held_out for _, held_out, _ in found)
+def test_validation_is_the_same_for_every_layout(
+    ranks: int, micro_batch: int, count: int, first: int, second: int
+) -> None:
+    stream = validation_stream(ranks, micro_batch, ranks, count, [first, second])
+    assert stream == validation_stream(1, 1, 0, count, [first, second])
+    assert len(stream) == len(set(stream)) == min(count, first + second)
+    for _, is_held_out, _ in stream:
+        assert is_held_out
 
 
 def real(tmp_path: Path, source: Source, length: int = 32, **changes: Any) -> TrainLoader:
     settings: dict[str, Any] = {"sources": (source,), "cache": str(tmp_path / "cache"), "workers": 0} | changes
     training = Training(micro_batch_size=2, global_batch_size=4, sequence_length=length)
-    return build_loader(Data(**settings), training, Model(), 0, alone())
-
-
-def text_of(batch: Batch) -> list[str]:
-    return ["".join(map(chr, row)) for row in batch.tokens.tolist()]
+    return build_loader(Data(**settings), training, Model(), 0, data_ranks())
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"[{index:04d}]" * 3}) for index in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    each = real(tmp_path, source, validation_fraction=0.2)
+    loader = real(tmp_path, source, validation_fraction=0.2)
 
-    def names(batches: list[Batch]) -> set[str]:
-        text = [part for batch in batches for row in text_of(batch) for part in row.split("[")]
-        return {part[:4] for part in text if len(part) >= 5 and part[4] == "]"}
+    def document_numbers(batches: Iterable[Batch]) -> set[str]:
+        numbers: set[str] = set()
+        for batch in batches:
+            for tokens in batch.tokens.tolist():
+                numbers.update(re.findall(r"\[(\d{4})\]", "".join(map(chr, tokens))))
+        return numbers
 
-    validation = names(list(each.validation_batches(1000)))
-    steps = 2 * each._order._sizes[0] // 4  # two epochs
-    trained = names([batch for _ in range(steps) for batch in each.next_step()])
-    assert len(validation) > 30
+    held_out = document_numbers(loader.validation_batches(1000))
+    steps = 2 * loader._order._sizes[0] // 4  # two epochs
+    trained: set[str] = set()
+    for _ in range(steps):
+        trained |= document_numbers(loader.next_step())
+    assert len(held_out) > 30
     assert len(trained) > 200
-    assert not validation & trained
+    assert not held_out & trained
 
 
 def test_labels_are_the_next_tokens_also_across_sequences(tmp_path: Path) -> None:
-    each = real(tmp_path, write_documents(tmp_path, 50), document_mask=True)
-    for batch in each.next_step():
+    loader = real(tmp_path, write_documents(tmp_path, 50), document_mask=True)
+    for batch in loader.next_step():
         assert batch.document_ids is not None
-        for tokens, labels, positions, ids in zip(*(part.tolist() for part in batch if part is not None), strict=True):
-            for place in range(len(tokens) - 1):
-                ends = tokens[place] == 257
-                assert labels[place] == (-100 if ends else tokens[place + 1])
-                assert ids[place + 1] == ids[place] + ends
-                assert positions[place + 1] == (0 if ends else positions[place] + 1)
+        ends = batch.tokens[:, :-1] == 257
+        following = batch.tokens[:, 1:]
+        assert torch.equal(batch.labels[:, :-1], torch.where(ends, -100, following))
+        assert torch.equal(batch.document_ids[:, 1:], batch.document_ids[:, :-1] + ends)
+        assert torch.equal(batch.positions[:, 1:], torch.where(ends, 0, batch.positions[:, :-1] + 1))
 
 
-def test_the_standard_library_in_bytes_is_quick_and_cached(tmp_path: Path) -> None:
+def test_the_standard_library_in_bytes_is_fast_and_cached(tmp_path: Path) -> None:
     start = time.process_time()
     first = real(tmp_path, Source(), length=256)
     assert time.process_time() - start < 10.0
@@ -232,7 +283,7 @@ def test_skipped_records_are_reported(tmp_path: Path) -> None:
         real(tmp_path, source)  # the corpus with skips must not serve a run that wants none
 
 
-def test_what_is_too_small_or_too_big(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_and_too_much_data_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_documents(tmp_path, 50)
     with pytest.raises(DataError, match=r"shorter than one sequence of training\.sequence_length = 100000"):
         real(tmp_path, source, length=100_000)
@@ -244,9 +295,9 @@ def test_what_is_too_small_or_too_big(tmp_path: Path, monkeypatch: pytest.Monkey
     write_documents(tmp_path / "hub", 5)
     with pytest.raises(DataError, match=r"is of unknown size; only 256 MiB .*\n.*recipes/prepare\.py"):
         real(tmp_path, Source(kind="hub", path=str(tmp_path / "hub")))
-    each = real(tmp_path, source, validation_fraction=0.0)
+    loader = real(tmp_path, source, validation_fraction=0.0)
     with pytest.raises(DataError, match=r"nothing is held out .* data\.validation_fraction"):
-        each.validation_batches(1)
+        loader.validation_batches(1)
 
 
 def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) -> None:
@@ -257,10 +308,11 @@ def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) 
     header = json.loads((folder / "corpus.json").read_text())
     for key, value, message in (
         ("tokenizer", "other", "holds tokens of 'other', but data.tokenizer is 'bytes'"),
-        ("max_token", 264, r"token id 264 >= model\.vocab = 264"),
+        ("max_token", 264, r"token id 264 >= model\.vocab = 264: raise model\.vocab"),
     ):
         changed = header | {key: value}
-        (folder / "corpus.json").write_text(json.dumps(changed | {"fingerprint": fingerprint_of(changed)}))
+        changed["fingerprint"] = corpus_fingerprint(changed)
+        (folder / "corpus.json").write_text(json.dumps(changed))
         with pytest.raises(DataError, match=message):
             real(tmp_path, source)
 
@@ -273,15 +325,16 @@ def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp
     )
     command = [sys.executable, "-c", script]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = {run.communicate(timeout=60)[0] for run in runs}
+    states = {run.communicate(timeout=60)[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0]
-    assert len(said) == 1
-    assert not list((tmp_path / "cache").glob("*/raw*")) + list((tmp_path / "cache").glob("*/*.tmp"))
+    assert len(states) == 1
+    assert not list((tmp_path / "cache").glob("*/raw*"))
+    assert not list((tmp_path / "cache").glob("*/*.tmp"))
 
 
 def test_synthetic_needs_no_file_and_no_tokenizer(tmp_path: Path) -> None:
-    each = real(tmp_path, Source(kind="synthetic"), tokenizer="no such file")
-    batch = each.next_step()[0]
+    loader = real(tmp_path, Source(kind="synthetic"), tokenizer="no such file")
+    batch = loader.next_step()[0]
     assert int(batch.tokens.max()) < Model().vocab
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     assert not (tmp_path / "cache").exists()
@@ -289,9 +342,9 @@ def test_synthetic_needs_no_file_and_no_tokenizer(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys, time
-from tests.data.test_loader import loader, seen
-each = loader([100], 0, 1, 1, 1, workers=2)
-first = [seen(each.next_step()[0]) for _ in range(3)]
+from tests.data.test_loader import numbered_loader, sequences_of
+loader = numbered_loader([100], workers=2)
+first = [sequences_of(loader.next_step()[0]) for _ in range(3)]
 {body}
 """
 
@@ -304,21 +357,23 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
 def test_an_uncaught_error_ends_the_process_and_its_workers() -> None:
     start = time.monotonic()
     done = run_script("raise RuntimeError('boom')")
-    assert (done.returncode, "boom" in done.stderr) == (1, True)
+    assert done.returncode == 1
+    assert "boom" in done.stderr
     assert time.monotonic() - start < 30
 
 
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_trainer() -> None:
     """Slurm, torchrun and Ctrl-C signal every process; the trainer still needs batches until it has saved."""
     done = run_script(
-        "signal.signal(signal.SIGTERM, lambda *_: print('told'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('signalled'))\n"
         "os.killpg(0, signal.SIGTERM); time.sleep(0.3)\n"
-        "rest = [seen(each.next_step()[0]) for _ in range(20)]\n"
-        "whole = loader([100], 0, 1, 1, 1)\n"
-        "assert first + rest == [seen(whole.next_step()[0]) for _ in range(23)]\n"
-        "print('went on')"
+        "rest = [sequences_of(loader.next_step()[0]) for _ in range(20)]\n"
+        "whole = numbered_loader([100])\n"
+        "assert first + rest == [sequences_of(whole.next_step()[0]) for _ in range(23)]\n"
+        "print('continued')"
     )
-    assert (done.returncode, done.stdout) == (0, "told\nwent on\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "signalled\ncontinued\n"
 
 
 def test_workers_end_with_a_killed_trainer() -> None:
@@ -333,16 +388,18 @@ def test_workers_end_with_a_killed_trainer() -> None:
     process.stdout.close()
     assert len(pids) == 2
     deadline = time.monotonic() + 30  # the workers look for their parent every 5 s
-    while any(_lives(pid) for pid in pids):
+    while any(_is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+    state = status.rsplit(")", 1)[1].split()[0]
+    return state != "Z"  # Z: it has ended, but its parent has not asked for its exit status
 
 
 def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -358,39 +415,50 @@ def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) 
     settings = {"cache": f"{folder}/cache", **changes, **(of_rank_1 if rank else {})}
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
     try:
-        each = build_loader(Data(**settings), training, Model(), 0, ranks)
+        loader = build_loader(Data(**settings), training, Model(), 0, ranks)
     except DataError as error:
         return str(error), []
-    rows = seen(each.next_step()[0])
-    each.close()
-    return "", rows
+    sequences = sequences_of(loader.next_step()[0])
+    loader.close()
+    return "", sequences
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 50)
-    (first, rows), (second, others) = workers.POOL.run(_on_a_rank, 2, str(tmp_path), {"sources": (source,)}, {})
-    assert (first, second) == ("", "")
-    assert rows != others
+    outcomes = workers.POOL.run(_on_a_rank, 2, str(tmp_path), {"sources": (source,)}, {})
+    (error_0, sequences_0), (error_1, sequences_1) = outcomes
+    assert error_0 == error_1 == ""
+    assert sequences_0 != sequences_1
 
 
-def _cases(tmp_path: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
+class Failure(NamedTuple):
+    """Settings that fail, on all ranks or on rank 1 only."""
+
+    settings: dict[str, Any]
+    of_rank_1: dict[str, Any]
+    message: str
+
+
+def _failures(tmp_path: Path) -> dict[str, Failure]:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\nnonsense')
-    good = write_documents(tmp_path, 50)
-    (tmp_path / "other").mkdir()
-    other = write_documents(tmp_path / "other", 60)
     bad = Source(kind="jsonl", path=str(tmp_path / "bad.jsonl"))
-    real(tmp_path, other)  # so that its tokens are in the cache for rank 1, which does not prepare
+    missing = Source(kind="jsonl", path="gone")
+    good = {"sources": (write_documents(tmp_path, 50),)}
+    (tmp_path / "different").mkdir()
+    different = write_documents(tmp_path / "different", 60)
+    real(tmp_path, different)  # so that its tokens are in the cache for rank 1, which does not prepare
+    no_cache = {"cache": str(tmp_path / "nowhere")}
     return {
-        "bad line": ({"sources": (bad,)}, {}, "bad.jsonl:2: broken JSON"),
-        "missing file": ({"sources": (replace(bad, path="gone"),)}, {}, "no file matches 'gone'"),
-        "one rank cannot open": ({"sources": (good,)}, {"cache": str(tmp_path / "else")}, "holds no token shards"),
-        "one rank has other data": ({"sources": (good,)}, {"sources": (other,)}, "not all ranks read the same data"),
+        "bad line": Failure({"sources": (bad,)}, {}, "bad.jsonl:2: broken JSON"),
+        "missing file": Failure({"sources": (missing,)}, {}, "no file matches 'gone'"),
+        "one rank cannot open": Failure(good, no_cache, "holds no token shards"),
+        "one rank has other data": Failure(good, {"sources": (different,)}, "not all ranks read the same data"),
     }
 
 
 @pytest.mark.parametrize("case", ["bad line", "missing file", "one rank cannot open", "one rank has other data"])
-def test_what_is_wrong_on_one_rank_stops_all(tmp_path: Path, case: str) -> None:
-    changes, of_rank_1, message = _cases(tmp_path)[case]
+def test_an_error_on_one_rank_stops_all(tmp_path: Path, case: str) -> None:
+    changes, of_rank_1, message = _failures(tmp_path)[case]
     start = time.monotonic()
     errors = [error for error, _ in workers.POOL.run(_on_a_rank, 2, str(tmp_path), changes, of_rank_1)]
     assert time.monotonic() - start < 60

@@ -6,51 +6,60 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.data.order import DataOrder, Permutation, mixture_counts, mixture_table
+from torchllm.data.order import DataOrder, Location, Permutation, mixture_counts, mixture_table
 
 sizes = st.integers(1, 1000)
 seeds = st.integers(0, 2**63 - 1)
 
 
 @given(sizes, seeds)
-def test_a_permutation_is_one(size: int, seed: int) -> None:
+def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
     permutation = Permutation(size, seed)
     assert sorted(map(permutation, range(size))) == list(range(size))
 
 
 def test_a_permutation_mixes() -> None:
     size = 10_000
-    order = np.array([Permutation(size, 1)(i) for i in range(size)])
-    # of a random one: neighbours a third of the size apart, no correlation with the place (standard error 0.01)
-    assert abs(np.abs(np.diff(order)).mean() / size - 1 / 3) < 0.01
-    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.04
-    assert (order == [Permutation(size, 2)(i) for i in range(size)]).mean() < 0.002
+    values = np.array([Permutation(size, 1)(i) for i in range(size)])
+    # In a random permutation neighbours are a third of the size apart on average,
+    distance = np.abs(np.diff(values)).mean() / size
+    assert abs(distance - 1 / 3) < 0.01
+    # values do not correlate with their index (standard error 0.01),
+    correlation = np.corrcoef(values, np.arange(size))[0, 1]
+    assert abs(correlation) < 0.04
+    # and two of them hardly have a value in common.
+    different = [Permutation(size, 2)(i) for i in range(size)]
+    assert (values == different).mean() < 0.002
 
 
 def test_every_element_comes_first_about_as_often() -> None:
-    counts = np.bincount([Permutation(10, seed)(0) for seed in range(10_000)], minlength=10)
+    first = [Permutation(10, seed)(0) for seed in range(10_000)]
+    counts = np.bincount(first, minlength=10)
     assert np.all(np.abs(counts - 1000) < 150)  # 5 standard deviations
 
 
 def test_the_order_is_fixed() -> None:
     """A changed order would silently break the resume of every run: these are what the first version gave."""
-    assert [Permutation(1000, 7, 0, 0)(i) for i in range(6)] == FIRST_OF_7
-    assert [DataOrder(3, [5, 7], [3, 1]).locate(n) for n in range(8)] == FIRST_OF_3
+    permutation = Permutation(1000, 7, 0, 0)
+    assert [permutation(i) for i in range(6)] == PERMUTATION_WITH_SEED_7
+    order = DataOrder(3, [5, 7], [3, 1])
+    assert [order.locate(n) for n in range(8)] == ORDER_WITH_SEED_3
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), seeds, st.data())
 def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int, data: st.DataObject) -> None:
-    weights = data.draw(st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 7.0]), min_size=len(sizes), max_size=len(sizes)))
+    weight = st.sampled_from([0.1, 0.25, 1.0, 2.0, 7.0])
+    weights = data.draw(st.lists(weight, min_size=len(sizes), max_size=len(sizes)))
     order = DataOrder(seed, sizes, weights)
-    seen: dict[tuple[int, int], list[int]] = {}
+    visited: dict[tuple[int, int], list[int]] = {}
     epochs = [-1] * len(sizes)
     for n in range(1500):
         source, epoch, number = order.locate(n)
-        assert epoch in (epochs[source], epochs[source] + 1)  # one epoch after the other
+        assert epoch in (epochs[source], epochs[source] + 1)  # no epoch is left out or comes back
         epochs[source] = epoch
-        seen.setdefault((source, epoch), []).append(number)
-    for (source, epoch), numbers in seen.items():
+        visited.setdefault((source, epoch), []).append(number)
+    for (source, epoch), numbers in visited.items():
         assert len(set(numbers)) == len(numbers)
         if epoch < epochs[source]:
             assert sorted(numbers) == list(range(sizes[source]))
@@ -58,9 +67,10 @@ def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int,
 
 def test_epochs_differ() -> None:
     order = DataOrder(0, [100], [1.0])
-    first, second = ([order.locate(n)[2] for n in range(start, start + 100)] for start in (0, 100))
+    first = np.array([order.locate(n).number for n in range(100)])
+    second = np.array([order.locate(n).number for n in range(100, 200)])
     assert sorted(first) == sorted(second)
-    assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+    assert (first == second).sum() < 10
 
 
 @pytest.mark.parametrize(
@@ -83,15 +93,16 @@ def test_a_mixture_is_exact_in_blocks_and_even_within(counts: list[int]) -> None
     table = mixture_table(counts)
     block = sum(counts)
     taken = [0] * len(counts)
-    for place, (source, before) in enumerate(table, start=1):
-        assert before == taken[source]
-        taken[source] += 1
-        for s, count in enumerate(counts):
-            assert abs(taken[s] - count * place / block) < len(counts)
+    for length, slot in enumerate(table, start=1):
+        assert slot.earlier == taken[slot.source]
+        taken[slot.source] += 1
+        for source, count in enumerate(counts):
+            share = count * length / block
+            assert abs(taken[source] - share) < len(counts)
     assert taken == counts
 
 
-def test_far_out_is_as_quick_as_the_start() -> None:
+def test_a_late_sequence_is_located_as_fast_as_an_early_one() -> None:
     order = DataOrder(0, [10**12, 10**9], [3.0, 1.0])
     start = time.process_time()
     order.locate(10**15)
@@ -99,11 +110,23 @@ def test_far_out_is_as_quick_as_the_start() -> None:
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 80))
-def test_first_gives_each_once(sizes: list[int], count: int) -> None:
-    found = DataOrder("validation", sizes, [1.0 + s for s in range(len(sizes))]).first(count)
-    assert len(found) == len(set(found)) == min(count, sum(sizes))
-    assert all(number < sizes[source] for source, number in found)
+def test_the_first_epoch_has_each_sequence_once(sizes: list[int], count: int) -> None:
+    weights = [1.0 + source for source in range(len(sizes))]
+    locations = DataOrder("validation", sizes, weights).first_epoch(count)
+    assert len(locations) == len(set(locations)) == min(count, sum(sizes))
+    for location in locations:
+        assert location.epoch == 0
+        assert location.number < sizes[location.source]
 
 
-FIRST_OF_7 = [407, 411, 385, 196, 488, 412]
-FIRST_OF_3 = [(0, 0, 4), (0, 0, 0), (1, 0, 3), (0, 0, 3), (0, 0, 2), (0, 0, 1), (1, 0, 0), (0, 1, 0)]
+PERMUTATION_WITH_SEED_7 = [407, 411, 385, 196, 488, 412]
+ORDER_WITH_SEED_3 = [
+    Location(source=0, epoch=0, number=4),
+    Location(source=0, epoch=0, number=0),
+    Location(source=1, epoch=0, number=3),
+    Location(source=0, epoch=0, number=3),
+    Location(source=0, epoch=0, number=2),
+    Location(source=0, epoch=0, number=1),
+    Location(source=1, epoch=0, number=0),
+    Location(source=0, epoch=1, number=0),
+]

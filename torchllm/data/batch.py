@@ -1,4 +1,4 @@
-"""What the loader hands to the step."""
+"""What the data loader gives to the training step."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,20 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     labels: Tensor
-    """the token that follows each position; -100: no target"""
+    """the token that follows each position; -100 where there is no target"""
     positions: Tensor
-    """from the start of the sequence, or of the document under data.document_mask"""
+    """counted from the start of the sequence or, with data.document_mask, of the document"""
     document_ids: Tensor | None
     """which document of the sequence a token belongs to; None without data.document_mask"""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; the copy runs beside the computation when the memory is pinned."""
-        tokens, labels, positions = (x.to(device, non_blocking=True) for x in self[:3])
-        documents = self.document_ids
-        return Batch(tokens, labels, positions, None if documents is None else documents.to(device, non_blocking=True))
+        """Return the batch on a device; from pinned memory the copy runs in the background."""
+        document_ids = self.document_ids
+        if document_ids is not None:
+            document_ids = document_ids.to(device, non_blocking=True)
+        return Batch(
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.positions.to(device, non_blocking=True),
+            document_ids,
+        )

@@ -1,4 +1,4 @@
-"""From a source of the config to an open corpus: tokenized once a machine and cached, small sources only."""
+"""Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
 
 import os
 import shlex
@@ -11,30 +11,32 @@ from typing import Any
 
 from torchllm.config import Data, Source
 from torchllm.data.build import CorpusPlan, TokenizerSpec, write_corpus
-from torchllm.data.corpus import HEADER, Corpus, Sequences, Synthetic
+from torchllm.data.corpus import HEADER, Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.sources import raw_mib, read_source, source_files
 from torchllm.data.tokenizer import Tokenizer
 
 _SHARD_MIB = 64.0
+"""text of a shard, in MiB"""
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_raw(source: Source) -> bool:
-    """Whether a source has to be tokenized."""
+    """Return whether a source has to be tokenized."""
     return source.kind not in ("tokens", "synthetic")
 
 
 def plan_corpus(
     source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = _SHARD_MIB
 ) -> CorpusPlan:
-    """What the corpus of a raw source is made of. DataError when it has no file, or `vocab` is too small for any text.
+    """Return what decides the corpus of a raw source; `vocab` is model.vocab.
 
-    `vocab` is model.vocab. The standard library is nobody's to mend: what is bad in it is always skipped.
+    Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
+    source has no file, or `vocab` is too small for the tokenizer's special tokens.
     """
     if max(tokenizer.begin, tokenizer.end) >= vocab:
         raise DataError(
@@ -53,62 +55,72 @@ def plan_corpus(
 
 
 def tokenize_source(
-    plan: CorpusPlan, encoder: TokenizerSpec, folder: Path, processes: int = 1, raw: str = "raw"
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, raw: str = "raw"
 ) -> dict[str, Any]:
-    """Read the plan's source and write its corpus; the header.
+    """Read the plan's source, write its corpus into `folder`, and return the header.
 
-    What was read lies in `folder`/`raw` until the corpus is whole, so that starting again need not read it again;
-    processes that make one corpus at the same time need names of their own for it.
+    The records read are kept in `folder`/`raw` until the corpus is complete, so that a restart does not read the source
+    again; processes that write one corpus at the same time need different names for it.
     """
-    header = write_corpus(read_source(plan.source, folder / raw, processes), plan, encoder, folder, processes)
+    dataset = read_source(plan.source, folder / raw, processes)
+    header = write_corpus(dataset, plan, tokenizer, folder, processes)
     shutil.rmtree(folder / raw, ignore_errors=True)
     return header
 
 
 def cache_root(data: Data) -> Path:
-    """The cache folder: data.cache, or torchllm under the user's."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
-    return Path(data.cache or users).expanduser()
+    """Return the cache folder: data.cache if it is set, else torchllm in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
+    return Path(data.cache or default).expanduser()
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
-    """Where the corpus of a plan is cached."""
+    """Return the folder in which the corpus of a plan is cached."""
     return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
 def prepare_cached(plan: CorpusPlan, data: Data) -> None:
-    """Tokenize a raw source into the cache, unless it is there. DataError when it is over data.max_raw_mib."""
+    """Tokenize a raw source into the cache if it is not cached yet. DataError if it is over data.max_raw_mib."""
     folder = cached_folder(data, plan)
     if (folder / HEADER).is_file():
         return
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
         arguments = shlex.join(sys.argv[1:])
+        size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
         raise DataError(
-            f"data.sources: {plan.source.path or plan.source.kind!r} is "
-            f"{'of unknown size' if size is None else f'{size:,.0f} MiB'}; only {data.max_raw_mib:,.0f} MiB "
+            f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
             "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
             f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
         )
-    mine = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes, other runs may be at it too
-    tokenize_source(plan, TokenizerSpec(data.tokenizer, data.pattern, available_cpus()), folder, raw=mine)
+    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, available_cpus())
+    raw = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes and runs may prepare the same corpus
+    tokenize_source(plan, tokenizer, folder, raw=raw)
 
 
-def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> Sequences:
-    """An open source. DataError when its tokens are not of this tokenizer or do not fit into `vocab`.
+def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
+    """Return an open source; `vocab` is model.vocab.
 
-    `tokenizer` is None only when every source is synthetic, which needs none.
+    `tokenizer` is None only if every source is synthetic, which needs none. Raises DataError if the tokens of the
+    source are not of this tokenizer or not under `vocab`.
     """
     if tokenizer is None:
         return Synthetic(vocab)
     if source.kind == "synthetic":
         return Synthetic(min(vocab, tokenizer.vocab))
-    corpus = Corpus(cached_folder(data, plan_corpus(source, data, tokenizer, vocab)) if is_raw(source) else source.path)
+    if is_raw(source):
+        corpus = Corpus(cached_folder(data, plan_corpus(source, data, tokenizer, vocab)))
+    else:
+        corpus = Corpus(source.path)
     if corpus.header["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header['tokenizer']!r}, but data.tokenizer is "
             f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
         )
-    if corpus.header["max_token"] >= vocab:
-        raise DataError(f"{corpus.folder} holds token id {corpus.header['max_token']} >= model.vocab = {vocab}")
+    largest = corpus.header["max_token"]
+    if largest >= vocab:
+        raise DataError(
+            f"{corpus.folder} holds token id {largest} >= model.vocab = {vocab}: raise model.vocab "
+            f"(data.tokenizer has {tokenizer.vocab} ids)"
+        )
     return corpus

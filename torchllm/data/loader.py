@@ -1,7 +1,7 @@
-"""Batches of a run: the order and the corpora behind torchdata's StatefulDataLoader, and agreement between ranks.
+"""Batches of a run: sources in the run's order, behind torchdata's StatefulDataLoader, agreed on by all ranks.
 
-torchdata only prefetches. Where the run is in its data is one number, the sequences consumed by all ranks together, so
-resuming is O(1) and does not care how many ranks, workers or micro batches there were.
+torchdata only prefetches. How far the run is in its data is one number, the sequences consumed by all ranks together,
+so resuming is O(1) and does not depend on the number of ranks, workers or micro batches.
 """
 
 import atexit
@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,120 +19,148 @@ import numpy.typing as npt
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchllm.config import Data, Model, Training, gradient_accumulation
+from torchllm.config import Data, Model, Source, Training, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.data.cache import is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.data.corpus import Corpus, Sequences, Split
+from torchllm.data.corpus import Corpus, SequenceSource, Split
 from torchllm.data.error import DataError
-from torchllm.data.order import DataOrder
+from torchllm.data.order import DataOrder, Location
 from torchllm.data.packing import IGNORED, pack_window
 from torchllm.data.tokenizer import load_tokenizer
 
-_FOR_EVER = 2**62
+_ENDLESS = 2**62
+"""steps; no run takes as many"""
 _PREFETCHED_STEPS = 2
 T = TypeVar("T")
 Fields = npt.NDArray[np.int64]
-"""tokens, labels, positions and, with data.document_mask, document ids, stacked"""
+"""the tensors of a Batch in one array: tokens, labels, positions and, with data.document_mask, document ids"""
 
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Which part of the data this process reads, and how it speaks with the others; by default it is alone."""
+    """Which part of the data this process reads, and how it exchanges texts with other ranks; by default, alone."""
 
     rank: int = 0
     """data-parallel index, 0 <= rank < size; ranks that share a batch (tp) have the same"""
     size: int = 1
-    """data-parallel ranks"""
+    """number of data-parallel ranks"""
     prepares: bool = True
     """this process tokenizes raw sources for its node"""
     gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
-    """gathers a text of every rank of the job to all of them"""
+    """returns the text that each rank of the job has passed, by rank"""
 
 
 def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
-    """Tokenize what is small and not cached (one process a node), open everything, start at sequence 0.
+    """Return a loader at sequence 0, after tokenizing small raw sources that are not cached (one process per node).
 
-    Call it on all ranks. Whatever goes wrong on one is raised as the same DataError on all.
+    Call it on all ranks: an error on one rank is raised as the same DataError on all.
     """
-    return TrainLoader(_open_together(data, training, model, ranks), data, training, seed, ranks)
+    sources = _open_on_all_ranks(data, training, model, ranks)
+    return TrainLoader(sources, data, training, seed, ranks)
 
 
-def _together(ranks: DataRanks, action: Callable[[], T]) -> T:
-    """Run on every rank; if it fails on one, raise on all, so that none waits for the others for ever."""
+def _on_all_ranks(ranks: DataRanks, action: Callable[[], T]) -> T:
+    """Call `action` on every rank; raise DataError on all if it fails on one, so that no rank waits without end."""
     text, cause = None, None
     try:
         result = action()
-    except Exception as error:  # a bug too must not leave the other ranks waiting
+    except Exception as error:  # a bug, too, must not leave the other ranks waiting
         cause = error
         text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-    errors = dict.fromkeys(error for error in ranks.gather_texts(text) if error is not None)
+    errors = [error for error in ranks.gather_texts(text) if error is not None]
     if errors:
-        raise DataError("\n".join(errors)) from cause
+        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # each text once
     return result
 
 
-def _open_together(data: Data, training: Training, model: Model, ranks: DataRanks) -> list[Sequences]:
-    needs_tokenizer = any(source.kind != "synthetic" for source in data.sources)
-
-    def prepare() -> None:
-        if ranks.prepares and needs_tokenizer:
-            tokenizer = load_tokenizer(data.tokenizer, data.pattern)
-            for source in filter(is_raw, data.sources):
-                prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data)
-
-    def opened() -> list[Sequences]:
-        tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
-        found = [open_source(source, data, tokenizer, model.vocab) for source in data.sources]
-        for source, sequences in zip(data.sources, found, strict=True):
-            if not sequences.count("train", training.sequence_length):
-                raise DataError(
-                    f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
-                    f"training.sequence_length = {training.sequence_length} tokens"
-                )
-        return found
-
-    _together(ranks, prepare)
-    sources = _together(ranks, opened)
-    seen = dict.fromkeys(ranks.gather_texts(" ".join(source.fingerprint for source in sources)))
-    if len(seen) > 1:
-        raise DataError(f"data.sources: not all ranks read the same data, fingerprints {' / '.join(map(str, seen))}")
+def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> list[SequenceSource]:
+    """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
+    _on_all_ranks(ranks, lambda: _prepare(data, model, ranks))
+    sources = _on_all_ranks(ranks, lambda: _open(data, training, model))
+    fingerprints = " ".join(source.fingerprint for source in sources)
+    different = dict.fromkeys(ranks.gather_texts(fingerprints))
+    if len(different) > 1:
+        listed = " / ".join(map(str, different))
+        raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
     return sources
 
 
-class _Steps(torch.utils.data.Dataset[Fields]):
-    """Item k: what this rank reads in the k-th step from `first` on, as (fields, A, B, S) for A micro batches.
+def _needs_tokenizer(data: Data) -> bool:
+    return any(source.kind != "synthetic" for source in data.sources)
 
-    Micro batch a of data rank r is the sequences (a * ranks + r) * B ... + B of the step.
-    """
 
-    def __init__(
-        self, reader: "_Reader", order: DataOrder, first: int, training: Training, ranks: tuple[int, int]
-    ) -> None:
-        self.reader, self.order, self.first = reader, order, first
-        self.step, self.micro, (self.rank, self.ranks) = training.global_batch_size, training.micro_batch_size, ranks
-        self.accumulation = gradient_accumulation(training, self.ranks)
+def _prepare(data: Data, model: Model, ranks: DataRanks) -> None:
+    """Tokenize the raw sources that are not cached, if this process does so for its node."""
+    if not ranks.prepares or not _needs_tokenizer(data):
+        return
+    tokenizer = load_tokenizer(data.tokenizer, data.pattern)
+    for source in data.sources:
+        if is_raw(source):
+            prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data)
 
-    def __getitem__(self, k: int) -> Fields:
-        starts = [(a * self.ranks + self.rank) * self.micro for a in range(self.accumulation)]
-        numbers = [self.first + k * self.step + start + i for start in starts for i in range(self.micro)]
-        located = [self.order.locate(n) for n in numbers]
-        fields = self.reader.fields("train", [(source, number) for source, _, number in located])
-        return fields.reshape(len(fields), self.accumulation, self.micro, -1)
+
+def _open(data: Data, training: Training, model: Model) -> list[SequenceSource]:
+    """Open all sources; DataError if one has not a single training sequence."""
+    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
+    opened = []
+    for source in data.sources:
+        sequences = open_source(source, data, tokenizer, model.vocab)
+        if not sequences.count("train", training.sequence_length):
+            raise DataError(
+                f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
+                f"training.sequence_length = {training.sequence_length} tokens"
+            )
+        opened.append(sequences)
+    return opened
 
 
 class _Reader:
-    """Sequences of the sources, packed."""
+    """Reads sequences of the sources and packs them."""
 
-    def __init__(self, sources: list[Sequences], length: int, document_mask: bool) -> None:
-        self.sources, self.length, self.document_mask = sources, length, document_mask
+    def __init__(self, sources: list[SequenceSource], length: int, document_mask: bool) -> None:
+        self.sources = sources
+        self.length = length
+        self.document_mask = document_mask
 
-    def fields(self, split: Split, located: list[tuple[int, int]]) -> Fields:
-        """The fields of a Batch of (source, number) sequences, one array: (fields, B, S)."""
-        made = [pack_window(*self.sources[s].window(split, i, self.length), self.document_mask) for s, i in located]
-        return np.stack([np.stack(field) for field in zip(*made, strict=True) if field[0] is not None])
+    def read(self, split: Split, locations: Sequence[Location]) -> Fields:
+        """Return the fields of a Batch of these sequences, in one array (fields, B, S)."""
+        sequences = []
+        for location in locations:
+            window = self.sources[location.source].window(split, location.number, self.length)
+            packed = pack_window(window.ids, window.begins, self.document_mask)
+            sequences.append(np.stack([field for field in packed if field is not None]))
+        return np.stack(sequences, axis=1)
 
 
-def _batch(fields: torch.Tensor) -> Batch:
+class _Steps(torch.utils.data.Dataset[Fields]):
+    """The training data of one data rank: item k is what it reads in the k-th step from sequence `first` on.
+
+    The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, from
+    (m * ranks + r) * B on.
+    """
+
+    def __init__(self, reader: _Reader, order: DataOrder, first: int, training: Training, ranks: DataRanks) -> None:
+        self.reader = reader
+        self.order = order
+        self.first = first
+        self.rank, self.ranks = ranks.rank, ranks.size
+        self.global_batch_size = training.global_batch_size
+        self.micro_batch_size = training.micro_batch_size
+        self.accumulation = gradient_accumulation(training, ranks.size)
+
+    def __getitem__(self, k: int) -> Fields:
+        """Return the step's fields (fields, M, B, S) for M micro batches."""
+        locations = []
+        for micro_batch in range(self.accumulation):
+            offset = (micro_batch * self.ranks + self.rank) * self.micro_batch_size
+            start = self.first + k * self.global_batch_size + offset
+            locations += [self.order.locate(n) for n in range(start, start + self.micro_batch_size)]
+        fields = self.reader.read("train", locations)
+        return fields.reshape(len(fields), self.accumulation, self.micro_batch_size, -1)
+
+
+def _as_batch(fields: torch.Tensor) -> Batch:
+    """Return a Batch of fields (fields, B, S)."""
     tokens, labels, positions, *document_ids = fields
     return Batch(tokens, labels, positions, document_ids[0] if document_ids else None)
 
@@ -140,75 +168,92 @@ def _batch(fields: torch.Tensor) -> Batch:
 class TrainLoader:
     """The run's training batches, and its held-out ones."""
 
-    def __init__(self, sources: list[Sequences], data: Data, training: Training, seed: int, ranks: DataRanks) -> None:
-        self._training, self._workers, self._ranks = training, data.workers, ranks
-        length, weights = training.sequence_length, [source.weight for source in data.sources]
+    def __init__(
+        self, sources: list[SequenceSource], data: Data, training: Training, seed: int, ranks: DataRanks
+    ) -> None:
+        """Start at sequence 0 of `sources`, the opened data.sources."""
+        self._training = training
+        self._workers = data.workers
+        self._ranks = ranks
+        self._names = [_name_source(index, source) for index, source in enumerate(data.sources)]
+        self._weights = [source.weight for source in data.sources]
+        length = training.sequence_length
         self._reader = _Reader(sources, length, data.document_mask)
-        self._order = DataOrder(seed, [source.count("train", length) for source in sources], weights)
-        self._held_out = {s: count for s, source in enumerate(sources) if (count := source.count("validation", length))}
-        self._weights = weights
+        self._order = DataOrder(seed, [source.count("train", length) for source in sources], self._weights)
+        self._held_out: dict[int, int] = {}
+        """held-out sequences of each source that has any, by its index"""
+        for index, source in enumerate(sources):
+            if count := source.count("validation", length):
+                self._held_out[index] = count
         self._consumed = 0
         self._batches: Iterator[Any] | None = None
+        corpora = [source for source in sources if isinstance(source, Corpus)]
         self._fingerprint: dict[str, Any] = {
-            "sources": [[source.fingerprint, weight] for source, weight in zip(sources, weights, strict=True)],
-            "tokenizer": sorted({source.header["tokenizer"] for source in sources if isinstance(source, Corpus)}),
+            "sources": [[source.fingerprint, weight] for source, weight in zip(sources, self._weights, strict=True)],
+            "tokenizer": sorted({corpus.header["tokenizer"] for corpus in corpora}),
             "sequence_length": length,
             "seed": seed,
         }
-        counts = (Counter(source.header["skipped"]) for source in sources if isinstance(source, Corpus))
-        self.skipped: dict[str, int] = dict(sum(counts, Counter[str]()))
-        """records left out of the corpora (data.on_bad_record = "skip"), by what was wrong with them"""
+        skipped: Counter[str] = Counter()
+        for corpus in corpora:
+            skipped.update(corpus.header["skipped"])
+        self.skipped: dict[str, int] = dict(skipped)
+        """records left out of the corpora (data.on_bad_record = "skip"), by their fault"""
 
     def next_step(self) -> list[Batch]:
-        """The micro batches of this rank in the next optimizer step."""
+        """Return the micro batches of this rank in the next optimizer step."""
         if self._batches is None:
             self._batches = self._start()
         fields = torch.as_tensor(next(self._batches))
         self._consumed += self._training.global_batch_size
-        return [_batch(fields[:, a]) for a in range(fields.shape[1])]
+        return [_as_batch(fields[:, micro_batch]) for micro_batch in range(fields.shape[1])]
 
     def _start(self) -> Iterator[Any]:
+        """Start the worker processes and return an iterator over the fields of the steps."""
         on_gpu = torch.cuda.is_available()
-        place = (self._ranks.rank, self._ranks.size)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital.*", category=UserWarning)  # torchdata calls it
-            # A fork of a process with threads is safe here: a worker touches numpy, its memory maps and one thread of
-            # torch, never a GPU. A spawned one would import torch, for seconds and 300 MB a rank.
+            # Forking a process with threads is safe here: a worker touches numpy, its memory maps and one thread of
+            # torch, never a GPU. A spawned worker would import torch, for seconds and 300 MB per rank.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             loader = StatefulDataLoader(
-                _Steps(self._reader, self._order, self._consumed, self._training, place),
+                _Steps(self._reader, self._order, self._consumed, self._training, self._ranks),
                 batch_size=None,
-                sampler=range(_FOR_EVER),
+                sampler=range(_ENDLESS),
                 num_workers=self._workers,
                 prefetch_factor=_PREFETCHED_STEPS if self._workers else None,
-                # A tensor comes through shared memory and is pinned by a thread, off the step's path. Without that
-                # thread an array through the pipe is sooner here: 0.4 ms against 1.4 ms for 1,024 tokens.
-                collate_fn=torch.from_numpy if on_gpu else _as_it_is,
+                # On a GPU a tensor comes through shared memory and is pinned by a thread, off the step's path. Without
+                # that thread an array through the pipe is faster: 0.4 ms against 1.4 ms for 1,024 tokens.
+                collate_fn=torch.from_numpy if on_gpu else _unchanged,
                 pin_memory=on_gpu,
                 worker_init_fn=_ignore_signals,
                 multiprocessing_context="fork" if self._workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # else every start would draw from the run's own random state
-                snapshot_every_n_steps=_FOR_EVER,
+                snapshot_every_n_steps=_ENDLESS,
             )
             batches = iter(loader)
-        if self._workers:  # at exit multiprocessing sends SIGTERM and waits for ever; this comes before it
+        if self._workers:
+            # At exit multiprocessing sends SIGTERM, which workers ignore, and waits without end: end them earlier.
             atexit.register(_end_workers, weakref.ref(batches))
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Where the run is in its data, as JSON: the sequences consumed by all ranks, and of what."""
+        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data."""
         return {"sequences": self._consumed, "fingerprint": self._fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to a saved state; O(1). DataError (a ValueError) says what differs if the sequences would differ."""
+        """Continue from a saved state; O(1).
+
+        Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
+        """
         saved = state["fingerprint"]
-        different = [
-            f"{key}: saved {saved.get(key)}, now {value}"
-            for key, value in self._fingerprint.items()
-            if saved.get(key) != value
-        ]
-        if different:
-            raise DataError("the checkpoint was trained on other data; " + "; ".join(different))
+        differences = _source_differences(saved["sources"], self._fingerprint["sources"], self._names)
+        for key, value in self._fingerprint.items():
+            if key != "sources" and saved.get(key) != value:
+                differences.append(f"{key}: saved {saved.get(key)}, now {value}")
+        if differences:
+            listed = "; ".join(differences)
+            raise DataError(f"the checkpoint was trained on other data (its manifest.json has the config): {listed}")
         self.close()
         self._consumed = state["sequences"]
 
@@ -219,50 +264,77 @@ class TrainLoader:
         self._batches = None
 
     def validation_sequences(self, sequences: int) -> int:
-        """How many of `sequences` held-out sequences there are. DataError when there is none."""
-        found = min(sequences, sum(self._held_out.values()))
-        if not found:
+        """Return how many of `sequences` held-out sequences exist. Raises DataError if there is none."""
+        available = min(sequences, sum(self._held_out.values()))
+        if not available:
             raise DataError(
                 "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set "
                 "evaluate.interval = 0"
             )
-        return found
+        return available
 
     def validation_batches(self, sequences: int) -> Iterator[Batch]:
-        """This rank's share of the first `sequences` held-out sequences, the same ones whatever the seed and layout.
+        """Yield this rank's share of the first `sequences` held-out sequences, the same for every seed and layout.
 
-        Every rank gets as many batches (of training.micro_batch_size), so that all take part in each collective: where
-        the sequences run out, all labels are ignored. DataError when nothing is held out.
+        Every rank gets the same number of batches (of training.micro_batch_size), so that all take part in each
+        collective: where the sequences run out, all labels are ignored. Raises DataError if nothing is held out.
         """
-        sequences, micro = self.validation_sequences(sequences), self._training.micro_batch_size
-        kept = list(self._held_out)
-        order = DataOrder("validation", list(self._held_out.values()), [self._weights[source] for source in kept])
-        located = [(kept[s], number) for s, number in order.first(sequences)]
-        per_pass = micro * self._ranks.size
+        locations = self._held_out_locations(self.validation_sequences(sequences))
+        return self._held_out_batches(locations)
 
-        def batches() -> Iterator[Batch]:
-            for start in range(self._ranks.rank * micro, -(-sequences // per_pass) * per_pass, per_pass):
-                mine = located[start : start + micro]
-                fields = self._reader.fields("validation", mine + located[:1] * (micro - len(mine)))
-                batch = _batch(torch.from_numpy(fields))
-                batch.labels[len(mine) :] = IGNORED
-                yield batch
+    def _held_out_locations(self, count: int) -> list[Location]:
+        """Return the first `count` held-out sequences, mixed by the sources' weights."""
+        indices = list(self._held_out)
+        weights = [self._weights[index] for index in indices]
+        order = DataOrder("validation", list(self._held_out.values()), weights)
+        return [location._replace(source=indices[location.source]) for location in order.first_epoch(count)]
 
-        return batches()
+    def _held_out_batches(self, locations: list[Location]) -> Iterator[Batch]:
+        size = self._training.micro_batch_size
+        for batch_of_rank_0 in range(0, len(locations), size * self._ranks.size):
+            start = batch_of_rank_0 + self._ranks.rank * size
+            share = locations[start : start + size]
+            padding = locations[:1] * (size - len(share))
+            batch = _as_batch(torch.from_numpy(self._reader.read("validation", share + padding)))
+            batch.labels[len(share) :] = IGNORED
+            yield batch
 
 
-def _as_it_is(fields: Fields) -> Fields:
+def _name_source(index: int, source: Source) -> str:
+    """Return a source as an error names it: data.sources.0 (text 'a/*.txt')."""
+    description = f"{source.kind} {source.path!r}" if source.path else source.kind
+    return f"data.sources.{index} ({description})"
+
+
+def _source_differences(saved: list[list[Any]], current: list[list[Any]], names: list[str]) -> list[str]:
+    """Return a line for each difference between the sources; a source is [fingerprint, weight], with its name."""
+    lines = []
+    common = zip(names, saved, current, strict=False)  # there may be more or fewer sources than when it was saved
+    for name, (saved_print, saved_weight), (fingerprint, weight) in common:
+        if saved_print != fingerprint:
+            lines.append(f"{name}: fingerprint saved {saved_print}, now {fingerprint}")
+        if saved_weight != weight:
+            lines.append(f"{name}: weight saved {saved_weight}, now {weight}")
+    if len(saved) != len(current):
+        lines.append(f"data.sources: {len(saved)} sources saved, now {len(current)}")
+    return lines
+
+
+def _unchanged(fields: Fields) -> Fields:
     return fields
 
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:
-    """End the processes behind an iterator, also while a traceback keeps it alive (dropping it would do otherwise)."""
-    alive = batches()
-    if alive is not None:
-        alive._shutdown_workers()
+    """End the processes behind an iterator, even while a traceback keeps it alive (else dropping it would do)."""
+    iterator = batches()
+    if iterator is not None:
+        iterator._shutdown_workers()
 
 
 def _ignore_signals(worker: int) -> None:
-    """Schedulers signal whole process groups: the trainer decides when to stop, and its workers end with it."""
+    """Ignore SIGTERM and SIGINT in a worker.
+
+    Schedulers signal whole process groups: the trainer decides when to stop, and its workers end with it.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

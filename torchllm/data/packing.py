@@ -1,4 +1,4 @@
-"""A window of a token stream as what the model is trained on. Pure, no loop over tokens."""
+"""Turn a window of a token stream into what the model is trained on. Pure functions, without a loop over tokens."""
 
 from typing import Any, NamedTuple
 
@@ -6,37 +6,40 @@ import numpy as np
 import numpy.typing as npt
 
 IGNORED = -100
-"""label of a position that has no target (torch's default ignore_index)"""
+"""label of a position without a target (torch's default ignore_index)"""
 
 Int64 = npt.NDArray[np.int64]
 
 
 class PackedSequence(NamedTuple):
-    """One training sequence; each (S,) int64, document_ids None without document_mask."""
+    """One training sequence; each array is (S,) int64."""
 
     tokens: Int64
     labels: Int64
+    """the token that follows each position, or `IGNORED`"""
     positions: Int64
     document_ids: Int64 | None
+    """None without data.document_mask"""
 
 
 def pack_window(window: npt.NDArray[Any], begins: Int64, document_mask: bool) -> PackedSequence:
-    """Tokens, next-token labels and positions of a window of S + 1 ids of a stream of whole documents.
+    """Return tokens, next-token labels and positions of a window (S + 1,) of a stream of whole documents.
 
-    `begins`: the places in the window, ascending, at which a document begins. A document's last token has no label, for
-    what follows it is another document. Positions count from the window's start, or with `document_mask` from where the
-    document begins inside the window; document_ids then number the documents of the window from 0.
+    `begins` are the indices in the window, ascending, at which a document begins. The last token of a document has no
+    label, for another document follows it. Positions count from the start of the window or, with `document_mask`, from
+    where the document begins in the window; document_ids then number the documents of the window from 0.
     """
     length = len(window) - 1
-    tokens, labels = window[:-1].astype(np.int64), window[1:].astype(np.int64)
-    inner = begins[begins > 0]
-    labels[inner - 1] = IGNORED
+    tokens = window[:-1].astype(np.int64)
+    labels = window[1:].astype(np.int64)
+    inner_begins = begins[begins > 0]
+    labels[inner_begins - 1] = IGNORED
     positions = np.arange(length, dtype=np.int64)
     if not document_mask:
         return PackedSequence(tokens, labels, positions, None)
-    first = np.zeros(length, dtype=np.int64)
-    inner = inner[inner < length]
-    first[inner] = 1
-    document_ids = np.cumsum(first)
-    start_of = np.concatenate([np.zeros(1, dtype=np.int64), inner])
-    return PackedSequence(tokens, labels, positions - start_of[document_ids], document_ids)
+    inner_begins = inner_begins[inner_begins < length]
+    is_begin = np.zeros(length, dtype=np.int64)
+    is_begin[inner_begins] = 1
+    document_ids = np.cumsum(is_begin)
+    document_begins = np.concatenate([np.zeros(1, dtype=np.int64), inner_begins])
+    return PackedSequence(tokens, labels, positions - document_begins[document_ids], document_ids)

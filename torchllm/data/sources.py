@@ -1,8 +1,8 @@
-"""Raw sources as rows of text, through `datasets`: read once, memory-mapped afterwards.
+"""Read raw sources as text records, through `datasets`: a source is read once and memory-mapped afterwards.
 
-Everything that can be wrong with a record is found here and written into its row, with file and line (or row), so that
-reading goes on and `data.on_bad_record` decides later. `datasets` readers of its own stop at the first bad byte and do
-not say where, hence the generators.
+Everything that can be wrong with a record is found here and written into the record, with file and line (or row), so
+that reading continues and `data.on_bad_record` decides later. The readers of `datasets` stop at the first bad byte and
+do not say where it is, hence the generators.
 """
 
 import glob
@@ -21,37 +21,57 @@ from torchllm.data.error import DataError
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
 
-SourceFile = tuple[str, int, int]
-"""path, bytes, time of the last change in ns: what decides whether a file has to be read again"""
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+"""folders of the standard library that are not read"""
+
+
+class SourceFile(NamedTuple):
+    """A file of a source, and what decides whether it has to be read again."""
+
+    path: str
+    size: int
+    """in bytes"""
+    changed_ns: int
+    """time of its last change, in nanoseconds since 1970"""
 
 
 class TextRecord(NamedTuple):
-    """One record. `bad` is empty, or the kind of fault ("not UTF-8"), with `detail` for the message."""
+    """One record of a source: a document, or what is wrong with it."""
 
     text: str
+    """empty if the record has a fault"""
     where: str
-    bad: str = ""
+    """file, file:line, or file and row"""
+    fault: str = ""
+    """kind of fault, such as "not UTF-8"; empty for a good record"""
     detail: str = ""
+    """of the fault, for the error message"""
 
 
 def source_files(source: Source) -> list[SourceFile]:
-    """The files of a local raw source, sorted; DataError when there is none. A hub source has none: []."""
+    """Return the files of a raw source, sorted by path; a source of the hub has none.
+
+    Raises DataError if data.sources.path matches no file.
+    """
     if source.kind == "hub":
         return []
     if source.kind == "stdlib":
-        paths = list(_stdlib())
-    else:
-        pattern = os.path.expanduser(source.path)
-        found = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
-        paths = sorted(path for path in found if not os.path.isdir(path))
-        if not paths:
-            raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r})")
-    return [_stat(path) for path in paths]
+        return [_source_file(path) for path in _stdlib_paths()]
+    pattern = os.path.expanduser(source.path)
+    # A path that exists is taken literally: its name may hold characters that mean something in a glob.
+    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
+    paths = sorted(path for path in matches if not os.path.isdir(path))
+    if not paths and os.path.isdir(pattern):
+        suffix = "txt" if source.kind == "text" else source.kind
+        inside = os.path.join(source.path, f"*.{suffix}")
+        raise DataError(f"data.sources: {source.path!r} is a folder; write {inside!r} for the files in it")
+    if not paths:
+        raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r})")
+    return [_source_file(path) for path in paths]
 
 
-def _stdlib() -> Iterator[str]:
-    """The .py files of the running interpreter's standard library, without its tests and what is installed into it."""
+def _stdlib_paths() -> Iterator[str]:
+    """Yield the .py files of the running Python's standard library, without tests and installed packages."""
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(name for name in folders if name not in _NOT_CORPUS)
         for name in sorted(files):
@@ -60,62 +80,69 @@ def _stdlib() -> Iterator[str]:
                 yield path
 
 
-def _stat(path: str) -> SourceFile:
+def _source_file(path: str) -> SourceFile:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
-        return path, 0, 0  # a dangling link: a bad record when it is read
-    return path, found.st_size, found.st_mtime_ns
+        return SourceFile(path, 0, 0)  # a dangling link: a bad record when it is read
+    return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 
 def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Dataset":
-    """A raw source as a memory-mapped data set under `cache`; `read_records` reads it.
+    """Read a raw source into a memory-mapped data set under `cache`; `read_records` returns its records.
 
-    DataError for what is not a matter of one record: a hub set that cannot be had, a column that does not exist.
+    Raises DataError for what concerns more than one record: a hub data set that cannot be loaded, a missing column.
     """
     import datasets
 
     if source.kind == "hub":
-        return _hub(source)
+        return _load_from_hub(source)
     files = source_files(source)
-    read = {"stdlib": _text_rows, "text": _text_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}[source.kind]
+    readers = {
+        "stdlib": _text_records,
+        "text": _text_records,
+        "jsonl": _jsonl_records,
+        "parquet": _parquet_records,
+    }
     features = datasets.Features({name: datasets.Value("large_string") for name in TextRecord._fields})
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    processes = min(processes, len(files))
     return datasets.Dataset.from_generator(
-        read,
+        readers[source.kind],
         features=features,
         cache_dir=str(cache),
         gen_kwargs={"files": files, "key": source.text_key},
-        num_proc=min(processes, len(files)) if min(processes, len(files)) > 1 else None,
+        num_proc=processes if processes > 1 else None,
     )
 
 
 def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
-    """MiB of text that a source would have to read; None for a hub set that does not say."""
+    """Return the size of a source, in MiB; None if it is a data set of the hub that does not say its size."""
     if source.kind != "hub":
-        return sum(size for _, size, _ in files) / 2**20
+        return sum(file.size for file in files) / 2**20
     import datasets
 
-    with _naming(source):
+    with _hub_errors(source):
         splits = datasets.load_dataset_builder(source.path).info.splits or {}
         return splits[source.split].num_bytes / 2**20 if source.split in splits else None
 
 
-def _hub(source: Source) -> "datasets.Dataset":
+def _load_from_hub(source: Source) -> "datasets.Dataset":
+    """Load the text column of a split of a data set of the hub."""
     import datasets
 
-    with _naming(source):
-        found = datasets.load_dataset(source.path, split=source.split)
-    if source.text_key not in found.column_names:
-        columns = ", ".join(found.column_names)
+    with _hub_errors(source):
+        dataset = datasets.load_dataset(source.path, split=source.split)
+    if source.text_key not in dataset.column_names:
+        columns = ", ".join(dataset.column_names)
         raise DataError(f"data.sources: {source.path!r} has no column {source.text_key!r}, it has: {columns}")
-    return found.select_columns([source.text_key])
+    return dataset.select_columns([source.text_key])
 
 
 @contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Anything, from a name that does not exist to a dead network, as an error that names the source."""
+def _hub_errors(source: Source) -> Iterator[None]:
+    """Turn any error, from an unknown name to a missing network, into a DataError that names the source."""
     try:
         yield
     except Exception as error:
@@ -124,16 +151,17 @@ def _naming(source: Source) -> Iterator[None]:
 
 
 def read_records(dataset: "datasets.Dataset", source: Source, start: int, stop: int) -> list[TextRecord]:
-    """Rows start <= i < stop of what `read_source` gave."""
+    """Return the records start <= i < stop of a data set that `read_source` returned."""
     columns: dict[str, list[Any]] = dataset[start:stop]
     if source.kind != "hub":
         return [TextRecord(*values) for values in zip(*(columns[name] for name in TextRecord._fields), strict=True)]
     texts = columns[source.text_key]
-    return [_checked(text, f"{source.path}[{source.split}] row {start + i}") for i, text in enumerate(texts)]
+    name = f"{source.path}[{source.split}]"
+    return [_checked_record(text, f"{name} row {number}") for number, text in enumerate(texts, start=start)]
 
 
-def _checked(text: object, where: str, whole_file: bool = False) -> TextRecord:
-    """A row, with its fault if the text has one; the line is added to `where` when the text is a whole file."""
+def _checked_record(text: object, where: str, whole_file: bool = False) -> TextRecord:
+    """Return a record of `text`, with its fault if it has one; for a whole file `where` gets the line of the fault."""
     if not isinstance(text, str):
         return TextRecord("", where, "not text", f" but {type(text).__name__}")
     if not text.strip():
@@ -149,70 +177,74 @@ def _checked(text: object, where: str, whole_file: bool = False) -> TextRecord:
 
 
 def _not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, line: int) -> TextRecord:
+    """Return the record of bytes that are not UTF-8 and begin in `line` of a file; it names the line of the error."""
     line += raw.count(b"\n", 0, error.start)
     return TextRecord("", f"{path}:{line}", "not UTF-8", f" (byte 0x{raw[error.start]:02x})")
 
 
-def _text_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+def _text_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+    """Yield a record per text file."""
     for path, _, _ in files:
         try:
             raw = Path(path).read_bytes()
-            row = _checked(raw.decode("utf-8-sig"), path, whole_file=True)
+            record = _checked_record(raw.decode("utf-8-sig"), path, whole_file=True)
         except OSError as error:
-            row = TextRecord("", path, "unreadable file", f" ({error.strerror})")
+            record = TextRecord("", path, "unreadable file", f" ({error.strerror})")
         except UnicodeDecodeError as error:
-            row = _not_utf8(raw, error, path, line=1)
-        yield row._asdict()
+            record = _not_utf8(raw, error, path, line=1)
+        yield record._asdict()
 
 
-def _jsonl_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+def _jsonl_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+    """Yield a record per line of JSON; blank lines are none."""
     for path, _, _ in files:
         empty = True
         try:
             with open(path, "rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    if line.strip():  # a blank line is no record
+                    if line.strip():
                         empty = False
-                        yield _json_row(line, path, number, key)._asdict()
+                        yield _json_record(line, path, number, key)._asdict()
             if empty:
                 yield TextRecord("", path, "empty file")._asdict()
         except OSError as error:
             yield TextRecord("", path, "unreadable file", f" ({error.strerror})")._asdict()
 
 
-def _json_row(line: bytes, path: str, number: int, key: str) -> TextRecord:
+def _json_record(line: bytes, path: str, number: int, key: str) -> TextRecord:
+    """Return the record of line `number` of a file, whose text is under `key`."""
     where = f"{path}:{number}"
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return _not_utf8(line, error, path, number)
     except (ValueError, RecursionError) as error:
         return TextRecord("", where, "broken JSON", f" ({error})")
-    if not isinstance(record, dict):
-        return TextRecord("", where, "not a JSON object", f" but {type(record).__name__}")
-    if key not in record:
-        return TextRecord(
-            "", where, "wrong key", f": no {key!r}, it has: {', '.join(record) or 'nothing'} (data.sources.text_key)"
-        )
-    return _checked(record[key], where)
+    if not isinstance(fields, dict):
+        return TextRecord("", where, "not a JSON object", f" but {type(fields).__name__}")
+    if key not in fields:
+        names = ", ".join(fields) or "nothing"
+        return TextRecord("", where, "wrong key", f": no {key!r}, it has: {names} (data.sources.text_key)")
+    return _checked_record(fields[key], where)
 
 
-def _parquet_rows(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+def _parquet_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
+    """Yield a record per row of the column `key`."""
     import pyarrow
     import pyarrow.parquet
 
     for path, _, _ in files:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                names, number = file.schema_arrow.names, 0
+                names = file.schema_arrow.names
+                number = 0
                 if key not in names:
-                    yield TextRecord(
-                        "", path, "wrong key", f": no column {key!r}, it has: {', '.join(names)}"
-                    )._asdict()
+                    detail = f": no column {key!r}, it has: {', '.join(names)}"
+                    yield TextRecord("", path, "wrong key", detail)._asdict()
                     continue
                 for batch in file.iter_batches(batch_size=1000, columns=[key]):
                     for text in batch.column(0).to_pylist():
-                        yield _checked(text, f"{path} row {number}")._asdict()
+                        yield _checked_record(text, f"{path} row {number}")._asdict()
                         number += 1
                 if not number:
                     yield TextRecord("", path, "empty file")._asdict()

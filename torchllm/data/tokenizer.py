@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, tiktoken rank files, Hugging Face's tokenizer.json; all from local files.
+"""Encode text as token ids and decode it: bytes, tiktoken rank files, Hugging Face's tokenizer.json; all local files.
 
 A document is never trusted: text that looks like a special token ("<|end_of_text|>") is encoded as ordinary text.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer."""
 
     name: str
-    """what the user called it"""
+    """data.tokenizer: "bytes" or a path"""
     vocab: int
     """ids are 0 <= id < vocab, special tokens included"""
     begin: int
@@ -39,27 +39,30 @@ class Tokenizer(Protocol):
     end: int
     """id put after a document; generation stops at it"""
     fingerprint: str
-    """changes when any text could be encoded differently"""
+    """changes if any text could be encoded differently"""
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, without begin and end."""
+        """Return the ids of each text, without begin and end."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens as their names; U+FFFD for what is no token (spare rows) or no UTF-8."""
+        """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` and `data.pattern` name; DataError when its file is missing or unreadable.
+    """Return the tokenizer that data.tokenizer (`name`) and data.pattern name.
 
-    `threads` encode the documents of one call side by side (a Hugging Face tokenizer uses all CPUs, or one for 1).
+    `threads` encode the documents of one call in parallel (a Hugging Face tokenizer uses one CPU for 1, else all).
+    Raises DataError if the file is missing or is not a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(f'data.tokenizer: there is no file {name!r} (give "bytes" or the path of a tokenizer file)')
-    return JsonTokenizer(path, threads) if path.suffix == ".json" else RankTokenizer(path, pattern, threads)
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(path, threads)
+    return TiktokenTokenizer(path, pattern, threads)
 
 
 class ByteTokenizer:
@@ -76,34 +79,53 @@ class ByteTokenizer:
         self.fingerprint = "bytes"
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """The bytes of each text: what the Encoding gives, without its search for merges (tested equal)."""
+        """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
         return _decode(self.encoding, ids)
 
 
 def _decode(encoding: tiktoken.Encoding, ids: Sequence[int]) -> str:
-    def piece(token: int) -> bytes:
+    """Return the text of ids, with U+FFFD for ids that have no token; tiktoken's own `decode` raises for them."""
+    content = bytearray()
+    for token in ids:
         try:
-            return encoding.decode_single_token_bytes(token)
+            content += encoding.decode_single_token_bytes(token)
         except KeyError:
-            return "\ufffd".encode()
+            content += "\ufffd".encode()
+    return content.decode("utf-8", errors="replace")
 
-    return b"".join(map(piece, ids)).decode("utf-8", errors="replace")
+
+class _Vocabulary(NamedTuple):
+    """What a rank file does not say about its tokenizer."""
+
+    split: str
+    """regular expression that splits text into the pieces within which bytes are merged"""
+    special: dict[str, int]
+    """ids of the special tokens"""
+    begin: str
+    """special token that begins a document"""
+    end: str
+    """special token that ends a document"""
 
 
-def _pattern(name: Pattern, ranks: int) -> tuple[str, dict[str, int], str, str]:
-    """How text is split before merging, the special tokens, and which of them begin and end a document."""
-    if name == "cl100k":
-        middle = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-        special = {"<|endoftext|>": ranks + 1} | {token: ranks + 2 + index for index, token in enumerate(middle)}
-        special["<|endofprompt|>"] = ranks + 20
+def _vocabulary(pattern: Pattern, ranks: int) -> _Vocabulary:
+    """Return what `pattern` adds to a rank file of `ranks` tokens."""
+    if pattern == "cl100k":
+        special = {
+            "<|endoftext|>": ranks + 1,
+            "<|fim_prefix|>": ranks + 2,
+            "<|fim_middle|>": ranks + 3,
+            "<|fim_suffix|>": ranks + 4,
+            "<|endofprompt|>": ranks + 20,
+        }
         split = (
             r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
             r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
         )
-        return split, special, "<|endoftext|>", "<|endoftext|>"
+        return _Vocabulary(split, special, "<|endoftext|>", "<|endoftext|>")
     names = [BEGIN, END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"]
     names += ["<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"]
     names += ["<|python_tag|>", "<|image|>"]
@@ -112,40 +134,48 @@ def _pattern(name: Pattern, ranks: int) -> tuple[str, dict[str, int], str, str]:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    return split, {token: ranks + index for index, token in enumerate(names)}, BEGIN, END
+    special = {token: ranks + index for index, token in enumerate(names)}
+    return _Vocabulary(split, special, BEGIN, END)
 
 
-class RankTokenizer:
-    """A tiktoken rank file (one base64 token and its rank a line), such as Llama 3's tokenizer.model."""
+class TiktokenTokenizer:
+    """A tiktoken rank file (a base64 token and its rank per line), such as Llama 3's tokenizer.model."""
 
     def __init__(self, path: Path, pattern: Pattern, threads: int) -> None:
+        """Read a rank file. Raises DataError if it is none."""
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         try:
-            # tiktoken keeps a copy by path, and would serve a stale one after the file changed: the hash forbids that
+            # tiktoken caches files by path and would return an old copy of a changed file: the hash prevents that
             ranks = load_tiktoken_bpe(str(path), expected_hash=digest)
         except ValueError as error:
             raise DataError(f"data.tokenizer: {path} is not a tiktoken rank file ({error})") from error
-        split, special, begin, end = _pattern(pattern, max(ranks.values(), default=0) + 1)
-        self.encoding = tiktoken.Encoding(path.name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
-        self.name, self.vocab = str(path), self.encoding.n_vocab
-        self.begin, self.end = special[begin], special[end]
+        vocabulary = _vocabulary(pattern, max(ranks.values(), default=0) + 1)
+        self.encoding = tiktoken.Encoding(
+            path.name, pat_str=vocabulary.split, mergeable_ranks=ranks, special_tokens=vocabulary.special
+        )
+        self.name = str(path)
+        self.vocab = self.encoding.n_vocab
+        self.begin = vocabulary.special[vocabulary.begin]
+        self.end = vocabulary.special[vocabulary.end]
         self.fingerprint = f"{path.name}-{pattern}-{digest[:16]}"
         self.threads = threads
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without begin and end."""
         if self.threads == 1:
             return [self._encode(text) for text in texts]
-        with ThreadPoolExecutor(self.threads) as pool:  # the encoder lets go of the interpreter lock
+        with ThreadPoolExecutor(self.threads) as pool:  # the encoder releases the interpreter lock
             return list(pool.map(self._encode, texts))
 
     def _encode(self, text: str) -> Ids:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # the pattern ran out of its stack on one huge run
+        except ValueError:  # the regular expression has run out of stack on one huge piece
             pieces = [text[start : start + _LONG_PIECE] for start in range(0, len(text), _LONG_PIECE)]
             return np.concatenate([self.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces])
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
         return _decode(self.encoding, ids)
 
 
@@ -153,13 +183,17 @@ _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
 
-class JsonTokenizer:
-    """A Hugging Face tokenizer.json; begin and end are those of tokenizer_config.json beside it, or the usual ones."""
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer.json.
+
+    Its begin and end are those of a tokenizer_config.json in the same folder, else the usual names.
+    """
 
     def __init__(self, path: Path, threads: int) -> None:
+        """Read a tokenizer.json. Raises DataError if it is none, or its end-of-text token is unknown."""
         import tokenizers
 
-        # unset, the library would warn at every later fork of this process
+        # If it is not set, the library warns at every later fork of this process.
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
@@ -168,27 +202,38 @@ class JsonTokenizer:
         self.encoding.encode_special_tokens = True
         self.encoding.no_truncation()
         self.encoding.no_padding()
-        self.name, self.vocab = str(path), self.encoding.get_vocab_size(with_added_tokens=True)
-        self.vocab = max(self.vocab, 1 + max(self.encoding.get_vocab(with_added_tokens=True).values()))
-        beside = path.with_name("tokenizer_config.json")
-        config = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
-        end = self._first(config.get("eos_token"), _END_NAMES)
-        begin = self._first(config.get("bos_token"), _BEGIN_NAMES)
+        self.name = str(path)
+        size = self.encoding.get_vocab_size(with_added_tokens=True)
+        largest_id = max(self.encoding.get_vocab(with_added_tokens=True).values())
+        self.vocab = max(size, largest_id + 1)  # the ids may have gaps
+        config_file = path.with_name("tokenizer_config.json")
+        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+        end = self._special_id(config.get("eos_token"), _END_NAMES)
+        begin = self._special_id(config.get("bos_token"), _BEGIN_NAMES)
         if end is None:
-            raise DataError(f"data.tokenizer: {path} has no end-of-text token that is known: name it in {beside}")
+            raise DataError(
+                f"data.tokenizer: {path} has none of the usual end-of-text tokens: name its own in {config_file} "
+                "(eos_token)"
+            )
         self.end = end
         self.begin = end if begin is None else begin  # as GPT-2 does
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.fingerprint = f"{path.name}-{self.begin}-{self.end}-{digest[:16]}"
 
-    def _first(self, named: str | dict[str, str] | None, usual: Sequence[str]) -> int | None:
-        content = named["content"] if isinstance(named, dict) else named
-        ids = [self.encoding.token_to_id(name) for name in ([content] if content else usual)]
-        return next((found for found in ids if found is not None), None)
+    def _special_id(self, configured: str | dict[str, str] | None, usual_names: Sequence[str]) -> int | None:
+        """Return the id of the token that the config names, else of the first usual name that exists."""
+        name = configured["content"] if isinstance(configured, dict) else configured
+        for candidate in [name] if name else usual_names:
+            token: int | None = self.encoding.token_to_id(candidate)
+            if token is not None:
+                return token
+        return None
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without begin and end."""
         encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens by their names."""
         return self.encoding.decode(list(ids), skip_special_tokens=False)
