@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ def test_step_data_record_and_tensors_come_back(tmp_path: Path) -> None:
     manifest = resuming.resume()
     assert manifest is not None
     assert (manifest.step, manifest.data, manifest.record) == (7, {"sequences": 56, "epochs": [0, 1]}, {"run": "test"})
-    theirs, ours = saving._tensors(), resuming._tensors()
-    assert theirs.keys() == ours.keys()
-    assert len(theirs) == 2 + 2 * 3
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    saved, resumed = saving._tensors(), resuming._tensors()
+    assert saved.keys() == resumed.keys()
+    assert len(saved) == 2 + 2 * 3  # two parameters, and three entries of AdamW for each
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, resumed[key]), key
     assert torch.equal(loaded.weight, model.weight)
 
 
@@ -185,7 +187,7 @@ def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("model", "message"),
     [
         (nn.Linear(3, 4), r"model\.weight: \(2, 3\) in the checkpoint, \(4, 3\) here"),
         (nn.Linear(3, 2).double(), r"model\.weight: torch\.float32 in the checkpoint, torch\.float64 here"),
@@ -193,12 +195,13 @@ def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
         (nn.Sequential(nn.Linear(3, 2)), r"model\.0\.weight: missing in the checkpoint"),
     ],
 )
-def test_another_model_is_refused_by_name(tmp_path: Path, other: nn.Module, message: str) -> None:
+def test_another_model_is_refused_by_name(tmp_path: Path, model: nn.Module, message: str) -> None:
     checkpointer(tmp_path).save(1, {})
-    before = [parameter.clone() for parameter in other.parameters()]
+    weights = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=message):
-        load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), other)
-    assert all(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
+        load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), model)
+    for weight, parameter in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(weight, parameter)
 
 
 def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
@@ -230,34 +233,37 @@ def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:
 def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2)
     saving = checkpointer(tmp_path, model, asynchronous=True)
-    go, write = threading.Event(), checkpoint_tensors.save_tensors
+    allowed = threading.Event()
+    save_tensors = checkpoint_tensors.save_tensors
 
-    def late(*arguments: Any) -> None:
-        assert go.wait(20)
-        write(*arguments)
+    def save_when_allowed(*arguments: Any) -> None:
+        assert allowed.wait(20)
+        save_tensors(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "save_tensors", late)
+    monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_when_allowed)
     expected = {key: tensor.clone() for key, tensor in saving._tensors().items()}
     saving.save(1, {})
     for tensor in saving._tensors().values():
         tensor.zero_()
     assert steps(tmp_path) == []
-    go.set()
+    allowed.set()
     saving.close()
     resuming = checkpointer(tmp_path)
     resuming.resume()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in resuming._tensors().items())
+    for key, tensor in resuming._tensors().items():
+        assert torch.equal(tensor, expected[key]), key
 
 
 def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = checkpointer(tmp_path, asynchronous=True)
-    published, write = [], checkpoint_tensors.save_tensors
+    published: list[list[int]] = []
+    save_tensors = checkpoint_tensors.save_tensors
 
-    def note(*arguments: Any) -> None:
+    def save_and_note(*arguments: Any) -> None:
         published.append(steps(tmp_path))
-        write(*arguments)
+        save_tensors(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "save_tensors", note)
+    monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_and_note)
     for step in (1, 2, 3):
         saving.save(step, {})
     saving.close()
@@ -281,8 +287,9 @@ def test_failed_write_is_raised_and_leaves_the_earlier_one(
         assert saving._executor is not None
         saving._executor.shutdown()
         assert saving.failed
+    fail = saving.close if asynchronous else partial(saving.save, 2, {})
     with pytest.raises(CheckpointError, match=r"step-00000002.*No space left.*needs \d+ bytes, \d+ are free; earlier"):
-        saving.close() if asynchronous else saving.save(2, {})
+        fail()
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert checkpointer(tmp_path).resume() is not None

@@ -33,7 +33,17 @@ def plant(folder: Path, content: bytes) -> None:
     manifests.verify_checkpoint(folder)  # so that what refuses it below is the reader of the index
 
 
+def pickle_of_name(module: str, name: str) -> bytes:
+    """A pickle that only looks a name up in a module."""
+    program = b"\x80\x04"  # protocol 4
+    for text in (module, name):
+        program += b"\x8c" + bytes([len(text)]) + text.encode()  # push a short string
+    return program + b"\x93."  # STACK_GLOBAL, end
+
+
 class Crafted:
+    """An object whose pickle calls a function when it is read."""
+
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
 
@@ -68,8 +78,7 @@ def test_crafted_metadata_does_not_run(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_no_other_name_can_be_reached(folder: Path, module: str, name: str) -> None:
-    code = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name)) + b"\x93."
-    plant(folder, code)
+    plant(folder, pickle_of_name(module, name))
     with pytest.raises(CheckpointError, match="has no place in an index"):
         load_weights(folder, nn.Linear(3, 2))
 

@@ -58,16 +58,16 @@ def test_truncated_emptied_and_deleted_files_are_refused_by_name(tmp_path: Path,
 
 
 def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
-    folder, other = make(tmp_path, 1), make(tmp_path, 2, b"weightZ")
+    folder, newer = make(tmp_path, 1), make(tmp_path, 2, b"weightZ")
     a, b = folder / "a.distcp", folder / "b.distcp"
     content = a.read_bytes()
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged.*b\.distcp: damaged"):
         manifests.verify_checkpoint(folder)
-    shutil.copy(folder / "b.distcp", other / "a.distcp")
+    shutil.copy(folder / "b.distcp", newer / "a.distcp")
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged"):
-        manifests.verify_checkpoint(other)
+        manifests.verify_checkpoint(newer)
 
 
 def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
@@ -118,30 +118,31 @@ def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
-    before = (folder / "a.distcp").read_bytes()
+    content = (folder / "a.distcp").read_bytes()
     with pytest.raises(OSError, match="not empty"):
-        make(tmp_path, 1, b"other")
-    assert (folder / "a.distcp").read_bytes() == before
+        make(tmp_path, 1, b"different")
+    assert (folder / "a.distcp").read_bytes() == content
     manifests.verify_checkpoint(folder)
 
 
 def test_newest_falls_back_loudly_and_gives_up_when_none_verifies(tmp_path: Path) -> None:
     warnings: list[str] = []
     assert manifests.newest_verified(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
-    one, two, huge = make(tmp_path, 1), make(tmp_path, 2), make(tmp_path, 10**9)
+    oldest, middle, newest = make(tmp_path, 1), make(tmp_path, 2), make(tmp_path, 10**9)
     (tmp_path / "step-7").mkdir()
-    assert manifests.step_folders(tmp_path) == [huge, two, one]
-    found = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
-    assert found is not None
-    assert (found[0], found[1].step, warnings) == (huge, 10**9, [])
-    for folder in (huge, two):
+    assert manifests.step_folders(tmp_path) == [newest, middle, oldest]
+    manifest = manifests.verify_checkpoint(newest)
+    chosen = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
+    assert chosen == (newest, manifest)
+    assert warnings == []
+    for folder in (newest, middle):
         (folder / "a.distcp").unlink()
-    found = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
-    assert found is not None
-    assert found[0] == one
+    manifest = manifests.verify_checkpoint(oldest)
+    chosen = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
+    assert chosen == (oldest, manifest)
     assert len(warnings) == 2
     assert "step-1000000000/a.distcp: missing" in warnings[0]
-    (one / manifests.MANIFEST).unlink()
+    (oldest / manifests.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies") as caught:
         manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert str(caught.value).count("step-") >= 3
@@ -151,26 +152,27 @@ def test_removed_checkpoint_is_hidden_before_a_file_of_it_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path, 1)
-    seen: list[str] = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.extend(p.name for p in tmp_path.iterdir()))
+    deleted: list[Path] = []
+    monkeypatch.setattr(shutil, "rmtree", deleted.append)
     manifests.delete_checkpoint(folder)
-    assert len(seen) == 1
-    assert seen[0].startswith(".step-00000001.")
+    (hidden,) = tmp_path.iterdir()
+    assert deleted == [hidden]
+    assert hidden.name.startswith(".step-00000001.")
     assert manifests.step_folders(tmp_path) == []
     monkeypatch.undo()
     manifests.delete_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_spares_all_but_temporary_folders(tmp_path: Path) -> None:
+def test_only_temporary_folders_are_deleted_as_leftovers(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (tmp_path / ".step-notes.tmp").mkdir()
     manifests.set_damaged_aside(make(tmp_path, 2))
     manifests.make_temporary(tmp_path, 3, needed=0)
-    before = {path.name for path in tmp_path.iterdir()}
+    folders = set(tmp_path.iterdir())
     manifests.delete_leftovers(tmp_path)
-    gone = before - {path.name for path in tmp_path.iterdir()}
-    assert [name.split(".")[1] for name in gone] == ["step-00000003"]
+    (deleted,) = folders - set(tmp_path.iterdir())
+    assert deleted.name.startswith(".step-00000003.")
 
 
 def test_a_save_that_does_not_fit_is_refused_with_both_sizes(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.spec.parameters import canonical_name
 from torchllm.train.step import TrainStep
 
+T = TypeVar("T")
 DATA = Data(sources=(Source(kind="synthetic"),), document_mask=True, workers=0)
 HOPS: list[Settings] = [
     {"pp": 2, "dp_shard": 2, "tp": 2, "schedule": "ZBVZeroBubble", "zero_stage": 3},
@@ -38,7 +39,7 @@ RANKS = [8, 4, 2, 1, 2, 4, 8]
 
 
 class Hop(NamedTuple):
-    """What one layout did."""
+    """What the steps on one layout have computed."""
 
     loaded: dict[str, str]
     """sha256 of each whole parameter and of its optimizer state, before the first step"""
@@ -60,16 +61,22 @@ def tensors(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> Iter
 
 def digests(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """sha256 of the whole tensors of all ranks, by name; those of one name must be the same."""
-    mine = []
+    local = []
     for name, tensor in tensors(stages, optimizer):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        mine.append((name, digest(whole)))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    found: dict[str, str] = {}
-    for name, value in (pair for pairs in of_ranks for pair in pairs):
-        assert found.setdefault(name, value) == value, f"{name}: its copies differ"
-    return found
+        local.append((name, digest(whole)))
+    by_name: dict[str, str] = {}
+    for named_digests in gather(local):
+        for name, value in named_digests:
+            assert by_name.setdefault(name, value) == value, f"{name}: its copies differ"
+    return by_name
+
+
+def gather(value: T) -> list[T]:
+    """The value of every rank, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def digest(tensor: Tensor) -> str:
@@ -78,10 +85,11 @@ def digest(tensor: Tensor) -> str:
 
 def step_digest(batches: Sequence[Any], rank: int) -> str:
     """sha256 of the tokens that all data ranks read in a step: micro batch a of rank r is number a * ranks + r."""
-    mine = [(index, rank, digest(batch.tokens)) for index, batch in enumerate(batches)]
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    return "".join(value for *_, value in sorted({entry for entries in of_ranks for entry in entries}))
+    local = [(index, rank, digest(batch.tokens)) for index, batch in enumerate(batches)]
+    parts: set[tuple[int, int, str]] = set()  # ranks that share a data rank have the same parts
+    for entries in gather(local):
+        parts.update(entries)
+    return "".join(value for _, _, value in sorted(parts))
 
 
 def train(settings: Settings, steps: range, folder: str | None) -> Hop:
@@ -94,10 +102,8 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
     data = build_loader(DATA, config.training, config.model, 0, DataRanks(mesh.data_rank, mesh.data_size))
     if folder is not None:
-        settings_of_checkpoints = Checkpoint(asynchronous=config.parallel.pp == 4)  # one of them in the background
-        checkpoints = Checkpointer(
-            settings_of_checkpoints, Path(folder), stages, optimizer, host_group=dist.group.WORLD
-        )
+        checkpoint = Checkpoint(asynchronous=config.parallel.pp == 4)  # one layout saves in the background
+        checkpoints = Checkpointer(checkpoint, Path(folder), stages, optimizer, host_group=dist.group.WORLD)
         if manifest := checkpoints.resume():
             assert manifest.step == steps[0] - 1
             data.load_state(manifest.data)
@@ -115,16 +121,16 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool) -> None:
     common = {"model.tied_embeddings": tied, "training.steps": len(HOPS), "data.document_mask": True}
-    (whole,) = run(train, 1, common, range(1, len(HOPS) + 1), None)
-    before = whole.loaded
-    for number, (hop, ranks) in enumerate(zip(HOPS, RANKS, strict=True)):
-        settings = common | {f"parallel.{key}": value for key, value in hop.items()}
+    (uninterrupted,) = run(train, 1, common, range(1, len(HOPS) + 1), None)
+    saved = uninterrupted.loaded
+    for index, (layout, ranks) in enumerate(zip(HOPS, RANKS, strict=True)):
+        settings = common | {f"parallel.{key}": value for key, value in layout.items()}
         assert world_size(tiny(settings)) == ranks
-        for done in run(train, ranks, settings, range(number + 1, number + 2), str(tmp_path)):
-            assert done.loaded == before, f"after {hop}"
-            assert done.samples == whole.samples[number : number + 1]
-            # Other orders of float32 sums, through up to seven steps of AdamW.
-            assert done.losses == pytest.approx(whole.losses[number : number + 1], rel=1e-5)
-            after = done.saved
-        assert after != before
-        before = after
+        hops = run(train, ranks, settings, range(index + 1, index + 2), str(tmp_path))
+        for hop in hops:
+            assert hop.loaded == saved, f"in {layout}"
+            assert hop.samples == [uninterrupted.samples[index]]
+            # Float32 sums in another order, through up to seven steps of AdamW.
+            assert hop.losses == pytest.approx([uninterrupted.losses[index]], rel=1e-5)
+            assert hop.saved == hops[0].saved != saved
+        saved = hops[0].saved

@@ -1,5 +1,6 @@
 """Layouts, and failures of ranks, on live gloo ranks."""
 
+import math
 import os
 import resource
 import signal
@@ -39,8 +40,7 @@ LAYOUTS = {  # replicate, shard, tp
 
 
 def ranks(layout: str) -> int:
-    replicate, shard, tp = LAYOUTS[layout]
-    return replicate * shard * tp
+    return math.prod(LAYOUTS[layout])
 
 
 class Tiny(nn.Module):
@@ -74,26 +74,29 @@ def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "embed": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
             model.head.weight = model.embed.weight
-        if replicate * shard > 1:
-            fully_shard(model, mesh=mesh["replicate", "shard"] if replicate > 1 else mesh["shard"])
+        if replicate > 1:
+            fully_shard(model, mesh=mesh["replicate", "shard"])
+        elif shard > 1:
+            fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     group = dist.group.WORLD if layout is not None else None
-    return (
-        model,
-        optimizer,
-        Checkpointer(config.Checkpoint(**settings), Path(folder), [model], optimizer, host_group=group),
-    )
+    checkpoints = Checkpointer(config.Checkpoint(**settings), Path(folder), [model], optimizer, host_group=group)
+    return model, optimizer, checkpoints
 
 
 def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """sha256 of every whole tensor."""
+    """sha256 of every whole tensor, by key."""
     tensors = checkpoint_tensors.model_tensors([model]) | checkpoint_tensors.optimizer_tensors([model], optimizer)
-    whole = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
-    return {key: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest() for key, tensor in whole.items()}
+    by_key = {}
+    for key, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        content = whole.detach().contiguous().numpy().tobytes()
+        by_key[key] = sha256(content).hexdigest()
+    return by_key
 
 
 def save_on(layout: str | None, folder: str, seed: int = 1, **settings: Any) -> dict[str, str]:
@@ -178,7 +181,7 @@ def test_same_layout_resumes_bitwise(tmp_path: Path, asynchronous: bool) -> None
 
 
 def messages_of(layout: str, folder: str, action: Callable[[Checkpointer], Any], seed: int, settings: Any) -> str:
-    """What every rank is told when the action fails."""
+    """The error of the action on this rank."""
     _, _, checkpoints = build(layout, folder, seed, **settings)
     try:
         action(checkpoints)
@@ -203,8 +206,7 @@ def save_without_room_on_rank_1(checkpoints: Checkpointer) -> None:
 def test_full_disk_of_one_rank_reaches_all(tmp_path: Path, asynchronous: bool) -> None:
     saved = workers.run(save_on, 2, "fsdp2", str(tmp_path))
     settings = {"asynchronous": asynchronous}
-    told = workers.run(messages_of, 2, "fsdp2", str(tmp_path), save_without_room_on_rank_1, 2, settings)
-    for message in told:
+    for message in workers.run(messages_of, 2, "fsdp2", str(tmp_path), save_without_room_on_rank_1, 2, settings):
         assert "step-00000002" in message
         assert "rank 1: " in message
         assert "rank 0: " not in message
@@ -271,13 +273,13 @@ def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path, point: str, s
     manifests.delete_checkpoint(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
     with pytest.raises(workers.WorkerFailed):
         workers.run(kill_at, 2, point, "fsdp2", str(tmp_path))
-    left = manifests.step_folders(tmp_path / "checkpoints")
-    assert [manifests.step_of(folder) for folder in left] == steps
-    for folder in left:
+    folders = manifests.step_folders(tmp_path / "checkpoints")
+    assert [manifests.step_of(folder) for folder in folders] == steps
+    for folder in folders:
         manifests.verify_checkpoint(folder)
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (steps[0], {"sequences": 8 * steps[0]}, saved[steps[0]])
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(path.name for path in left)
+    assert set((tmp_path / "checkpoints").iterdir()) == set(folders)  # nothing hidden is left
 
 
 def decoder_on(settings: dict[str, Any], folder: str) -> dict[str, str]:
@@ -302,6 +304,6 @@ def test_decoder_keeps_its_keys_under_every_wrapper(tmp_path: Path) -> None:
     model = {"model.tied_embeddings": True}
     layout = {"parallel.dp_shard": 2, "parallel.tp": 2, "recompute.mode": "segment", "compile.block": True}
     saved = workers.run(decoder_on, 4, model | layout, str(tmp_path))[0]
-    other = {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "recompute.mode": "full"}
-    assert workers.run(decoder_on, 2, model | other, str(tmp_path))[0] == saved
+    plain_layout = {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "recompute.mode": "full"}
+    assert workers.run(decoder_on, 2, model | plain_layout, str(tmp_path))[0] == saved
     load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), build_model(parity.tiny(model).model))

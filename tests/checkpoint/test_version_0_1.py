@@ -44,8 +44,8 @@ def test_its_run_goes_on_as_if_nothing_had_changed(name: str, tmp_path: Path) ->
     assert errors == ["", ""]
     resumed = curve(folder)
     assert [step for step, *_ in resumed] == [5, 6, 7, 8]
-    for before, now in zip(written[4:], resumed, strict=True):
-        assert now == pytest.approx(before, rel=1e-5)  # another CPU: float32 sums in another order, over four steps
+    for expected, step in zip(written[4:], resumed, strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)  # another CPU: float32 sums in another order, over four steps
     if SAME_ARITHMETIC:
         assert resumed == written[4:]
         manifest = json.loads((FIXTURE / name / "step-00000008.json").read_text())

@@ -140,9 +140,9 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None
     assert TIMEOUT < job.seconds < TIMEOUT + 10
     lines = job.stderr.split("\n  ")
     assert lines[0] == "hang: ranks waited over 2 s (run.timeout) for other ranks; aborting"
-    place = line_of(reduce, "dist.all_reduce")
+    blocked_at = line_of(reduce, "dist.all_reduce")
     assert lines[1].startswith(f"rank 2 ({HOST}) has not entered gloo:all_reduce number ")
-    assert lines[1].rpartition(" have")[0].endswith(f" of ranks 0-3 ({place}); ranks 0-1, 3")
+    assert lines[1].rpartition(" have")[0].endswith(f" of ranks 0-3 ({blocked_at}); ranks 0-1, 3")
     pair = line_of(skip_one, "group=pair")
     assert lines[2] == f"rank 2's main thread is at {pair} in skip_one"
     assert lines[3] == f"rank 2 itself waits in gloo:all_reduce number 1 of ranks 2-3 ({pair})"

@@ -130,13 +130,13 @@ def share(folders: list[str]) -> str:
 
 
 def test_a_run_folder_that_is_not_shared_is_found_at_the_start(tmp_path: Path) -> None:
-    shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
-    (tmp_path / "own").mkdir()  # the same path on another node's own disk
+    shared, separate = str(tmp_path / "shared"), str(tmp_path / "separate")
+    (tmp_path / "separate").mkdir()  # in place of the same path on another node's own disk
     assert workers.run(share, 2, [shared, shared]) == ["no error"] * 2
-    errors = workers.run(share, 2, [shared, own])
+    errors = workers.run(share, 2, [shared, separate])
     assert errors[0] == errors[1]
     assert errors[0].startswith(
-        f"rank 1: run.folder = {own!r} is not the folder of rank 0: it must be on one file system"
+        f"rank 1: run.folder = {separate!r} is not the folder of rank 0: it must be on one file system"
     )
 
 

@@ -147,8 +147,8 @@ def test_local_region_is_where_the_values_come_from() -> None:
             region = regions[name]
             assert region.values.shape == region.shape, name
             if region.values.size:
-                (top, left), (height, width) = region.offset, region.shape
-                rows, columns = slice(top, top + height), slice(left, left + width)
+                (first_row, first_column), (height, width) = region.offset, region.shape
+                rows, columns = slice(first_row, first_row + height), slice(first_column, first_column + width)
                 np.testing.assert_array_equal(region.values, whole[rows, columns], name)
                 copies[rows, columns] += 1
         matrix_height = 3 if name == "three rows" else 13
