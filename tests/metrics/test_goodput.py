@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from torchllm.metrics import goodput
-from torchllm.metrics.goodput import FILE, LAUNCHED, Goodput, Launch, account, read
+from torchllm.metrics.goodput import FILE, LAUNCHED, Goodput, Launch, account, read_launches
 
 
-def test_of_one_launch() -> None:
+def test_what_a_launch_lost_is_not_productive() -> None:
     launch = Launch(1000.0, 0, seen=1100.0, step=50, lost={"start-up": 10.0, "data": 5.0, "checkpoint": 5.0})
     assert launch.productive == 80
     assert account([launch]) == (100.0, {"start-up": 10.0, "data": 5.0, "checkpoint": 5.0})
@@ -25,14 +25,14 @@ def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
     assert lost == {"start-up": 30.0, "restart": pytest.approx(30 + 10 * 2)}
 
 
-def test_it_is_kept_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1008.0)
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setenv(LAUNCHED, "1000")
     first = Goodput(tmp_path)
     first.begin(0)
     clock.now = 1048.0
-    first.lose("data", 4.0)
+    first.charge("data", 4.0)
     first.write(10)
     assert first.launch.productive == 36
     clock.now = 1060.0  # another config from a checkpoint on
@@ -47,12 +47,12 @@ def test_it_is_kept_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     second.begin(15)
     clock.now = 1170.0
     second.write(30)
-    assert [launch.first for launch in read(tmp_path / FILE)] == [0, 15]
+    assert [launch.first for launch in read_launches(tmp_path / FILE)] == [0, 15]
     assert second.summary().startswith("goodput 68.2% of 170 s; restart 11.8%, start-up 10.6%")
 
 
-def test_what_is_damaged_stops_no_run(tmp_path: Path) -> None:
+def test_a_damaged_file_stops_no_run(tmp_path: Path) -> None:
     for text in ("", "[", "7", '[{"started": 1}]', json.dumps([asdict(Launch(1.0, 0))])[:-9]):
         (tmp_path / FILE).write_text(text)
-        assert read(tmp_path / FILE) == []
-    assert read(tmp_path / "none") == []
+        assert read_launches(tmp_path / FILE) == []
+    assert read_launches(tmp_path / "none") == []

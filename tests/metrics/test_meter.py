@@ -31,7 +31,7 @@ class Clock:
         return self.now
 
 
-class Kept:
+class RecordingSink:
     """A sink as a fork would write one."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def make(sink: Kept, interval: int = 3, peak: float | None = 1e9, **changed: Any) -> Meter:
+def make(sink: RecordingSink, interval: int = 3, peak: float | None = 1e9, **changed: Any) -> Meter:
     return Meter(
         Metrics(log_interval=interval),
         MODEL,
@@ -86,7 +86,7 @@ def unread() -> StepResult:
 
 
 def test_record(clock: Clock) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink, sequences=80)
     for step in range(1, 8):
         with meter.data_wait():
@@ -121,7 +121,7 @@ def test_record(clock: Clock) -> None:
 
 
 def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink)
     for step in (41, 42, 43, 44, 45):  # resumed after step 40
         clock.now += 60 if step == 41 else 2
@@ -130,7 +130,7 @@ def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
 
 
 def test_document_masks_count_the_pairs_they_leave(clock: Clock) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink)
     for step in (1, 2, 3):
         clock.now += 2
@@ -140,7 +140,7 @@ def test_document_masks_count_the_pairs_they_leave(clock: Clock) -> None:
 
 
 def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink, interval=100)
     for step in range(1, 6):
         clock.now += 1
@@ -151,7 +151,7 @@ def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
 
 
 def test_an_unknown_device_has_no_utilization(clock: Clock) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink, peak=None)
     clock.now += 1
     record = meter.log(1, result(math.nan))
@@ -162,13 +162,13 @@ def test_an_unknown_device_has_no_utilization(clock: Clock) -> None:
 
 
 def test_every_key_is_described_and_has_its_curve(clock: Clock) -> None:
-    meter = make(Kept())
+    meter = make(RecordingSink())
     clock.now += 1
     record = meter.log(1, result(), validation_loss=1.0)
     assert record is not None
     text = meter_module.__doc__ or ""
     assert all(f"\n    {key} " in text for key in record)
-    assert record.keys() - {"step"} == TensorBoard.GROUPS.keys()
+    assert record.keys() - {"step"} == TensorBoard.TAGS.keys()
 
 
 def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
@@ -221,7 +221,7 @@ def test_peak_of_a_gpu(
 def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     meter = make(sink, peak=1e6)
     slow = SlowRank(2, "node-7", "forward", 0.9, 0.3)
     with caplog.at_level("INFO"):
@@ -238,20 +238,24 @@ def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
     assert second == "step 8: rank 2 (node-7) is slow: forward takes 0.9 s, 0.3 s on its peers"
 
 
-def test_what_was_no_step_is_told_to_the_account(clock: Clock, tmp_path: Path) -> None:
+def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:
     account = Goodput(tmp_path)
     meter = Meter(
         Metrics(log_interval=2), MODEL, Recompute(), TRAINING,
         device=CPU, world_size=1, peak_flops=None, sinks=[], goodput=account,
     )  # fmt: skip
-    for step, seconds in enumerate((5.0, 1.0, 1.0, 1.0), 1):
+    start = clock.now
+    waits = (8.0, 0.25, 0.25, 0.25)  # the loader's workers start in the first step
+    for step, (data_seconds, seconds) in enumerate(zip(waits, (5.0, 1.0, 1.0, 1.0), strict=True), 1):
         with meter.data_wait():
-            clock.now += 0.25
+            clock.now += data_seconds
         clock.now += seconds
         with meter.pause("checkpoint"):
             clock.now += 0.5
         meter.log(step, result())
     meter.close()
-    # The step's pause is counted when it is logged, the last one at the end; a first step of 5.25 s, the others 1.25 s.
-    assert account.launch.lost == {"data": 1.0, "checkpoint": 2.0, "compile": 4.0}
+    # A step's pause is counted when the next step is logged, the last one at the end.
+    assert account.launch.lost == {"data": 8.75, "checkpoint": 2.0, "compile": 4.0}
     assert account.launch.step == 4
+    productive = clock.now - start - sum(account.launch.lost.values())
+    assert productive == 4 * 1.0  # every second is charged once: four steps without data, compilation and checkpoints

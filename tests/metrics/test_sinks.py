@@ -1,6 +1,8 @@
 import io
 import json
 import logging
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,7 @@ def test_json_line_is_on_disk_when_written(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl")
     sink.write(1, {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     sink.close()
@@ -111,13 +113,13 @@ def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [(1, 1), (2, 1), (3, 5), (4, 5)]
     tags = events.Tags()["scalars"]
-    assert "speed/tokens_per_second" in tags
+    assert "performance/tokens_per_second" in tags
     assert "other/temperature" in tags  # a key that a fork added
-    assert not {"utilization/mfu", "other/step"} & set(tags)
+    assert not {"performance/mfu", "other/step"} & set(tags)
 
 
-def test_every_key_has_a_group() -> None:
-    assert TensorBoard.GROUPS.keys() == RECORD.keys() - {"step"} | {"validation_loss"}
+def test_every_key_has_a_curve() -> None:
+    assert TensorBoard.TAGS.keys() == RECORD.keys() - {"step"} | {"validation_loss"}
 
 
 def test_console_without_a_terminal_writes_one_plain_line(tmp_path: Path) -> None:
@@ -147,14 +149,32 @@ def test_console_on_a_terminal_is_a_progress_bar() -> None:
     assert sink.bar is not None
     assert sink.bar.n == 50
     sink.close()
-    shown = stream.getvalue()
-    assert "50/100" in shown
-    assert "<" in shown  # the bar's elapsed<left
-    assert "loss 2.3457  validation 2.5000  12,346 tokens/s  MFU 31.2%" in shown.split("\r")[-1]
+    text = stream.getvalue()
+    assert "50/100" in text
+    assert "<" in text  # the bar's elapsed<left
+    assert "loss 2.3457  validation 2.5000  12,346 tokens/s  MFU 31.2%" in text.split("\r")[-1]
+
+
+def test_a_line_of_the_log_does_not_begin_at_the_end_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handlers = [logging.StreamHandler(terminal)]
+    monkeypatch.setattr(logging.root, "handlers", handlers)
+    sink = Console(100)
+    sink.write(10, RECORD)
+    logging.getLogger("torchllm").warning("saved runs/x")
+    sink.write(20, RECORD)
+    sink.close()
+    bar, next_bar = terminal.getvalue().split("saved runs/x\n")
+    assert bar.endswith("\r")  # the bar was cleared, and the cursor is at the start of its line
+    assert "10/100" not in bar.split("\r")[-2]
+    assert "10/100" in next_bar.split("\r")[1]  # and it is drawn again below
+    assert logging.root.handlers == handlers
 
 
 @pytest.mark.parametrize("tensorboard", [True, False])
-def test_open_sinks(tmp_path: Path, tensorboard: bool) -> None:
+def test_a_run_has_the_sinks_that_it_asks_for(tmp_path: Path, tensorboard: bool) -> None:
     sinks = open_sinks(tmp_path, Metrics(tensorboard=tensorboard), steps=10)
     for sink in sinks:
         sink.write(1, RECORD)
@@ -164,12 +184,24 @@ def test_open_sinks(tmp_path: Path, tensorboard: bool) -> None:
 
 
 def test_the_layout_shows_curves_that_are_written(tmp_path: Path) -> None:
-    shown = [tag for charts in TensorBoard.LAYOUT.values() for _, tags in charts.values() for tag in tags]
-    for tag in shown:
-        assert tag in TensorBoard.GROUPS.values() or tag in ("breakdown/.*", "gpu/.*"), tag
     sink = TensorBoard(tmp_path)
-    sink.write(10, {"step": 10, "breakdown/forward": 0.4})
+    sink.write(10, RECORD | {"validation_loss": 2.5, "breakdown/forward": 0.4, "gpu/busy": 0.9})
     sink.close()
+    curves = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    for charts in TensorBoard.LAYOUT.values():
+        for _, patterns in charts.values():
+            for pattern in patterns:
+                assert any(re.fullmatch(pattern, curve) for curve in curves), pattern
     written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert b"breakdown/forward" in written
     assert b"Is it fast?" in written
+
+
+def test_tensorboard_shows_loss_and_throughput_first(tmp_path: Path) -> None:
+    """It sorts the groups by name."""
+    sink = TensorBoard(tmp_path)
+    keys = [*RECORD, "validation_loss", "breakdown/forward", "gpu/busy"]
+    groups = sorted({sink.tag(key).partition("/")[0] for key in keys if key != "step"})
+    sink.close()
+    assert groups == ["loss", "performance", "progress", "system", "time_share", "update"]
+    assert sink.tag("tokens_per_second").startswith("performance/")
+    assert sink.tag("experts/load") == "experts/load"  # a group that a fork added

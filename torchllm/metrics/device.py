@@ -1,9 +1,9 @@
-"""What NVIDIA's driver says of this rank's GPU: use, power, clock. Needs the package nvidia-ml-py (extra `gpu`).
+"""What NVIDIA's driver says about this rank's GPU. Needs the package nvidia-ml-py (extra `gpu`).
 
-gpu/busy      share of the last sample period in which a kernel ran
-gpu/watts     its power
-gpu/mhz       clock of the multiprocessors; falls when the GPU is too hot or over its power limit
-gpu/celsius   its temperature
+gpu/busy      share of the driver's last sample period in which a kernel ran
+gpu/watts     power
+gpu/mhz       clock of the multiprocessors; it falls when the GPU is too hot or over its power limit
+gpu/celsius   temperature
 """
 
 from typing import Any
@@ -12,16 +12,17 @@ import torch
 
 
 class DeviceMeter:
-    """Of one GPU. `library`: pynvml, or what stands in for it."""
+    """Reads one GPU."""
 
     def __init__(self, library: Any, index: int) -> None:
+        """library: pynvml. index: torch's number of the GPU."""
         self.library = library
         library.nvmlInit()
-        uuid = torch.cuda.get_device_properties(index).uuid  # torch counts the visible ones, the driver all
+        uuid = torch.cuda.get_device_properties(index).uuid  # torch numbers the visible GPUs, the driver all
         self.handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def read(self) -> dict[str, float]:
-        """Now, by key."""
+        """Return the present values by key."""
         nvml, handle = self.library, self.handle
         return {
             "gpu/busy": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -32,12 +33,12 @@ class DeviceMeter:
 
 
 def device_meter(device: torch.device) -> DeviceMeter | None:
-    """Of a GPU; None of a CPU, or where the package is not there or the driver does not answer."""
+    """Return the meter of a GPU; None for a CPU, without the package, or if the driver does not answer."""
     if device.type != "cuda":
         return None
     try:
         import pynvml
 
         return DeviceMeter(pynvml, device.index or 0)
-    except Exception:  # ImportError, and every error of the driver's: what is only watched ends no run
+    except Exception:  # ImportError, and every error of the driver's: what only observes ends no run
         return None

@@ -1,11 +1,11 @@
-"""Goodput: the share of a run's wall time that trained it, over all its launches, and what the rest went to.
+"""Goodput: the share of a run's wall time that trained it, over all its launches, and where the rest went.
 
     start-up     from ./run_train.sh to the first step: processes, imports, model, data, checkpoint
     compile      what the first step of a launch takes beyond the later ones: compilation, allocation, warm-up
     data         waiting for a batch
     checkpoint   saving
     evaluate     evaluation
-    rebuild      going on with another config (`adapt.py`)
+    rebuild      going on with another config (`torchllm/adapt`)
     restart      between the end of one launch and the start of the next, and steps that had to be done again
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
@@ -15,25 +15,28 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 FILE = "goodput.json"
 LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable of run_train.sh: when it was started, in seconds since 1970"""
+SHOWN = 0.0005
+"""causes with a smaller share of the time are not in the summary"""
 
 
 @dataclass
 class Launch:
-    """One start of the run."""
+    """One start of the run. The names of the fields are those of goodput.json."""
 
     started: float
     """seconds since 1970"""
     first: int
     """step that it resumed from"""
     seen: float = 0.0
-    """when it logged last"""
+    """when it logged last, in seconds since 1970"""
     step: int = 0
-    """of that time"""
+    """the step that it logged last"""
     lost: dict[str, float] = field(default_factory=dict)
     """seconds by cause"""
 
@@ -44,43 +47,52 @@ class Launch:
 
 
 class Goodput:
-    """The account of a run; rank 0's."""
+    """The account of a run; only rank 0 has one."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
-        self.earlier = read(self.file)
-        launched = min(time.time(), float(os.environ.get(LAUNCHED, time.time())))
+        self.earlier_launches = read_launches(self.file)
+        now = time.time()
+        launched = min(now, float(os.environ.get(LAUNCHED, now)))
         self.launch = Launch(launched, 0, launched)
 
     def begin(self, start: int) -> None:
-        """Steps begin after step `start`; all since the launch, or since the last `write`, was getting there."""
-        again = "start-up" in self.launch.lost
-        if not again:
+        """Note that steps begin after step `start`: the time since the launch, or the last `write`, trained nothing."""
+        now = time.time()
+        preparing = now - self.launch.seen
+        if "start-up" in self.launch.lost:
+            self.charge("rebuild", preparing)
+        else:
             self.launch.first = start
-        self.lose("rebuild" if again else "start-up", time.time() - self.launch.seen)
-        self.launch.seen, self.launch.step = time.time(), start
+            self.charge("start-up", preparing)
+        self.launch.seen, self.launch.step = now, start
 
-    def lose(self, cause: str, seconds: float) -> None:
-        """So many seconds more were no steps."""
+    def charge(self, cause: str, seconds: float) -> None:
+        """Charge `seconds` of wall time to `cause`."""
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
-        """At a logged step, and at the end."""
+        """Write goodput.json, as of now and of the logged step `step`."""
         self.launch.seen, self.launch.step = time.time(), step
+        launches = [asdict(launch) for launch in [*self.earlier_launches, self.launch]]
         temporary = self.file.with_suffix(".partial")
-        temporary.write_text(json.dumps([asdict(launch) for launch in [*self.earlier, self.launch]]) + "\n")
+        temporary.write_text(json.dumps(launches) + "\n")
         temporary.replace(self.file)
 
     def summary(self) -> str:
-        """In a line: "goodput 91.2 % of 104 s; start-up 5.1 %, checkpoint 3.7 %"."""
-        wall, lost = account([*self.earlier, self.launch])
-        shares = {cause: seconds / wall for cause, seconds in sorted(lost.items(), key=lambda pair: -pair[1])}
-        causes = ", ".join(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 0.0005)
-        return f"goodput {1 - sum(shares.values()):.1%} of {wall:.0f} s" + (f"; {causes}" if causes else "")
+        """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""
+        seconds, lost = account([*self.earlier_launches, self.launch])
+        line = f"goodput {1 - sum(lost.values()) / seconds:.1%} of {seconds:.0f} s"
+        causes = []
+        for cause, lost_seconds in sorted(lost.items(), key=lambda item: -item[1]):
+            share = lost_seconds / seconds
+            if share >= SHOWN:
+                causes.append(f"{cause} {share:.1%}")
+        return f"{line}; {', '.join(causes)}" if causes else line
 
 
-def read(file: Path) -> list[Launch]:
-    """Earlier launches; none where the file is not there or is damaged: an account stops no run."""
+def read_launches(file: Path) -> list[Launch]:
+    """Read the earlier launches; none if the file is missing or damaged: an account stops no run."""
     try:
         return [Launch(**launch) for launch in json.loads(file.read_text())]
     except (OSError, ValueError, TypeError):
@@ -88,14 +100,21 @@ def read(file: Path) -> list[Launch]:
 
 
 def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
-    """Wall seconds from the first launch to the last logged step, and those that were lost, by cause."""
+    """Return the wall seconds from the first launch to the last logged step, and those that were lost, by cause."""
     lost: dict[str, float] = {}
-    for launch, after in zip(launches, [*launches[1:], None], strict=True):
+    for launch in launches:
         for cause, seconds in launch.lost.items():
             lost[cause] = lost.get(cause, 0.0) + seconds
-        if after is not None:
-            done = launch.step - launch.first
-            again = min(done, max(0, launch.step - after.first))
-            redone = launch.productive * again / done if done else 0.0
-            lost["restart"] = lost.get("restart", 0.0) + max(0.0, after.started - launch.seen) + redone
+    for launch, following in pairwise(launches):
+        lost["restart"] = lost.get("restart", 0.0) + restart_seconds(launch, following)
     return launches[-1].seen - launches[0].started, lost
+
+
+def restart_seconds(launch: Launch, following: Launch) -> float:
+    """Return the seconds between two launches, and those of the steps that the second had to do again."""
+    between = max(0.0, following.started - launch.seen)
+    steps = launch.step - launch.first
+    repeated = min(steps, max(0, launch.step - following.first))
+    if not repeated:
+        return between
+    return between + launch.productive * repeated / steps

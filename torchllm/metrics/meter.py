@@ -1,19 +1,19 @@
-"""Turns what a step returns into a record, at logged steps only; between them nothing waits for the device.
+"""Turns what a step returns into a record, in logged steps only; between them nothing waits for the device.
 
-Keys of a record, one object a line in metrics.jsonl. "Interval": the steps since the last logged one. null: not known,
-or not finite. A profiled step has a line of its own: breakdown/PART, the part's share of it (`metrics/breakdown.py`).
+Keys of a record, which is one line of metrics.jsonl. "Interval": the steps since the last logged one. null: unknown, or
+not finite. A profiled step has a line of its own: breakdown/PART, the part's share of the step (`breakdown.py`).
 
     step               the step, from 1
-    loss               nats a target token, the mean over all target tokens of this step on all ranks
-    validation_loss    the same over the held-out sequences; only on steps that were evaluated
+    loss               nats per target token, the mean over all target tokens of this step on all ranks
+    validation_loss    the same over the held-out sequences; only in steps with an evaluation
     grad_norm          global norm of this step's gradient, before clipping
-    learning_rate      of this step
+    learning_rate      learning rate of this step
     tokens             input tokens consumed since step 1 of the run, resumed or not
-    tokens_per_second  input tokens of all ranks a second, over the interval
-    step_seconds       mean over the interval, evaluation and checkpoints not counted
+    tokens_per_second  input tokens of all ranks per second, over the interval
+    step_seconds       mean over the interval, without evaluation and checkpoints
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
     mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM)
-    mfu_unmasked       the same, with only the attention that the causal and document masks leave
+    mfu_unmasked       the same, counting only the attention that the causal and document masks leave
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
@@ -29,7 +29,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -53,8 +53,7 @@ log = logging.getLogger("torchllm")
 class Meter:
     """Times the loop and writes records to the sinks. Every rank has one; only rank 0's has sinks.
 
-    Make it right before the loop: its clock starts. `peak_flops`: FLOP/s of this rank's device (`peak_flops()` below),
-    `world_size` of them are the peak. `sequences`: consumed before this process (a resumed run).
+    Its clock starts when it is made: make it right before the loop.
     """
 
     def __init__(
@@ -72,44 +71,59 @@ class Meter:
         planned_mfu: float | None = None,
         sequences: int = 0,
     ) -> None:
-        self.config, self.model, self.training, self.device = config, model, training, device
+        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before."""
+        self.config = config
+        self.model = model
+        self.training = training
+        self.device = device
         self.peak = None if peak_flops is None else peak_flops * world_size
-        self.sinks, self.goodput, self.sequences = sinks, goodput, sequences
-        length = training.sequence_length
+        self.sinks = sinks
+        self.goodput = goodput
+        self.sequences = sequences
+        self.planned_mfu = planned_mfu
         self.gpu = device_meter(device) if sinks else None
-        self.recomputed = recomputed_flops_per_token(model, recompute, length, training.loss_chunk)
-        self.planned_mfu, self.profiled, self.first = planned_mfu, False, True
-        self.lost: dict[str, float] = {}  # since the goodput was told
+        self.recomputed = recomputed_flops_per_token(model, recompute, training.sequence_length, training.loss_chunk)
+        self.has_described_a_step = False
+        self.first = True
+        """no step was logged yet"""
+        self.first_seconds: float | None = None
+        """of the first step without its wait for data, until it is compared with the next ones"""
+        self.charges: dict[str, float] = {}
+        """seconds by cause that `goodput` was not told yet"""
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
-        self.step, self.total_data_wait = 0, 0.0
+        self.step = 0
+        self.total_data_wait = 0.0
         self._start_interval()
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Around the call that waits for the next batch."""
+        """Return a context around the call that waits for the next batch."""
         start = time.perf_counter()
         try:
             with phase("data"):
                 yield
         finally:
             seconds = time.perf_counter() - start
-            self.waited += seconds
+            self.data_wait_seconds += seconds
             self.total_data_wait += seconds
-            self._lose("data", seconds)
+            self._charge("data", seconds)
 
     @contextmanager
-    def pause(self, what: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
-        """Around an evaluation or a checkpoint: its time is no step's. Waits for the device at both ends."""
+    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
+        """Return a context around an evaluation or a checkpoint, whose time is not the step's.
+
+        It waits for the device at both ends.
+        """
         self._synchronize()
         start = time.perf_counter()
         try:
-            with phase(what):
+            with phase(cause):
                 yield
         finally:
             self._synchronize()
             seconds = time.perf_counter() - start
-            self.paused += seconds
-            self._lose(what, seconds)
+            self.paused_seconds += seconds
+            self._charge(cause, seconds)
 
     def log(
         self,
@@ -133,64 +147,66 @@ class Meter:
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self._write(step, record)
-        self._account(step, record)
+        self._charge_compilation(record)
+        self._write_goodput(step)
         self.first = False
         return record
 
     def report(self, profiled: ProfiledStep) -> None:
-        """Write down a profiled step, if one was."""
+        """Write the record of a profiled step; log the first, and every slow rank."""
         seconds = profiled.seconds
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         self._write(profiled.step, {"step": profiled.step} | parts)
-        if not self.profiled:
+        if not self.has_described_a_step:
             tokens = self.training.global_batch_size * self.training.sequence_length
             mfu = self._utilization(tokens / seconds * flops_per_token(self.model, self.training.sequence_length))
             log.info("%s", profiled.describe(mfu, self.planned_mfu))
-        self.profiled = True
+        self.has_described_a_step = True
         if profiled.slow:
             log.warning("step %d: %s", profiled.step, profiled.slow)
 
     def close(self) -> None:
-        """Close the sinks."""
+        """Close the sinks, and the account with what came after the last logged step."""
         for sink in self.sinks:
             sink.close()
         if self.step:
-            self._tell(self.step)
+            self._write_goodput(self.step)
 
     def _write(self, step: int, record: Record) -> None:
         for sink in self.sinks:
             sink.write(step, record)
 
-    def _lose(self, cause: str, seconds: float) -> None:
-        self.lost[cause] = self.lost.get(cause, 0.0) + seconds
+    def _charge(self, cause: str, seconds: float) -> None:
+        self.charges[cause] = self.charges.get(cause, 0.0) + seconds
 
-    def _account(self, step: int, record: Record) -> None:
-        """What the first step took beyond the next ones is compilation, warm-up and the like."""
-        seconds = record["step_seconds"] or 0.0
+    def _charge_compilation(self, record: Record) -> None:
+        """Charge what the first step took beyond the next ones: compilation, allocation, warm-up."""
+        # Without the wait for data: that of a first step is long, and charged to "data" already.
+        seconds = (record["step_seconds"] or 0.0) - (record["data_seconds"] or 0.0)
         if self.first:
             self.first_seconds = seconds
-        else:
-            self._lose("compile", max(0.0, self.first_seconds - seconds))
-            self.first_seconds = 0.0
-        self._tell(step)
+        elif self.first_seconds is not None:
+            self._charge("compile", max(0.0, self.first_seconds - seconds))
+            self.first_seconds = None
 
-    def _tell(self, step: int) -> None:
+    def _write_goodput(self, step: int) -> None:
         self.step = step
         if self.goodput is not None:
-            for cause, seconds in self.lost.items():
-                self.goodput.lose(cause, seconds)
+            for cause, seconds in self.charges.items():
+                self.goodput.charge(cause, seconds)
             self.goodput.write(step)
-        self.lost = {}
+        self.charges = {}
 
     def _record(self, step: int, result: "StepResult") -> Record:
-        # One transfer for all of them: this is where a logged step waits for the device.
-        read = [result.loss, result.grad_norm, result.skipped, self.pairs]
-        loss, grad_norm, skipped, pairs = torch.stack([tensor.double() for tensor in read]).tolist()
-        seconds = time.perf_counter() - self.started - self.paused
+        # One transfer for all values: this is where a logged step waits for the device, so the clock is read after it.
+        tensors = [result.loss, result.grad_norm, result.skipped, self.pairs]
+        loss, grad_norm, skipped, pairs = torch.stack([tensor.double() for tensor in tensors]).tolist()
+        seconds = time.perf_counter() - self.interval_started - self.paused_seconds
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
         tokens_per_second = tokens / seconds
         model_flops = flops_per_token(self.model, length)
+        unmasked_flops = flops_per_token(self.model, length, pairs / tokens)
         record: Record = {
             "step": step,
             "loss": loss,
@@ -199,9 +215,9 @@ class Meter:
             "tokens": self.sequences * length,
             "tokens_per_second": tokens_per_second,
             "step_seconds": seconds / self.steps,
-            "data_seconds": self.waited / self.steps,
+            "data_seconds": self.data_wait_seconds / self.steps,
             "mfu": self._utilization(tokens_per_second * model_flops),
-            "mfu_unmasked": self._utilization(tokens_per_second * flops_per_token(self.model, length, pairs / tokens)),
+            "mfu_unmasked": self._utilization(tokens_per_second * unmasked_flops),
             "hfu": self._utilization(tokens_per_second * (model_flops + self.recomputed)),
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
@@ -214,12 +230,12 @@ class Meter:
     def _start_interval(self) -> None:
         self.steps = 0
         self.pairs = torch.zeros_like(self.pairs)
-        self.waited = 0.0
-        self.paused = 0.0
-        self.started = time.perf_counter()
+        self.data_wait_seconds = 0.0
+        self.paused_seconds = 0.0
+        self.interval_started = time.perf_counter()
 
-    def _utilization(self, rate: float) -> float | None:
-        return None if self.peak is None else rate / self.peak
+    def _utilization(self, flops_per_second: float) -> float | None:
+        return None if self.peak is None else flops_per_second / self.peak
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -227,7 +243,7 @@ class Meter:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory in GiB: a GPU's highest in live tensors since the start; on a CPU what this process has resident."""
+    """Return GiB: a GPU's highest memory in live tensors since the start; on a CPU this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "linux":
@@ -236,10 +252,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1) -> float | None:
-    """FLOP/s that a rank's matrix products of `dtype` can reach at most; None where it is not known.
+    """Return the FLOP/s that a rank's matrix products of `dtype` reach at most; None if unknown.
 
-    A GPU's is its data sheet's: bfloat16, or float32 if TF32 is on (no tensor core computes in full float32: None). A
-    CPU's is measured.
+    A GPU's peak is its data sheet's, for bfloat16, or for float32 if TF32 is on (no tensor core computes in full
+    float32: None). A CPU's is measured.
     """
     if device.type != "cuda":
         return measured_peak_flops(dtype, ranks_on_node)
@@ -250,25 +266,34 @@ def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1)
 
 
 def measured_peak_flops(dtype: torch.dtype = torch.float32, ranks_on_node: int = 1, seconds: float = 0.3) -> float:
-    """FLOP/s of the fastest square matrix product that this process's threads were seen to run on this CPU.
+    """Measure the FLOP/s of the fastest square matrix product of this process's threads on this CPU.
 
     Sizes double from 256 until the next would not fit into `seconds`. Ranks of one machine share its cores: call it on
-    all of them at once. Of more threads than cores each is seen with a core of its own, for a moment; it has its share.
+    all of them at once. With more threads than cores a short product may still have a core per thread, so the result is
+    scaled down to the share of the cores that the threads have in the long run.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     share = min(1.0, cores / (ranks_on_node * torch.get_num_threads()))
-    best, size, end = 0.0, 256, time.perf_counter() + seconds
+    best = 0.0
+    size = 256
+    deadline = time.perf_counter() + seconds
     while True:
-        left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        torch.mm(left, right)
-        fastest = min(_seconds(lambda a=left, b=right: torch.mm(a, b)) for _ in range(3))  # type: ignore[misc]
-        best = max(best, 2 * size**3 / fastest)
-        if time.perf_counter() + 4 * 8 * fastest > end:
+        product_seconds = _fastest_product(size, dtype)
+        best = max(best, 2 * size**3 / product_seconds)
+        next_size_seconds = 4 * 8 * product_seconds  # four products, each of 8 times the work
+        if time.perf_counter() + next_size_seconds > deadline:
             return best * share
         size *= 2
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def _fastest_product(size: int, dtype: torch.dtype) -> float:
+    """Return the seconds of the fastest of three products of square matrices, after one to warm up."""
+    left = torch.ones(size, size, dtype=dtype)
+    right = torch.ones(size, size, dtype=dtype)
+    torch.mm(left, right)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,6 +1,7 @@
 """Where logged steps go: a file of JSON lines, TensorBoard, the console. Only rank 0 has sinks.
 
-A fork adds one by writing a class with `write` and `close` and putting an instance in the list that it gives `Meter`.
+A fork adds one by writing a class with `write` and `close` and appending an instance to `monitor.meter.sinks`, after
+`monitor.begin`.
 """
 
 import json
@@ -9,38 +10,46 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchllm.config import Metrics
 
+log = logging.getLogger("torchllm")
+
 Record = dict[str, float | None]
-"""One logged step; the keys are described in `metrics/meter.py`"""
+"""a logged step; `metrics/meter.py` describes the keys"""
 
 
 class Sink(Protocol):
-    """Takes every logged step."""
+    """Takes every logged step, and every profiled one."""
 
-    def write(self, step: int, record: Record) -> None: ...
+    def write(self, step: int, record: Record) -> None:
+        """Take the record of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is not written yet."""
 
 
 def open_sinks(folder: Path, metrics: Metrics, *, steps: int, start: int = 0) -> list[Sink]:
-    """The sinks of a run that has done `start` of its `steps` steps; for rank 0."""
+    """Open the sinks of a run that has done `start` of its `steps` steps; for rank 0."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", start), Console(steps, start)]
-    return [*sinks, TensorBoard(folder / "tensorboard", start)] if metrics.tensorboard else sinks
+    if metrics.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", start))
+    return sinks
 
 
 class JsonLines:
-    """metrics.jsonl: one object a logged step, on disk as soon as it is logged.
+    """Writes metrics.jsonl: one object per record, on disk as soon as it is written.
 
-    A run resumed after step `start` first drops the lines of later steps, whole file or not at all, so no step is in it
-    twice. Lines that are no records (the end of a killed run, a damaged file) are dropped too, with a warning.
-    What is not finite becomes null: JSON has no NaN.
+    A run resumed after step `start` first drops the lines of later steps, so that no step is in the file twice. Lines
+    that are no records (the end of a killed run, a damaged file) are dropped too, with a warning. The file is replaced
+    whole or not at all. Values that are not finite become null: JSON has no NaN.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
@@ -50,7 +59,8 @@ class JsonLines:
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Record) -> None:
-        self.file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+        finite = {key: _finite(value) for key, value in record.items()}
+        self.file.write(json.dumps(finite, allow_nan=False) + "\n")
         self.file.flush()
 
     def close(self) -> None:
@@ -58,26 +68,31 @@ class JsonLines:
 
 
 def _drop_lines_after(path: Path, start: int) -> None:
-    old = path.read_bytes()
-    kept = []
-    for number, line in enumerate(old.splitlines(keepends=True), 1):
-        try:
-            step = json.loads(line)["step"]
-            whole = isinstance(step, int) and line.endswith(b"\n")
-        except (ValueError, TypeError, KeyError):
-            whole = False
-        if not whole:
-            logging.getLogger(__name__).warning("%s:%d: not the record of a step; dropped", path, number)
+    content = path.read_bytes()
+    retained = []
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        step = _step_of(line)
+        if step is None:
+            log.warning("%s:%d: not the record of a step; dropped", path, number)
         elif step <= start:
-            kept.append(line)
-    new = b"".join(kept)
-    if new != old:
-        temporary = path.with_name(path.name + ".partial")
-        with temporary.open("wb") as file:
-            file.write(new)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+            retained.append(line)
+    if retained == content.splitlines(keepends=True):
+        return
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("wb") as file:
+        file.writelines(retained)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of metrics.jsonl; None if the line is no record, or not complete."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
 
 
 def _finite(value: float | None) -> float | None:
@@ -85,40 +100,48 @@ def _finite(value: float | None) -> float | None:
 
 
 class TensorBoard:
-    """TensorBoard files; curves are grouped by what they tell. What was written after step `start` is hidden."""
+    """Writes TensorBoard files. What an earlier launch wrote after step `start` is hidden.
 
-    GROUPS: Mapping[str, str] = {
+    TensorBoard shows groups of curves in the order of the alphabet. Their names are chosen for it: loss, performance,
+    progress, system, time_share, update.
+    """
+
+    TAGS: Mapping[str, str] = {
         "loss": "loss/train",
         "validation_loss": "loss/validation",
-        "grad_norm": "optimizer/grad_norm",
-        "learning_rate": "optimizer/learning_rate",
-        "skipped_steps": "optimizer/skipped_steps",
+        "tokens_per_second": "performance/tokens_per_second",
+        "mfu": "performance/mfu",
+        "mfu_unmasked": "performance/mfu_unmasked",
+        "hfu": "performance/hfu",
+        "step_seconds": "performance/step_seconds",
+        "data_seconds": "performance/data_seconds",
         "tokens": "progress/tokens",
-        "tokens_per_second": "speed/tokens_per_second",
-        "step_seconds": "speed/step_seconds",
-        "data_seconds": "speed/data_seconds",
-        "mfu": "utilization/mfu",
-        "mfu_unmasked": "utilization/mfu_unmasked",
-        "hfu": "utilization/hfu",
-        "memory_gib": "memory/gib",
+        "memory_gib": "system/memory_gib",
+        "grad_norm": "update/grad_norm",
+        "learning_rate": "update/learning_rate",
+        "skipped_steps": "update/skipped_steps",
     }
+    """key of a record -> name of its curve"""
+
+    GROUPS: Mapping[str, str] = {"breakdown": "time_share", "gpu": "system"}
+    """keys with a slash: what stands before it -> group of the curve"""
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
         "Does it learn?": {
             "loss": ["Multiline", ["loss/train", "loss/validation"]],
-            "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
+            "gradient norm": ["Multiline", ["update/grad_norm"]],
         },
         "Is it fast?": {
-            "utilization": ["Multiline", ["utilization/mfu", "utilization/hfu"]],
-            "where a step's time goes": ["Multiline", ["breakdown/.*"]],
-            "seconds": ["Multiline", ["speed/step_seconds", "speed/data_seconds"]],
+            "utilization": ["Multiline", ["performance/mfu", "performance/hfu"]],
+            "where a step's time goes": ["Multiline", ["time_share/.*"]],
+            "seconds": ["Multiline", ["performance/step_seconds", "performance/data_seconds"]],
         },
         "Is the machine well?": {
-            "memory": ["Multiline", ["memory/gib"]],
-            "the GPU": ["Multiline", ["gpu/.*"]],
+            "memory": ["Multiline", ["system/memory_gib"]],
+            "the GPU": ["Multiline", ["system/(busy|watts|mhz|celsius)"]],
         },
     }
-    """the page "custom scalars": what a person asks first, first"""
+    """the page "custom scalars", in the order in which a person asks"""
 
     def __init__(self, folder: Path, start: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and not every run asks for it
@@ -129,51 +152,76 @@ class TensorBoard:
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
             if key != "step" and value is not None:
-                self.writer.add_scalar(self.GROUPS.get(key, key if "/" in key else f"other/{key}"), value, step)
+                self.writer.add_scalar(self.tag(key), value, step)
         self.writer.flush()
+
+    def tag(self, key: str) -> str:
+        """Return the name of a key's curve; a key that a fork added is in the group "other", or in its own."""
+        if key in self.TAGS:
+            return self.TAGS[key]
+        group, slash, name = key.partition("/")
+        if not slash:
+            return f"other/{key}"
+        return f"{self.GROUPS.get(group, group)}/{name}"
 
     def close(self) -> None:
         self.writer.close()
 
 
 class Console:
-    """A progress bar where the output is a terminal, else one line a logged step. '-' is what is not known."""
+    """Shows a progress bar where the output is a terminal, else one line per logged step. '-' stands for unknown."""
 
     def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None) -> None:
         self.steps = steps
         self.stream = stream or sys.stdout
         self.bar: tqdm[None] | None = None
         self.validation: float | None = None
+        """the latest validation loss: the bar shows it until the next one"""
+        self.redirection = ExitStack()
         if self.stream.isatty():
+            # Otherwise every line of the log would begin at the end of the bar.
+            self.redirection.enter_context(logging_redirect_tqdm())
             self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
             if (self.bar.ncols or 80) < 0:  # a terminal that was never given a size: tqdm would draw nothing
                 self.bar.ncols, self.bar.nrows, self.bar.dynamic_ncols = 80, 20, None
 
     def write(self, step: int, record: Record) -> None:
-        get = record.get
-        if "loss" not in record:  # of a profiled step: it has a line in the log
+        if "loss" not in record:  # a profiled step: the first has a line in the log
             return
-        speed = [f"{_number(get('tokens_per_second'), ',.0f')} tokens/s", f"MFU {_number(get('mfu'), '.1%')}"]
-        loss = [f"loss {_number(get('loss'), '.4f')}"]
-        if self.bar is not None:
-            self.validation = record.get("validation_loss", self.validation)  # the bar keeps showing the last one
-            shown = [] if self.validation is None else [f"validation {_number(self.validation, '.4f')}"]
-            self.bar.set_postfix_str("  ".join(loss + shown + speed), refresh=False)
-            self.bar.update(step - self.bar.n)
-            self.bar.refresh()
+        if self.bar is None:
+            print(self._line(step, record), file=self.stream, flush=True)
             return
+        self.validation = record.get("validation_loss", self.validation)
+        words = [f"loss {_number(record.get('loss'), '.4f')}"]
+        if self.validation is not None:
+            words.append(f"validation {_number(self.validation, '.4f')}")
+        self.bar.set_postfix_str("  ".join([*words, *_speed(record)]), refresh=False)
+        self.bar.update(step - self.bar.n)
+        self.bar.refresh()
+
+    def _line(self, step: int, record: Record) -> str:
+        width = len(str(self.steps))
+        words = [f"step {step:{width}d}/{self.steps}", f"loss {_number(record.get('loss'), '.4f')}"]
         if "validation_loss" in record:
-            loss.append(f"validation {_number(record['validation_loss'], '.4f')}")
-        seconds = get("step_seconds")
-        left = "-" if seconds is None else str(timedelta(seconds=round((self.steps - step) * seconds)))
-        rest = [f"gradient {_number(get('grad_norm'), '.3f')}", f"rate {_number(get('learning_rate'), '.2e')}", *speed]
-        rest += [f"{_number(get('memory_gib'), '.2f')} GiB", f"left {left}"]
-        place = f"step {step:{len(str(self.steps))}d}/{self.steps}"
-        print("  ".join([place, *loss, *rest]), file=self.stream, flush=True)
+            words.append(f"validation {_number(record['validation_loss'], '.4f')}")
+        words.append(f"gradient {_number(record.get('grad_norm'), '.3f')}")
+        words.append(f"rate {_number(record.get('learning_rate'), '.2e')}")
+        words.extend(_speed(record))
+        words.append(f"{_number(record.get('memory_gib'), '.2f')} GiB")
+        seconds = record.get("step_seconds")
+        time_left = "-" if seconds is None else str(timedelta(seconds=round((self.steps - step) * seconds)))
+        words.append(f"left {time_left}")
+        return "  ".join(words)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+        self.redirection.close()
+
+
+def _speed(record: Record) -> list[str]:
+    tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
+    return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
 
 
 def _number(value: float | None, form: str) -> str:
