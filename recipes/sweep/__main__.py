@@ -1,4 +1,4 @@
-"""python recipes/sweep SWEEP.toml ...: see sweep.py."""
+"""Run `python recipes/sweep SWEEP.toml ...`; sweep.py says how."""
 
 import signal
 import sys

@@ -1,14 +1,14 @@
-"""What a sweep found: a Markdown table, and the figures of Hagemann et al. (arXiv 2311.05610, figures 1 to 5).
+"""Summarize a sweep: a Markdown table, and the figures of Hagemann et al. 2023 (arXiv 2311.05610, figures 1 to 5).
 
-Each figure compares the values of one setting: for every value the MFU of the best of all layouts that have it,
-whatever else they have; their speed where no peak is known. One more has what the planner predicts beside what was
-measured, before and after its constants are fitted to that. Without matplotlib there are none.
+Each figure compares the values of one setting: for every value, the MFU of the best layout that has it, whatever its
+other settings (or its speed, where no peak is known). One more figure shows predicted over measured times, before and
+after the planner's constants are fitted to the sweep. Without matplotlib there are no figures.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.planner.evidence.calibrate import calibrate, with_constants
 from torchllm.planner.evidence.measurements import read_row
@@ -16,134 +16,207 @@ from torchllm.planner.evidence.score import score_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Rows = Sequence[dict[str, str]]
+ResultRow = dict[str, str]
+
+
+class ComparedSetting(NamedTuple):
+    """One figure: which columns' values it compares, and its title."""
+
+    columns: tuple[str, ...]
+    title: str
+
 
 FIGURES = {
-    "kernel": "attn_impl rmsnorm_kernel compile",
-    "recompute": "act_ckpt",
-    "micro_batch": "micro_batch",
-    "tensor_pipeline": "tp pp",
-    "sequence_parallel": "tp seq_parallel",
+    "kernel": ComparedSetting(("attn_impl", "rmsnorm_kernel", "compile"), "attention and norm kernels, compilation"),
+    "recompute": ComparedSetting(("act_ckpt",), "recomputation"),
+    "micro_batch": ComparedSetting(("micro_batch",), "micro batch size"),
+    "tensor_pipeline": ComparedSetting(("tp", "pp"), "tensor and pipeline parallelism"),
+    "sequence_parallel": ComparedSetting(("tp", "seq_parallel"), "sequence parallelism"),
 }
-"""file -> columns whose values are compared"""
-WORDS = {
+"""file name -> what the figure compares"""
+COLUMN_WORDS = {
     "attn_impl": "attention",
-    "rmsnorm_kernel": "norm kernel",
+    "rmsnorm_kernel": "fused norm",
     "act_ckpt": "recompute",
     "micro_batch": "micro batch",
     "seq_parallel": "sequence parallel",
 }
-"""columns that are called otherwise in a figure"""
-TITLES = {"before": False, "constants fitted to these": True}
-"""of the two panels with the planner's predictions -> whether `calibrate` comes first"""
+"""what a figure calls a column, if not by its name"""
+SWITCHES = ("rmsnorm_kernel", "compile", "seq_parallel")
+"""columns whose 0 and 1 mean off and on"""
 
 
-def summarize(rows: Rows, folder: Path) -> list[Path]:
-    """Write results.md and the figures; the files written."""
+class Comparison(NamedTuple):
+    """One layout, measured and predicted."""
+
+    measured: float
+    """seconds per sequence"""
+    predicted: float
+    """seconds per sequence"""
+    kind: str
+    """the settings that a figure tells apart by color"""
+
+
+def summarize(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
+    """Write results.md and the figures; return the files written."""
     table = folder / "results.md"
     table.write_text(results_table(rows))
     return [table, *draw_figures(rows, folder)]
 
 
-def results_table(rows: Rows) -> str:
-    """The measured layouts, fastest first, then what was not measured and why."""
-    timed = sorted((row for row in rows if row["status"] == "ok"), key=_per_sequence)
-    lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
-    for row in timed:
-        mfu = f"{row['mfu_pct']} %" if row["mfu_pct"] else "-"
-        seconds, memory = f"{row['step_time_s']} | {row['spread_pct']} %", row["peak_memory_gib"] or "-"
-        lines.append(f"| {seconds} | {mfu} | {memory} | `{row['layout']}` |")
-    lines += ["", "| status | layouts | for example |", "|---|--:|---|"]
-    for status in sorted({row["status"] for row in rows} - {"ok"}):
-        of = [row for row in rows if row["status"] == status]
-        lines.append(f"| {status} | {len(of)} | `{of[0]['layout']}`: {of[0]['note']} |")
-    return "\n".join(lines) + "\n"
+def fastest_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Return the rows that were timed, the least time per sequence first."""
+    return sorted((row for row in rows if row["status"] == "ok"), key=seconds_per_sequence)
 
 
-def _per_sequence(row: dict[str, str]) -> float:
+def seconds_per_sequence(row: ResultRow) -> float:
+    """Return the measured time of a step over its sequences."""
     return float(row["step_time_s"]) / float(row["global_batch_seqs"])
 
 
-def best_of_the_rest(rows: Rows, columns: Sequence[str]) -> dict[str, dict[str, str]]:
-    """For each combination of the columns' values, the layout that has it and takes least time a sequence."""
-    found: dict[str, dict[str, str]] = {}
-    for row in sorted((row for row in rows if row["status"] == "ok"), key=_per_sequence):
-        found.setdefault(", ".join(f"{WORDS.get(column, column)} {row[column]}" for column in columns), row)
-    return dict(sorted(found.items()))
+def results_table(rows: Sequence[ResultRow]) -> str:
+    """Return the measured layouts, fastest first, then how many were not measured and an example of each reason."""
+    lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
+    for row in fastest_first(rows):
+        mfu = f"{row['mfu_pct']} %" if row["mfu_pct"] else "-"
+        memory = row["peak_memory_gib"] or "-"
+        lines.append(f"| {row['step_time_s']} | {row['spread_pct']} % | {mfu} | {memory} | `{row['layout']}` |")
+    lines += ["", "| status | layouts | for example |", "|---|--:|---|"]
+    rows_of_status: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        rows_of_status.setdefault(row["status"], []).append(row)
+    for status, alike in sorted(rows_of_status.items()):
+        if status != "ok":
+            lines.append(f"| {status} | {len(alike)} | `{alike[0]['layout']}`: {alike[0]['note']} |")
+    return "\n".join(lines) + "\n"
 
 
-def draw_figures(rows: Rows, folder: Path) -> list[Path]:
-    """One for every setting of which there are two values, and the planner's; empty without matplotlib."""
+def best_by_setting(rows: Sequence[ResultRow], columns: Sequence[str]) -> dict[str, ResultRow]:
+    """Return, for each combination of the columns' values, the fastest layout that has it."""
+    best: dict[str, ResultRow] = {}
+    for row in fastest_first(rows):
+        label = ", ".join(describe_value(row, column) for column in columns)
+        best.setdefault(label, row)
+    return dict(sorted(best.items()))
+
+
+def describe_value(row: ResultRow, column: str) -> str:
+    """Return a cell in words: "sequence parallel on"."""
+    value = row[column]
+    if column in SWITCHES:
+        value = {"0": "off", "1": "on"}.get(value, value)
+    return f"{COLUMN_WORDS.get(column, column)} {value}"
+
+
+def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
+    """Draw a figure for every setting that has two values or more, and the planner's. Return the files written."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         return []
-    drawn: dict[str, Figure] = {}
-    for name, columns in FIGURES.items():
-        best = best_of_the_rest(rows, columns.split())
+    files = []
+    for name, (columns, title) in FIGURES.items():
+        best = best_by_setting(rows, columns)
         if len(best) > 1:
-            drawn[name] = Figure(figsize=(6, 1 + 0.4 * len(best)), layout="constrained")
-            _bars(drawn[name].subplots(), best)
-    compared = {title: predictions(rows, fitted) for title, fitted in TITLES.items()}
-    if all(compared.values()):
-        drawn["predicted"] = Figure(figsize=(10, 5), layout="constrained")
-        panels = drawn["predicted"].subplots(1, 2, sharex=True, sharey=True)
-        for axes, (title, of) in zip(panels, compared.items(), strict=True):
-            _points(axes, title, of)
-    files = [folder / f"{name}.png" for name in drawn]
-    for file, figure in zip(files, drawn.values(), strict=True):
-        figure.savefig(file)
+            files.append(folder / f"{name}.png")
+            setting_figure(best, title).savefig(files[-1])
+    default = compare_predictions(rows)
+    if default:
+        files.append(folder / "predicted.png")
+        prediction_figure(default, compare_predictions(rows, fitted=True)).savefig(files[-1])
     return files
 
 
-def _bars(axes: "Axes", best: dict[str, dict[str, str]]) -> None:
+def run_in_words(row: ResultRow) -> str:
+    """Return which run a row is a layout of."""
+    size = float(row["n_params"] or 0)
+    parameters = f" with {size / 1e6:,.3g} M parameters" if size else ""
+    return f"{row['model']}{parameters} on {row['gpus']} x {row['gpu']}, {row['global_batch_seqs']} sequences per step"
+
+
+def setting_figure(best: dict[str, ResultRow], title: str) -> "Figure":
+    """Draw one bar per value of a setting."""
+    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    if all(row["mfu_pct"] for row in best.values()):
-        speeds, of_what = [float(row["mfu_pct"]) / 100 for row in best.values()], "MFU"
+    figure = Figure(figsize=(8, 1.6 + 0.4 * len(best)), layout="constrained")
+    axes = figure.subplots()
+    rows = list(best.values())
+    if all(row["mfu_pct"] for row in rows):
+        speeds = [float(row["mfu_pct"]) / 100 for row in rows]
+        quantity = "MFU"
     else:
-        fastest = min(map(_per_sequence, best.values()))
-        speeds, of_what = [fastest / _per_sequence(row) for row in best.values()], "speed, over the best's,"
-    axes.bar_label(axes.barh(list(best), speeds), [f"{speed:.1%}" for speed in speeds], padding=3)
+        fastest = min(map(seconds_per_sequence, rows))
+        speeds = [fastest / seconds_per_sequence(row) for row in rows]
+        quantity = "speed relative to the fastest"
+    bars = axes.barh(list(best), speeds)
+    axes.bar_label(bars, [f"{speed:.1%}" for speed in speeds], padding=3)
     axes.set_xlim(0, 1.15 * max(speeds))
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.invert_yaxis()
-    axes.set_xlabel(f"{of_what} of the best layout that has it")
+    axes.set_xlabel(f"{quantity}, best layout with each value")
+    figure.suptitle(f"{title}\n{run_in_words(rows[0])}", fontsize="medium")
+    return figure
 
 
-def _points(axes: "Axes", title: str, compared: Sequence[tuple[float, float, str]]) -> None:
+def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison]) -> "Figure":
+    """Draw predicted over measured times, with the planner's constants and with constants fitted to the sweep."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    default_axes, fitted_axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    draw_points(default_axes, "before fitting", default)
+    draw_points(fitted_axes, "constants fitted to these measurements", fitted)
+    figure.suptitle("step time of the layouts, predicted and measured")
+    return figure
+
+
+def draw_points(axes: "Axes", title: str, comparisons: Sequence[Comparison]) -> None:
+    """Draw one point per layout, in a color per kind, and the diagonal on which predictions would be exact."""
     from matplotlib.ticker import LogLocator
 
-    for kind in sorted({kind for _, _, kind in compared}):
-        of = [(measured, predicted) for measured, predicted, its in compared if its == kind]
-        axes.scatter([measured for measured, _ in of], [predicted for _, predicted in of], label=kind, s=18)
-    ends = [min(min(pair[:2]) for pair in compared), max(max(pair[:2]) for pair in compared)]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="measured, s a sequence", ylabel="predicted, s a sequence")
+    for kind in sorted({comparison.kind for comparison in comparisons}):
+        measured = [comparison.measured for comparison in comparisons if comparison.kind == kind]
+        predicted = [comparison.predicted for comparison in comparisons if comparison.kind == kind]
+        axes.scatter(measured, predicted, label=kind, s=18)
+    seconds = [value for comparison in comparisons for value in (comparison.measured, comparison.predicted)]
+    ends = (min(seconds), max(seconds))
+    axes.plot(ends, ends, color="black", linewidth=0.8, label="prediction = measurement")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured, seconds per sequence")
+    axes.set_ylabel("predicted, seconds per sequence")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
-    off = mean(abs(predicted / measured - 1) for measured, predicted, _ in compared)
-    axes.set_title(f"{title}: off by {off:.0%} in the mean")
-    axes.legend()
+    error = mean(abs(comparison.predicted / comparison.measured - 1) for comparison in comparisons)
+    axes.set_title(f"{title}: mean error {error:.0%}")
+    axes.legend(fontsize="small")
 
 
-def predictions(rows: Rows, fitted: bool = False) -> list[tuple[float, float, str]]:
-    """Measured and predicted seconds a sequence of each timed layout that the planner can read, and what it is.
+def compare_predictions(rows: Sequence[ResultRow], fitted: bool = False) -> list[Comparison]:
+    """Compare measured and predicted times of the timed layouts that the planner can read.
 
-    fitted: by a planner whose constants `calibrate` has fitted to these rows.
+    `fitted`: by a planner whose constants `calibrate` has fitted to these rows.
     """
-    read = [row for row in (read_row(row) for row in rows if row["status"] == "ok") if row.case is not None]
-    if fitted and read:
-        constants, _, _ = calibrate(read)
-        read = [row._replace(case=with_constants(row.case, constants)) for row in read if row.case is not None]
-    found = []
-    for one in score_rows(read):
-        assert one.prediction is not None
-        assert one.row.case is not None
-        cells = one.row.cells
-        kind = f"tp {one.row.case.parallel.tp}, recompute {cells['act_ckpt']}"
-        found.append((_per_sequence(cells), one.prediction.step / float(cells["global_batch_seqs"]), kind))
-    return found
+    readable = []
+    for row in rows:
+        if row["status"] == "ok":
+            measured = read_row(row)
+            if measured.case is not None:
+                readable.append(measured)
+    if fitted and readable:
+        constants, _, _ = calibrate(readable)
+        readable = [row._replace(case=with_constants(row.case, constants)) for row in readable if row.case is not None]
+    comparisons = []
+    for scored in score_rows(readable):
+        assert scored.prediction is not None
+        assert scored.row.case is not None
+        cells = scored.row.cells
+        kind = f"tp {scored.row.case.parallel.tp}, recompute {cells['act_ckpt']}"
+        predicted = scored.prediction.step / float(cells["global_batch_seqs"])
+        comparisons.append(Comparison(seconds_per_sequence(cells), predicted, kind))
+    return comparisons

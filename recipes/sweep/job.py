@@ -1,4 +1,4 @@
-"""One layout of a sweep: whether it can be, its job, and what came out, as a row of measurements."""
+"""Measure one layout of a sweep: check it, run its job, and return the outcome as a row of measurements."""
 
 import contextlib
 import io
@@ -10,7 +10,9 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
@@ -20,157 +22,211 @@ from torchllm.planner.search.auto import cluster_with_gpu, device, planned
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
-Layout = tuple[str, ...]
-"""overrides of the command line"""
+Overrides = tuple[str, ...]
+"""what makes a layout of the sweep's run: overrides of the command line, such as --parallel.tp=2"""
 
-COLUMNS = tuple(
-    word
-    for words in (
-        "dataset stack group model n_params layers hidden heads kv_heads ffn vocab tied_emb seq_len cluster gpu gpus",
-        "dp dp_replicate dp_shard tp pp cp cp_method schedule interleave_v micro_batch grad_accum global_batch_seqs",
-        "zero_stage seq_parallel act_ckpt attn_impl rmsnorm_kernel compile precision status step_time_s",
-        "tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct note source spread_pct layout",
-    )
-    for word in words.split()
+COLUMNS = (
+    *("dataset", "stack", "group", "model", "n_params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"),
+    *("tied_emb", "seq_len", "cluster", "gpu", "gpus", "dp", "dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_method"),
+    *("schedule", "interleave_v", "micro_batch", "grad_accum", "global_batch_seqs", "zero_stage", "seq_parallel"),
+    *("act_ckpt", "attn_impl", "rmsnorm_kernel", "compile", "precision", "status", "step_time_s"),
+    *("tokens_per_s_per_gpu", "peak_memory_gib", "mfu_pct", "hfu_pct", "note", "source"),
+    *("spread_pct", "layout"),
 )
-"""of a measurement (DESIGN, section 6), then two of the sweep's own: the spread of the steps, and the overrides"""
+"""columns of a measurement, as recipes/plan.py reads them; then the spread of the steps and the overrides"""
 
-MEMORY = re.compile(
+MEASURING = (
+    "--metrics.log_interval=1",
+    "--metrics.tensorboard=false",
+    "--metrics.breakdown_interval=0",
+    "--evaluate.interval=0",
+    "--checkpoint.interval=0",
+    "--generate.after_training=false",
+    "--schedule.warmup_steps=0",
+    "--schedule.decay_steps=0",
+)
+"""overrides of every job: it logs each step and does nothing beside training"""
+
+OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory|MemoryError", re.IGNORECASE
 )
 KILLED = re.compile(r"exitcode\s*:\s*-9|Signal 9|SIGKILL")
+ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
+NOTE_LENGTH = 200
 
 
-def resolve_layout(config: str, layout: Layout, processes: int) -> tuple[Config | None, str]:
-    """The resolved config of a layout on so many ranks, or None and why it cannot be."""
-    said = io.StringIO()
-    before = os.environ.get("NPROC")
+class Resolved(NamedTuple):
+    """The config of a layout with all degrees filled in, or why there is none."""
+
+    config: Config | None
+    problem: str
+    """why the layout is invalid; empty if there is a config"""
+
+
+@contextlib.contextmanager
+def processes_on_node(processes: int) -> Iterator[None]:
+    """Set NPROC, from which the config derives its degrees, for the length of a `with` block."""
+    original = os.environ.get("NPROC")
     os.environ["NPROC"] = str(processes)
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            # As a dry run, which speaks of ranks without being one.
-            [resolved, *_] = load_configs([config, *layout, "--run.dry_run=true", "--run.folder=unused"])
-    except SystemExit:
-        return None, "; ".join(said.getvalue().strip().splitlines())
+        yield
     finally:
-        os.environ.pop("NPROC") if before is None else os.environ.update(NPROC=before)
-    swept = {override.partition("=")[0] for override in layout}
-    idle = [f"--{inert.key}: {inert.message}" for inert in idle_keys(resolved) if f"--{inert.key}" in swept]
-    if idle:  # the same layout as without them
-        return None, "; ".join(idle)
+        if original is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = original
+
+
+def resolve_layout(config: str, overrides: Overrides, processes: int) -> Resolved:
+    """Return the config of a layout on this number of ranks, or why it is invalid."""
+    arguments = [config, *overrides, "--run.dry_run=true", "--run.folder=unused"]  # a dry run needs not be a rank
+    errors = io.StringIO()
+    try:
+        with (
+            processes_on_node(processes),
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            resolved = load_configs(arguments)[0]
+    except SystemExit:
+        return Resolved(None, "; ".join(errors.getvalue().strip().splitlines()))
+    without_effect = []
+    for idle in idle_keys(resolved):
+        if any(override.startswith(f"--{idle.key}=") for override in overrides):
+            without_effect.append(f"--{idle.key}: {idle.message}")
+    if without_effect:  # the layout without these overrides is the same
+        return Resolved(None, "; ".join(without_effect))
     ranks = resolved.parallel.ranks
     if ranks != processes:
-        return None, f"needs {ranks} ranks, not {processes}"
-    return resolved, ""
+        return Resolved(None, f"needs {ranks} ranks, not {processes}")
+    return Resolved(resolved, "")
 
 
-def cells_of(resolved: Config, processes: int) -> dict[str, str]:
-    """The columns of a layout on this machine."""
+def layout_cells(config: Config, processes: int) -> dict[str, str]:
+    """Return the cells that describe a layout on this machine."""
     gpu = device()
-    row = measurement_of(resolved, processes) | {"gpu": gpu or "CPU"}
-    with contextlib.suppress(UserError):  # a GPU that no cluster file has
-        row["cluster"] = row["cluster"] or cluster_with_gpu(gpu)
-    return row
+    cells = measurement_of(config, processes)
+    cells["gpu"] = gpu or "CPU"
+    if not cells["cluster"]:
+        with contextlib.suppress(UserError):  # no cluster file has this GPU
+            cells["cluster"] = cluster_with_gpu(gpu)
+    return cells
 
 
 def measure_layout(
-    config: str, layout: Layout, processes: int, steps: int, timeout: float, folder: Path
+    config: str, overrides: Overrides, processes: int, steps: int, timeout: float, folder: Path
 ) -> dict[str, str]:
-    """Run a layout's job in `folder`, which is deleted before and after, and say what came out."""
-    row = dict.fromkeys(COLUMNS, "") | {"layout": " ".join(layout), "source": "recipes/sweep"}
-    resolved, problem = resolve_layout(config, layout, processes)
-    if resolved is None:
-        return row | {"status": "invalid", "note": problem}
-    row |= cells_of(resolved, processes)
+    """Run a layout's job in `folder`, which is deleted before and after. Return its row, whatever the job comes to."""
+    row = dict.fromkeys(COLUMNS, "")
+    row["layout"] = " ".join(overrides)
+    row["source"] = "recipes/sweep"
+    resolved = resolve_layout(config, overrides, processes)
+    if resolved.config is None:
+        return row | {"status": "invalid", "note": resolved.problem}
+    row |= layout_cells(resolved.config, processes)
+
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    fixed = [f"--training.steps={steps}", "--metrics.log_interval=1", "--metrics.tensorboard=false"]
-    fixed += ["--metrics.breakdown_interval=0"]
-    fixed += ["--evaluate.interval=0", "--checkpoint.interval=0", "--generate.after_training=false"]
-    fixed += ["--schedule.warmup_steps=0", "--schedule.decay_steps=0", f"--run.folder={folder / 'run'}"]
-    command = ["bash", str(resource("run_train.sh")), config, *layout, *fixed]
-    environment = {**os.environ, "NPROC": str(processes), "PYTHON": sys.executable}
-    with open(folder / "log", "w") as log:
-        job = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            code = job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if job.poll() is None:  # or interrupted
-                _end(job)
-    outcome = read_outcome(
-        code, (folder / "log").read_text(errors="replace"), folder / "run" / "metrics.jsonl", timeout
-    )
+    run_folder = folder / "run"
+    arguments = [config, *overrides, *MEASURING, f"--training.steps={steps}", f"--run.folder={run_folder}"]
+    exit_status = run_job(arguments, processes, timeout, folder / "log")
+    log = (folder / "log").read_text(errors="replace")
+    row |= read_outcome(exit_status, log, run_folder / "metrics.jsonl", timeout)
     shutil.rmtree(folder, ignore_errors=True)
-    row |= outcome
+
     if row["status"] == "ok":
-        seconds, training = float(row["step_time_s"]), resolved.training
+        seconds = float(row["step_time_s"])
+        training = resolved.config.training
         tokens = training.global_batch_size * training.sequence_length
         row["tokens_per_s_per_gpu"] = f"{tokens / seconds / processes:.6g}"
-        row |= of_a_cpu(resolved, seconds) if row["gpu"] == "CPU" else {}
+        if row["gpu"] == "CPU":
+            row |= cpu_cells(resolved.config, seconds)
     return row
 
 
-def of_a_cpu(resolved: Config, seconds: float) -> dict[str, str]:
-    """The cells that a CPU's job cannot know as a GPU's does.
+def run_job(arguments: list[str], processes: int, timeout: float, log: Path) -> int | None:
+    """Start run_train.sh and wait for it. Return its exit status, or None if it ran longer than `timeout` seconds."""
+    command = ["bash", str(resource("run_train.sh")), *arguments]
+    environment = {**os.environ, "NPROC": str(processes), "PYTHON": sys.executable}
+    with open(log, "w") as output:
+        job = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            return job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if job.poll() is None:  # after the timeout, or when the sweep itself is interrupted
+                end_job(job)
 
-    MFU and HFU: every job measures a peak of its own, which layouts cannot be compared with; here it is that of the
-    planner's cluster file. Empty where that is of another number of ranks. Memory: what a process has resident is
-    Python's and torch's more than its tensors'.
+
+def end_job(job: "subprocess.Popen[bytes]") -> None:
+    """End a job and all that it started, as a user would: run_train.sh takes a second SIGTERM after 5 s for "at once".
+
+    FOOTGUN: torchrun's ranks are in sessions of their own. If torchrun is killed rather than asked, they live on and
+    share the machine with the layouts that are measured next.
     """
-    of = planned(resolved)
-    return {
-        "mfu_pct": f"{100 * of.mfu * of.step / seconds:.2f}" if of else "",
-        "hfu_pct": f"{100 * of.hfu * of.step / seconds:.2f}" if of else "",
-        "peak_memory_gib": "",
-    }
-
-
-def _end(job: "subprocess.Popen[bytes]") -> None:
-    """A job and all that it has started, as a user would: run_train.sh takes a second signal, 5 s later, for "at once".
-
-    FOOTGUN: torchrun's ranks are in sessions of their own; if it is killed rather than asked they live on, and share
-    the machine with the layouts that are measured next.
-    """
-    for ask, patience in ((signal.SIGTERM, 7.0), (signal.SIGTERM, 40.0), (signal.SIGKILL, None)):
+    for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGTERM, 40.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, ask)
+            os.killpg(job.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(patience)
             return
 
 
-def read_outcome(code: int | None, log: str, metrics: Path, timeout: float) -> dict[str, str]:
-    """Status, times and peak of a job that ended with `code` (None: it did not), as cells of its row."""
-    if code is None:
+def cpu_cells(config: Config, seconds: float) -> dict[str, str]:
+    """Return the cells in which a CPU's job differs from a GPU's. `seconds`: measured step time.
+
+    MFU and HFU: every job measures a peak of its own, with which layouts cannot be compared, so the peak is that of the
+    planner's cluster file; empty if that file describes another number of ranks. Memory: empty, because most of a
+    process's resident memory is Python and torch, not tensors.
+    """
+    cells = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
+    prediction = planned(config)
+    if prediction is not None:
+        scale = prediction.step / seconds  # predicted MFU times predicted step time is MFU of a step of one second
+        cells["mfu_pct"] = f"{100 * prediction.mfu * scale:.2f}"
+        cells["hfu_pct"] = f"{100 * prediction.hfu * scale:.2f}"
+    return cells
+
+
+def read_outcome(exit_status: int | None, log: str, metrics: Path, timeout: float) -> dict[str, str]:
+    """Return status, step time and peak of a job as cells of its row. `exit_status`: None if the job was given up."""
+    if exit_status is None:
         return {"status": "timeout", "note": f"not done after {timeout:g} s"}
-    if code != 0:
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
-        last = (errors or lines or ["it said nothing"])[-1][:200]
-        if found := MEMORY.search(log):
-            return {"status": "oom", "note": next(line for line in lines if found[0] in line)[:200]}
-        if KILLED.search(log) or code in (-9, 137):
-            return {"status": "oom", "note": "killed by signal 9: the kernel, for want of memory, unless somebody else"}
-        return {"status": "crash", "note": f"exit {code}: {last}"}
+    if exit_status != 0:
+        return explain_failure(exit_status, log)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    counted = [record for record in records if "step_seconds" in record][1:]
+    steps = [record for record in records if "step_seconds" in record]
+    counted = steps[1:]  # the first one allocates and compiles
     if not counted:
-        return {"status": "crash", "note": "no step but the first"}
+        return {"status": "crash", "note": "the job logged fewer than two steps"}
     seconds = [record["step_seconds"] for record in counted]
-    middle = statistics.mean(seconds)
-    peak = max(record["memory_gib"] for record in counted)
-
-    def mean(key: str) -> str:
-        values = [record[key] for record in counted if record.get(key) is not None]
-        return f"{100 * statistics.mean(values):.2f}" if values else ""
-
+    average = statistics.mean(seconds)
     return {
         "status": "ok",
-        "step_time_s": f"{middle:.6g}",
-        "spread_pct": f"{100 * statistics.pstdev(seconds) / middle:.1f}",
-        "peak_memory_gib": f"{peak:.3f}",
-        "mfu_pct": mean("mfu"),
-        "hfu_pct": mean("hfu"),
+        "step_time_s": f"{average:.6g}",
+        "spread_pct": f"{100 * statistics.pstdev(seconds) / average:.1f}",
+        "peak_memory_gib": f"{max(record['memory_gib'] for record in counted):.3f}",
+        "mfu_pct": average_percent(counted, "mfu"),
+        "hfu_pct": average_percent(counted, "hfu"),
     }
+
+
+def average_percent(records: list[dict[str, float | None]], key: str) -> str:
+    """Return the average of a share in percent; empty if no record has it."""
+    values = [value for record in records if (value := record.get(key)) is not None]
+    return f"{100 * statistics.mean(values):.2f}" if values else ""
+
+
+def explain_failure(exit_status: int, log: str) -> dict[str, str]:
+    """Return status "oom" or "crash" of a job that failed, and the line of its log that says most."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for line in lines:
+        if OUT_OF_MEMORY.search(line):
+            return {"status": "oom", "note": line[:NOTE_LENGTH]}
+    if KILLED.search(log) or exit_status in (-9, 137):
+        note = "killed by signal 9, most likely by the kernel's out-of-memory killer"
+        return {"status": "oom", "note": note}
+    errors = [line for line in lines if ERROR.match(line)]
+    last = (errors or lines or ["no output"])[-1]
+    return {"status": "crash", "note": f"exit status {exit_status}: {last[:NOTE_LENGTH]}"}

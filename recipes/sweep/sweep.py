@@ -1,14 +1,15 @@
-"""Measures layouts, each as a job of its own: the study of Hagemann et al. (arXiv 2311.05610) as one command.
+"""Measure layouts, each as a job of its own: the study of Hagemann et al. 2023 (arXiv 2311.05610) as one command.
 
     python recipes/sweep SWEEP.toml [--output=FOLDER] [--planner-top=K] [--dry-run]
 
-SWEEP.toml names a run and, for some of its keys, the values that are all combined (train_configs/sweeps). Degrees that
-are -1 there, and gradient accumulation, follow. Every layout is started by run_train.sh for `sweep.steps` steps; the
-first is dropped. What cannot be, runs out of memory or time, or crashes is written down as such and stops nothing.
+SWEEP.toml names a run and lists values for some of its keys; all combinations are measured (train_configs/sweeps has an
+example). Degrees of -1 and gradient accumulation follow from the rest. run_train.sh runs every layout for `sweep.steps`
+steps, of which the first is not counted. A layout that is invalid, runs out of memory or time, or crashes gets a row
+with the reason; the sweep goes on.
 
-FOLDER/results.csv has a row a layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md is a
-table, *.png are figures. The same command goes on where it was ended. --planner-top measures only the K layouts that
-the planner expects to be fastest, and a quarter as many spread over the others, to calibrate it with. --dry-run lists
+FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md
+is a table, *.png are figures. The same command continues a sweep that was ended. --planner-top measures the K layouts
+that the planner expects to be fastest, and for calibration a quarter as many spread over the others. --dry-run lists
 the layouts and what the planner expects of each.
 """
 
@@ -30,12 +31,12 @@ from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
 from torchllm.resources import find_config
 
-from .job import COLUMNS, Layout, measure_layout, resolve_layout
+from .job import COLUMNS, Overrides, measure_layout, resolve_layout
 
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """One key of the run's config, and what it is set to."""
+    """One key of the run's config, and the values it is set to."""
 
     key: str = ""
     """dotted, as on the command line: parallel.tp"""
@@ -52,7 +53,7 @@ class Sweep:
     processes: Count = 1
     """ranks of every layout, all on this node"""
     steps: Count = 10
-    """of each layout; the first is not counted"""
+    """steps of each layout; the first is not counted"""
     timeout: Positive = 600.0
     """seconds after which a layout is given up"""
     axes: tuple[SweepAxis, ...] = ()
@@ -67,105 +68,139 @@ class SweepFile:
 
 
 def read_sweep(file: str) -> Sweep:
-    """A sweep's TOML. SystemExit(2) after one line for everything that is wrong."""
-    found: list[str] = []
-    layer = read_files(file, found)
+    """Read a sweep's TOML. SystemExit(2) after one line for everything that is wrong."""
+    errors: list[str] = []
+    layer = read_files(file, errors)
     faults: list[Fault] = []
     sweep: Sweep = read_table(SweepFile, layer.table, faults).sweep
-    found += [f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}" for fault in faults]
-    if not found and not sweep.config:
-        found.append(f"{file}: sweep.config: which run? the path of its TOML, relative to this file")
-    if not found and not (Path(file).parent / sweep.config).is_file():
-        found.append(f"{file}: sweep.config: {sweep.config}: there is no such file beside it")
-    found += [f"{file}: sweep.axes: {axis.key or 'one'} has no values" for axis in sweep.axes if not axis.values]
-    if found:
-        print("\n".join(found), file=sys.stderr)
+    for fault in faults:
+        errors.append(f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+    if not errors and not sweep.config:
+        errors.append(f"{file}: sweep.config: required key is missing: the run's TOML, relative to this file")
+    if not errors and not (Path(file).parent / sweep.config).is_file():
+        errors.append(f"{file}: sweep.config: {sweep.config}: no such file in {Path(file).parent}")
+    for axis in sweep.axes:
+        if not axis.values:
+            errors.append(f"{file}: sweep.axes: {axis.key or 'an axis without a key'} has no values")
+    if errors:
+        print("\n".join(errors), file=sys.stderr)
         raise SystemExit(2)
     return sweep
 
 
-def layouts(sweep: Sweep) -> list[Layout]:
-    """Every combination of the axes' values, as overrides of the command line."""
-    return [
-        tuple(f"--{axis.key}={value}" for axis, value in zip(sweep.axes, values, strict=True))
-        for values in itertools.product(*(axis.values for axis in sweep.axes))
-    ]
+def combinations(sweep: Sweep) -> list[Overrides]:
+    """Return every combination of the axes' values."""
+    options_of_axes = []
+    for axis in sweep.axes:
+        options_of_axes.append([f"--{axis.key}={value}" for value in axis.values])
+    return list(itertools.product(*options_of_axes))
 
 
 def main(arguments: list[str]) -> None:
     """Measure what is not yet in results.csv, then write the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep")
-    parser.add_argument("--output", default="", help="folder of the results; default: runs/sweep-NAME")
-    parser.add_argument("--planner-top", type=int, metavar="K", help="measure the planner's best K, and some others")
-    parser.add_argument("--dry-run", action="store_true", help="list the layouts, and why some cannot be")
-    given = parser.parse_args(arguments)
-    given.sweep = find_config(given.sweep)
-    sweep = read_sweep(given.sweep)
-    config = os.path.normpath(Path(given.sweep).parent / sweep.config)
-    folder = Path(given.output or f"runs/sweep-{Path(given.sweep).stem}")
+    options = parser().parse_args(arguments)
+    sweep_file = find_config(options.sweep)
+    sweep = read_sweep(sweep_file)
+    config = os.path.normpath(Path(sweep_file).parent / sweep.config)
+    folder = Path(options.output or f"runs/sweep-{Path(sweep_file).stem}")
     results = folder / "results.csv"
-    done = {row["layout"] for row in read_results(results)}
-    wanted = layouts(sweep)
-    if given.planner_top is not None:
-        wanted = promising(config, wanted, sweep.processes, given.planner_top)
-    todo = [layout for layout in wanted if " ".join(layout) not in done]
-    if given.dry_run:
-        for layout in todo:
-            print(" ".join(layout), f"({expected(config, layout, sweep.processes)})")
+    measured = {row["layout"] for row in read_results(results)}
+    layouts = combinations(sweep)
+    if options.planner_top is not None:
+        layouts = promising(config, layouts, sweep.processes, options.planner_top)
+    remaining = [overrides for overrides in layouts if " ".join(overrides) not in measured]
+    if options.dry_run:
+        list_layouts(config, remaining, sweep.processes)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{len(todo)} layouts to measure, {len(done)} in {results}", flush=True)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a job must be ended by us, whoever reads the output
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is ended
-    started, jobs = time.monotonic(), 0
-    for number, layout in enumerate(todo):
-        try:
-            row = measure_layout(config, layout, sweep.processes, sweep.steps, sweep.timeout, folder / "job")
-        except KeyboardInterrupt:
-            print(f"ended; the same command goes on with the {len(todo) - number} left", file=sys.stderr)
-            raise SystemExit(130) from None
-        append(results, row)
-        jobs += row["status"] != "invalid"
-        left = (time.monotonic() - started) / max(1, jobs) * (len(todo) - number - 1)
-        seconds = f"{float(row['step_time_s']):.3f} s" if row["step_time_s"] else row["note"]
-        print(
-            f"{number + 1}/{len(todo)}  {row['status']:8s} {' '.join(layout)}  {seconds}  left {left / 60:.0f} min",
-            flush=True,
-        )
+    print(f"{len(remaining)} layouts to measure, {len(measured)} in {results}", flush=True)
+    measure_all(sweep, config, remaining, results)
     from .figures import summarize
 
     for file in summarize(read_results(results), folder):
         print(file)
 
 
-def promising(config: str, layouts: Sequence[Layout], processes: int, count: int) -> list[Layout]:
-    """The `count` layouts that the planner expects to take least time a sequence, and a quarter as many of the others,
-    two at least, evenly spread from fast to slow."""
-    ranked: list[tuple[float, Layout]] = []
-    for layout in layouts:
-        resolved, _ = resolve_layout(config, layout, processes)
-        if resolved is not None and (prediction := planned(resolved)):
-            ranked.append((prediction.step / resolved.training.global_batch_size, layout))
-    order = [layout for _, layout in sorted(ranked)]
-    best, rest = order[:count], order[count:]
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", metavar="SWEEP.toml")
+    parser.add_argument("--output", default="", metavar="FOLDER", help="results (default: runs/sweep-NAME)")
+    parser.add_argument(
+        "--planner-top", type=int, metavar="K", help="measure the planner's best K layouts and some of the others"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the layouts with their predictions, or why they are invalid"
+    )
+    return parser
+
+
+def list_layouts(config: str, layouts: Sequence[Overrides], processes: int) -> None:
+    """Print each layout with its prediction, or why it is invalid."""
+    for overrides in layouts:
+        print(" ".join(overrides), f"({expected(config, overrides, processes)})")
+
+
+def measure_all(sweep: Sweep, config: str, layouts: Sequence[Overrides], results: Path) -> None:
+    """Measure the layouts one by one and append their rows. SystemExit(130) if interrupted, after ending the job."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed output must not end the sweep before its job is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
+    started = time.monotonic()
+    jobs = 0  # an invalid layout takes no time
+    for number, overrides in enumerate(layouts, start=1):
+        try:
+            row = measure_layout(config, overrides, sweep.processes, sweep.steps, sweep.timeout, results.parent / "job")
+        except KeyboardInterrupt:
+            remaining = len(layouts) - number + 1
+            print(f"interrupted; the same command continues with the remaining {remaining}", file=sys.stderr)
+            raise SystemExit(130) from None
+        append(results, row)
+        if row["status"] != "invalid":
+            jobs += 1
+        seconds_per_job = (time.monotonic() - started) / max(1, jobs)
+        minutes_left = seconds_per_job * (len(layouts) - number) / 60
+        outcome = f"{float(row['step_time_s']):.3f} s" if row["step_time_s"] else row["note"]
+        print(
+            f"{number}/{len(layouts)}  {row['status']:8s} {row['layout']}  {outcome}  {minutes_left:.0f} min left",
+            flush=True,
+        )
+
+
+def promising(config: str, layouts: Sequence[Overrides], processes: int, count: int) -> list[Overrides]:
+    """Return the `count` layouts that the planner expects to take least time per sequence, and some of the others.
+
+    The others are a quarter as many, at least two, evenly spread from fast to slow.
+    """
+    predicted: list[tuple[float, Overrides]] = []
+    for overrides in layouts:
+        resolved = resolve_layout(config, overrides, processes).config
+        if resolved is None:
+            continue
+        prediction = planned(resolved)
+        if prediction is not None:
+            predicted.append((prediction.step / resolved.training.global_batch_size, overrides))
+    fastest_first = [overrides for _, overrides in sorted(predicted)]
+    best, rest = fastest_first[:count], fastest_first[count:]
     spread = min(len(rest), max(2, count // 4))
-    return best + [rest[(2 * at + 1) * len(rest) // (2 * spread)] for at in range(spread)]
+    chosen = list(best)
+    for index in range(spread):
+        chosen.append(rest[(2 * index + 1) * len(rest) // (2 * spread)])  # the middle of each of `spread` equal parts
+    return chosen
 
 
-def expected(config: str, layout: Layout, processes: int) -> str:
-    """Why a layout cannot be, or what the planner says of it."""
-    resolved, problem = resolve_layout(config, layout, processes)
-    if resolved is None:
-        return problem
-    prediction = planned(resolved)
+def expected(config: str, overrides: Overrides, processes: int) -> str:
+    """Return what the planner predicts of a layout, or why the layout is invalid."""
+    resolved = resolve_layout(config, overrides, processes)
+    if resolved.config is None:
+        return f"invalid: {resolved.problem}"
+    prediction = planned(resolved.config)
     if prediction is None:
-        return "the planner does not know this machine"
+        return "no prediction: no cluster file describes this machine"
     return f"predicted {prediction.step:.3g} s, {prediction.memory.total / GIB:.3g} GiB"
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
-    """The rows of a sweep; none if there is no file. A last line that was cut off by a kill is left out."""
+    """Return the rows of a sweep; none if there is no file. A last line that a kill cut off is dropped."""
     if not file.is_file():
         return []
     with open(file, newline="") as opened:
@@ -173,11 +208,11 @@ def read_results(file: Path) -> list[dict[str, str]]:
 
 
 def append(file: Path, row: dict[str, str]) -> None:
-    """Add a row, in one write; what a kill left of a row before it is dropped."""
-    before = read_results(file)
+    """Add a row by replacing the whole file, so that no reader sees half a row."""
+    rows = [*read_results(file), row]
     temporary = file.with_suffix(".tmp")
     with open(temporary, "w", newline="") as opened:
         writer = csv.DictWriter(opened, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*before, row])
+        writer.writerows(rows)
     temporary.replace(file)

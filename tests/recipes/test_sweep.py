@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.sweep.figures import FIGURES, best_of_the_rest, draw_figures, predictions, results_table
-from recipes.sweep.job import COLUMNS, cells_of, measure_layout, of_a_cpu, read_outcome, resolve_layout
-from recipes.sweep.sweep import Sweep, SweepAxis, append, expected, layouts, promising, read_results, read_sweep
+from recipes.sweep.figures import FIGURES, best_by_setting, compare_predictions, draw_figures, results_table
+from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
+from recipes.sweep.sweep import Sweep, SweepAxis, append, combinations, expected, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.search.auto import planned
@@ -37,8 +37,8 @@ def test_a_sweep_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[sweep]\n", "sweep.config: which run?"),
-        ('[sweep]\nconfig = "other.toml"\n', "sweep.config: other.toml: there is no such file beside it"),
+        ("[sweep]\n", "sweep.config: required key is missing"),
+        ('[sweep]\nconfig = "other.toml"\n', "sweep.config: other.toml: no such file in "),
         ('[sweep]\nconfig = "run.toml"\nstep = 3\n', "sweep.toml:3: sweep.step: unknown"),
         ('[sweep]\nconfig = "run.toml"\n[[sweep.axes]]\nkey = "parallel.tp"\n', "parallel.tp has no values"),
     ],
@@ -54,7 +54,7 @@ def test_what_is_wrong_with_a_sweep_is_said(
 
 def test_all_values_are_combined() -> None:
     axes = (SweepAxis("parallel.tp", ("1", "2")), SweepAxis("recompute.mode", ("none", "full")))
-    assert layouts(Sweep(axes=axes)) == [
+    assert combinations(Sweep(axes=axes)) == [
         ("--parallel.tp=1", "--recompute.mode=none"),
         ("--parallel.tp=1", "--recompute.mode=full"),
         ("--parallel.tp=2", "--recompute.mode=none"),
@@ -64,7 +64,7 @@ def test_all_values_are_combined() -> None:
 
 def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
     sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
-    can_be = [layout for layout in layouts(sweep) if not resolve_layout(DEBUG, layout, sweep.processes)[1]]
+    can_be = [layout for layout in combinations(sweep) if not resolve_layout(DEBUG, layout, sweep.processes)[1]]
     assert len(can_be) >= 40
 
 
@@ -98,8 +98,8 @@ def test_what_cannot_be_is_not_started(layout: tuple[str, ...], said: str, tmp_p
         (1, "x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\ny", "oom", "torch.OutOfMemoryError: CUDA out of"),
         (1, "  exitcode  : -9 (pid: 7)\nSignal 9 (SIGKILL)", "oom", "killed by signal 9"),
         (-9, "", "oom", "killed by signal 9"),
-        (1, "step 1\nValueError: bad thing\nsome more", "crash", "exit 1: ValueError: bad thing"),
-        (3, "", "crash", "exit 3: it said nothing"),
+        (1, "step 1\nValueError: bad thing\nsome more", "crash", "exit status 1: ValueError: bad thing"),
+        (3, "", "crash", "exit status 3: no output"),
     ],
 )  # fmt: skip
 def test_how_a_job_can_end(code: int | None, log: str, status: str, note: str, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_sweep_that_is_ended_ends_its_job(hanging: Path, tmp_path: Path) -> No
             time.sleep(0.1)
         sweep.send_signal(signal.SIGTERM)
         _, said = sweep.communicate(timeout=60)
-    assert (sweep.returncode, said) == (130, "ended; the same command goes on with the 2 left\n")
+    assert (sweep.returncode, said) == (130, "interrupted; the same command continues with the remaining 2\n")
     assert len(list(hanging.iterdir())) == 2
     assert alive(hanging) == []
 
@@ -176,13 +176,13 @@ def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
     assert fast is not None
     assert recomputing is not None
     assert two is not None
-    half, whole = of_a_cpu(fast, 2.0), of_a_cpu(fast, 1.0)
+    half, whole = cpu_cells(fast, 2.0), cpu_cells(fast, 1.0)
     assert float(half["mfu_pct"]) == pytest.approx(float(whole["mfu_pct"]) / 2, abs=0.01)
-    again = of_a_cpu(recomputing, 1.0)
+    again = cpu_cells(recomputing, 1.0)
     assert again["mfu_pct"] == whole["mfu_pct"]
     assert float(again["hfu_pct"]) > float(whole["hfu_pct"])
     nothing = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
-    assert of_a_cpu(two, 1.0) == nothing  # the cluster file is of eight ranks
+    assert cpu_cells(two, 1.0) == nothing  # the cluster file is of eight ranks
 
 
 def row(layout: str, seconds: str = "", status: str = "ok", **cells: str) -> dict[str, str]:
@@ -201,7 +201,7 @@ def test_a_row_that_a_kill_cut_off_is_measured_again(tmp_path: Path) -> None:
 
 def test_the_planners_best_and_some_others() -> None:
     sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
-    every = layouts(sweep)
+    every = combinations(sweep)
     chosen = promising(DEBUG, every, 8, 8)
     assert len(chosen) == len(set(chosen)) == 10
     times = []
@@ -225,12 +225,12 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert config is not None
     prediction = planned(config)
     assert prediction is not None
-    measured = row("a", "3.2", **cells_of(config, 8))
+    measured = row("a", "3.2", **layout_cells(config, 8))
     unread = row("b", "1.0", global_batch_seqs="2")
-    [(seconds, expected, kind)] = predictions([measured, row("c", status="oom")])
+    [(seconds, expected, kind)] = compare_predictions([measured, row("c", status="oom")])
     assert (seconds, expected) == (0.2, pytest.approx(prediction.step / 16))
     assert kind == "tp 2, recompute none"
-    assert predictions([unread]) == []
+    assert compare_predictions([unread]) == []
     other = {"tp": "4", "step_time_s": "2", "attn_impl": "eager", "act_ckpt": "full", "micro_batch": "1"}
     files = {file.name for file in draw_figures([measured, {**measured, **other}], tmp_path)}
     assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
@@ -250,11 +250,11 @@ def test_every_setting_of_the_paper_can_be_an_axis() -> None:
         "parallel.zero_stage": "1",
         "compile.loss": "true",
     }
-    [layout] = layouts(Sweep(axes=tuple(SweepAxis(key, (value,)) for key, value in every.items())))
+    [layout] = combinations(Sweep(axes=tuple(SweepAxis(key, (value,)) for key, value in every.items())))
     config, problem = resolve_layout(DEBUG, layout, 8)
     assert config is not None, problem
     assert (
-        cells_of(config, 8).items()
+        layout_cells(config, 8).items()
         >= {
             "micro_batch": "2",
             "tp": "2",
@@ -270,14 +270,14 @@ def test_every_setting_of_the_paper_can_be_an_axis() -> None:
     )
 
 
-def test_the_best_of_the_rest() -> None:
+def test_the_best_by_setting() -> None:
     rows = [
         row("a", "4.0", tp="1", pp="1", global_batch_seqs="2"),
         row("b", "3.0", tp="1", pp="2", global_batch_seqs="2"),
         row("c", "8.0", tp="2", pp="1", global_batch_seqs="4"),
         row("d", "", "oom", tp="4", pp="1", note="too large"),
     ]
-    assert {value: of["layout"] for value, of in best_of_the_rest(rows, ["tp"]).items()} == {"tp 1": "b", "tp 2": "c"}
+    assert {value: of["layout"] for value, of in best_by_setting(rows, ["tp"]).items()} == {"tp 1": "b", "tp 2": "c"}
     table = results_table(rows)
     assert table.index("`b`") < table.index("`a`") < table.index("`c`")
     assert "| oom | 1 | `d`: too large |" in table
