@@ -168,8 +168,8 @@ def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison
     figure = Figure(figsize=(10, 5), layout="constrained")
     default_axes, fitted_axes = figure.subplots(1, 2, sharex=True, sharey=True)
     draw_points(default_axes, "before fitting", default)
-    draw_points(fitted_axes, "constants fitted to these measurements", fitted)
-    figure.suptitle("step time of the layouts, predicted and measured")
+    draw_points(fitted_axes, "after fitting", fitted)
+    figure.suptitle("predicted and measured step times, before and after fitting the planner's constants")
     return figure
 
 

@@ -78,7 +78,9 @@ def test_no_layout_that_the_config_accepts_is_left_out() -> None:
     for axes, schedule, stages, size, zero, sp, method in product(
         degrees, SCHEDULES, (1, 2, 3), divisors(6), range(4), (False, True), ("ring", "ulysses")
     ):
-        pp, replicate, shard, cp, _ = axes
+        pp, replicate, shard, cp, tp = axes
+        if sp and tp == 1:  # runs as without
+            continue
         if (pp == 1 and (schedule, stages) != ("1F1B", 1)) or (cp == 1 and method == "ulysses"):
             continue
         if shard * cp == 1 and (zero != 3 if replicate == 1 else True):  # DDP is written with dp_shard
@@ -100,8 +102,8 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
     assert of.refusal(DegreeMesh(1, 1, 3, 4)) == "tp does not divide model.heads = 6"
     assert of.refusal(DegreeMesh(1, 4, 1, 3)) == "tp does not divide model.kv_heads = 2"
     assert of.refusal(DegreeMesh(12, 1, 1, 1)) == "pp exceeds model.layers = 6"
-    assert of.refusal(DegreeMesh(1, 12, 1, 1)) == "data-parallel ranks do not divide the batch of 10 sequences"
-    assert of.refusal(DegreeMesh(1, 1, 12, 1)).startswith("cp does not cut the sequence of 512 tokens")
+    assert of.refusal(DegreeMesh(1, 12, 1, 1)) == "the data-parallel ranks do not divide the batch of 10 sequences"
+    assert of.refusal(DegreeMesh(1, 1, 12, 1)).startswith("cp divides neither the sequence of 512 tokens")
     assert not of.refusal(DegreeMesh(3, 2, 1, 2))
 
 
