@@ -24,16 +24,17 @@ ResultRow = dict[str, str]
 class ComparedSetting(NamedTuple):
     """One figure: which columns' values it compares, and its title."""
 
-    columns: tuple[str, ...]
+    columns: str
+    """names of columns, separated by spaces"""
     title: str
 
 
 FIGURES = {
-    "kernel": ComparedSetting(("attn_impl", "rmsnorm_kernel", "compile"), "attention and norm kernels, compilation"),
-    "recompute": ComparedSetting(("act_ckpt",), "recomputation"),
-    "micro_batch": ComparedSetting(("micro_batch",), "micro batch size"),
-    "tensor_pipeline": ComparedSetting(("tp", "pp"), "tensor and pipeline parallelism"),
-    "sequence_parallel": ComparedSetting(("tp", "seq_parallel"), "sequence parallelism"),
+    "kernel": ComparedSetting("attn_impl rmsnorm_kernel compile", "attention and norm kernels, compilation"),
+    "recompute": ComparedSetting("act_ckpt", "recomputation"),
+    "micro_batch": ComparedSetting("micro_batch", "micro batch size"),
+    "tensor_pipeline": ComparedSetting("tp pp", "tensor and pipeline parallelism"),
+    "sequence_parallel": ComparedSetting("tp seq_parallel", "sequence parallelism"),
 }
 """file name -> what the figure compares"""
 COLUMN_WORDS = {
@@ -118,7 +119,7 @@ def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
         return []
     files = []
     for name, (columns, title) in FIGURES.items():
-        best = best_by_setting(rows, columns)
+        best = best_by_setting(rows, columns.split())
         if len(best) > 1:
             files.append(folder / f"{name}.png")
             setting_figure(best, title).savefig(files[-1])
