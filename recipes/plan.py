@@ -347,7 +347,7 @@ def read_model(name: str) -> PlannedModel:
     layer = read_files(file, problems)
     config = read_table(Config, layer.table, faults)
     for fault in faults:
-        problems.append(f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+        problems.append(f"{layer.origins.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
     if problems:
         raise UserError("\n".join(problems))
     return PlannedModel(Path(file).stem, file, layer.table, config)

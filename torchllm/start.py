@@ -32,9 +32,9 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """
     draft: Draft[Any] = read_draft(arguments, schema)
     check_cluster(draft)
-    others = plan_layout(draft)
+    alternatives = plan_layout(draft)
     config = finish(draft)
-    return [config, *(replace(other, run=config.run) for other in others)]
+    return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
 
 def check_cluster(draft: Draft[Any]) -> None:
@@ -73,5 +73,5 @@ def plan_layout(draft: Draft[C]) -> list[C]:
         draft.report(path, str(error))
         return []
     draft.notes.append(f"layout: {line}")
-    draft.config, *others = configs
-    return others
+    draft.config, *alternatives = configs
+    return alternatives

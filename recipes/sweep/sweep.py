@@ -74,7 +74,7 @@ def read_sweep(file: str) -> Sweep:
     faults: list[Fault] = []
     sweep: Sweep = read_table(SweepFile, layer.table, faults).sweep
     for fault in faults:
-        errors.append(f"{layer.places.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+        errors.append(f"{layer.origins.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
     if not errors and not sweep.config:
         errors.append(f"{file}: sweep.config: required key is missing: the run's TOML, relative to this file")
     if not errors and not (Path(file).parent / sweep.config).is_file():

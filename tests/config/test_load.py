@@ -917,8 +917,8 @@ def _values(annotated: Any) -> st.SearchStrategy[Any]:
     if kind is int:
         return st.integers(int(max(bound.at_least, -(2**63))), int(min(bound.at_most, 2**63 - 1)))
     if kind is float:
-        low = max(bound.at_least, bound.above, -1e308)
-        return st.floats(low, min(bound.at_most, 1e308), exclude_min=bound.above == low)
+        low = max(bound.at_least, bound.over, -1e308)
+        return st.floats(low, min(bound.at_most, 1e308), exclude_min=bound.over == low)
     if kind is str:
         return st.text(st.characters(codec="utf-8"))
     return st.builds(kind, **{name: _values(item) for name, item in field_types(kind).items()})

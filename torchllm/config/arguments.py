@@ -82,11 +82,11 @@ def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[
     An index of an array is that of an existing element, or the array's length for a new one. Elements that only the
     defaults have are copied into the table first.
     """
-    place = f"--{'.'.join(path)}"
+    origin = f"--{'.'.join(path)}"
     kind, _ = plain_type(type_at(schema, path))
     if isinstance(kind, type) and is_dataclass(kind):
         first = next(iter(field_types(kind)))
-        errors.append(f"{place}: is a table: give its keys one by one, such as {place}.{first}=")
+        errors.append(f"{origin}: is a table: give its keys one by one, such as {origin}.{first}=")
         return
     container: Any = layer.table
     for depth, part in enumerate(path, start=1):
@@ -96,21 +96,21 @@ def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[
         if isinstance(container, list):
             if not re.fullmatch("[0-9]{1,9}", part) or int(part) > len(container):
                 size = len(container)
-                errors.append(f"{place}: {dotted(path[: depth - 1])} has {size} elements: the index is 0 to {size}")
+                errors.append(f"{origin}: {dotted(path[: depth - 1])} has {size} elements: the index is 0 to {size}")
                 return
             key = int(part)
             if key == len(container):
                 container.append({})
-                layer.places[inside] = place
+                layer.origins[inside] = origin
         elif not isinstance(container, dict):
             return  # the file has a value where a table belongs: reported when it is read
         elif not is_last and part not in container:
             container[part] = _default(schema, inside)
-            layer.places[inside] = place
+            layer.origins[inside] = origin
         if is_last:
             layer.forget(path)
             container[key] = _parse(text, kind)
-            layer.places[path] = place
+            layer.origins[path] = origin
         else:
             container = container[key]
 

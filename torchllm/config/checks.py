@@ -45,14 +45,14 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     `world_size` None: the number of ranks is unknown, and the product of the degrees is taken for it.
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
-    found = wrong_degrees + list(_tensor_problems(config))
+    result = [*wrong_degrees, *_tensor_problems(config)]
     if parallel.pp > 1:
-        found += _stage_problems(config)
+        result += _stage_problems(config)
     if parallel.cp > 1:
-        found += _context_problems(config)
+        result += _context_problems(config)
     if not wrong_degrees:  # else the number of data ranks is unknown
-        found += _data_rank_problems(config, parallel)
-    return found
+        result += _data_rank_problems(config, parallel)
+    return result
 
 
 def resolve_degrees(parallel: Parallel, world_size: int | None) -> tuple[Parallel, list[Problem]]:
@@ -70,9 +70,9 @@ def resolve_degrees(parallel: Parallel, world_size: int | None) -> tuple[Paralle
     if len(open_axes) == 2:
         return parallel, [Problem("parallel.dp_replicate", "only one of dp_replicate and dp_shard may be -1")]
 
-    given = {axis: degree for axis, degree in degrees.items() if degree > 0}
-    ranks = math.prod(given.values())
-    product = " x ".join(f"{axis} {degree}" for axis, degree in given.items()) + f" = {ranks}"
+    fixed = {axis: degree for axis, degree in degrees.items() if degree > 0}
+    ranks = math.prod(fixed.values())
+    product = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items()) + f" = {ranks}"
     if open_axes:
         (axis,) = open_axes
         key = f"parallel.{axis}"
@@ -201,8 +201,8 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]
 
 def _has_stages_it_allows(parallel: Parallel) -> bool:
     """Whether the pipeline schedule allows the number of stages per rank."""
-    most = SCHEDULES[parallel.schedule].most_stages
-    return most == math.inf or parallel.stages_per_rank == most
+    limit = SCHEDULES[parallel.schedule].most_stages
+    return limit == math.inf or parallel.stages_per_rank == limit
 
 
 def _stage_problems(config: Config) -> Iterator[Problem]:

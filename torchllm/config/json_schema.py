@@ -72,8 +72,8 @@ def _limits(bound: Bound) -> JsonSchema:
         limits["minimum"] = bound.at_least
     if bound.at_most < math.inf:
         limits["maximum"] = bound.at_most
-    if bound.above > -math.inf:
-        limits["exclusiveMinimum"] = bound.above
+    if bound.over > -math.inf:
+        limits["exclusiveMinimum"] = bound.over
     return limits
 
 

@@ -64,25 +64,26 @@ class Draft(Generic[C]):
         """Whether this process is a rank of the run, or the only one."""
         return self.one_device or (self.ranks is not None and self.ranks.are_started)
 
-    def place(self, path: KeyPath) -> str:
+    def origin(self, path: KeyPath) -> str:
         """Return where a key was written ("x.toml:3", "--training.steps"), or its table; else the file, which omits it.
 
-        A section is too far from a key to be its place, but one table of an array is not.
+        A section does not stand for a key in it, but one table of an array does.
         """
         for length in range(len(path), 0, -1):
-            if path[:length] in self.layer.places and (length == len(path) or length > 1):
-                return self.layer.places[path[:length]]
+            origin = self.layer.origins.get(path[:length])
+            if origin and (length == len(path) or length > 1):
+                return origin
         return self.file
 
     def is_overridden(self, path: KeyPath) -> bool:
         """Whether a key's value is from the command line."""
-        return self.place(path) == f"--{dotted(path)}"
+        return self.origin(path) == f"--{dotted(path)}"
 
     def located(self, path: KeyPath, message: str) -> str:
         """Return a line that says where a key was written, which one it is, and the message."""
         if self.is_overridden(path):
             return f"--{dotted(path)}: {message}"
-        return f"{self.place(path)}: {dotted(path)}: {message}"
+        return f"{self.origin(path)}: {dotted(path)}: {message}"
 
     def report(self, path: KeyPath, message: str) -> None:
         """Add an error."""
@@ -216,11 +217,11 @@ def _cut_schedule(draft: Draft[C]) -> None:
         )
         schedule = replace(schedule, warmup_steps=steps)
     decay_path = ("schedule", "decay_steps")
-    left = steps - schedule.warmup_steps
-    if schedule.name == "wsd" and schedule.decay_steps > left >= 0 and not draft.is_overridden(decay_path):
-        message = f"{schedule.decay_steps} is cut to {left}, the steps that the warmup leaves"
+    remaining = steps - schedule.warmup_steps
+    if schedule.name == "wsd" and schedule.decay_steps > remaining >= 0 and not draft.is_overridden(decay_path):
+        message = f"{schedule.decay_steps} is cut to {remaining}, the steps that the warmup leaves"
         draft.notes.append(draft.located(decay_path, message))
-        schedule = replace(schedule, decay_steps=left)
+        schedule = replace(schedule, decay_steps=remaining)
     draft.config = replace(draft.config, schedule=schedule)
 
 
@@ -231,10 +232,10 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
     """
     if not draft.layer.is_complete:
         return
-    found = value_problems(draft.config)
+    problems = value_problems(draft.config)
     if draft.ranks is not None:
-        found += layout_problems(draft.config, world)
-    for problem in found:
+        problems += layout_problems(draft.config, world)
+    for problem in problems:
         if problem.key not in draft.wrong:
             draft.report(tuple(problem.key.split(".")), problem.message)
 

@@ -76,7 +76,7 @@ def _wrong_scalar(annotated: Any, value: Any) -> str:
     else:
         right = type(value) is kind
     if right and kind in (int, float):
-        right = bound.at_least <= value <= bound.at_most and value > bound.above
+        right = bound.at_least <= value <= bound.at_most and value > bound.over
     return "" if right else f"must be {describe(annotated)}, not {shown(value)}"
 
 
@@ -115,8 +115,8 @@ def describe(annotated: Any) -> str:
         raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/config/read.py")
     if bound.at_most < math.inf:
         return f"{words[kind]} from {bound.at_least} to {bound.at_most}"
-    if bound.above > -math.inf:
-        return f"{words[kind]} over {bound.above:g}"
+    if bound.over > -math.inf:
+        return f"{words[kind]} over {bound.over:g}"
     return words[kind] + (f" of at least {bound.at_least:g}" if bound.at_least > -math.inf else "")
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a run, one dataclass a TOML section; the string under a field is what `--help` prints.
+"""Every setting of a run, one dataclass per TOML section; the string under a field is what `--help` prints.
 
 No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
 files and overrides into these classes; `checks.py` checks what needs more than one key.
@@ -20,13 +20,14 @@ class Bound(NamedTuple):
 
     at_least: float = -math.inf
     at_most: float = math.inf
-    above: float = -math.inf
+    over: float = -math.inf
+    """the number must be greater than this"""
 
 
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
 Degree = Annotated[int, Bound(at_least=1)]
-Positive = Annotated[float, Bound(above=0.0)]
+Positive = Annotated[float, Bound(over=0.0)]
 NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
 
@@ -44,23 +45,23 @@ class Run:
     deterministic: bool = False
     """use only deterministic kernels (slower on a GPU; a CPU run is bitwise repeatable without it)"""
     lower_ranks: bool = False
-    """let run_train.sh start fewer processes, and say so, when the batch does not divide by all of them"""
+    """let run_train.sh start fewer processes, and say so, when the batch cannot be shared by all of them"""
     timeout: Positive = 600.0
-    """seconds a rank may wait for others before the job is ended, with a message that names who held it up"""
+    """seconds that a rank may wait for other ranks before the job is aborted, with a message that names the cause"""
     collect_garbage_interval: Natural = 100
     """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
     dry_run: bool = False
-    """do not train: print what every kind of rank would hold and send, whatever their number, and end"""
+    """do not train: print what each kind of rank would hold and send, on any number of ranks"""
     json: bool = False
-    """with dry_run: print it as JSON, sizes in bytes; --json is short for --run.json=true"""
+    """with dry_run: print JSON, with sizes in bytes; --json is short for --run.json=true"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines, for the dry run and the planner; a run on them needs no description."""
+    """The machines, for the dry run and the planner; training needs no description of them."""
 
     name: str = ""
-    """a file of train_configs/clusters (dgx_h100); empty: not known"""
+    """a file of train_configs/clusters, such as dgx_h100, or the path of a TOML file; empty: unknown"""
 
 
 class Features(NamedTuple):
@@ -117,15 +118,16 @@ class Model:
     rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
     """Llama 3.1 scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
     rope_low_frequency_factor: Positive = 1.0
-    """Llama 3.1 scaling: wavelengths over rope_original_length / this are scaled in full"""
+    """Llama 3.1 scaling: wavelengths over rope_original_length / this are scaled by the whole factor"""
     rope_high_frequency_factor: Positive = 4.0
-    """Llama 3.1 scaling: wavelengths under rope_original_length / this are kept"""
+    """Llama 3.1 scaling: wavelengths under rope_original_length / this are not scaled"""
     rope_original_length: Count = 8192
-    """Llama 3.1 scaling: sequence length before it was extended, in tokens"""
+    """Llama 3.1 scaling: sequence length before the extension, in tokens"""
     norm_epsilon: Positive = 1e-5
-    """added to the variance in the norms"""
+    """added to the variance in the normalization layers"""
     initial_std: Positive = 0.02
-    """standard deviation of the initial matrices, cut at 3 of it; what adds to the residual stream: / sqrt(2 L)"""
+    """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
+    whose output is added to the residual stream"""
     attention: Literal["eager", "sdpa", "flash", "flex"] = "sdpa"
     """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
 
@@ -150,9 +152,9 @@ class Source:
     """One source of text; several make a mixture."""
 
     kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "tokens", "synthetic"] = "stdlib"
-    """stdlib: the running Python's own source; tokens: shards from recipes/prepare.py; synthetic: random tokens"""
+    """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; synthetic: random tokens"""
     path: str = ""
-    """file, glob, hub id or folder of token shards, as kind asks"""
+    """file, glob, hub id or folder of token shards, depending on kind"""
     text_key: str = "text"
     """key or column that holds the text (jsonl, parquet, hub)"""
     split: str = "train"
@@ -166,23 +168,23 @@ class Data:
     """What is read, how it is tokenized, packed and ordered."""
 
     sources: tuple[Source, ...] = (Source(),)
-    """one [[data.sources]] table a source"""
+    """one [[data.sources]] table per source"""
     tokenizer: str = "bytes"
     """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
     pattern: Literal["llama3", "cl100k"] = "llama3"
-    """how a tiktoken rank file splits text before merging, and its special tokens"""
+    """how a tiktoken rank file splits text before merging, and which special tokens it has"""
     document_mask: bool = False
-    """attend within a document only, and count positions from its start"""
+    """attend only within a document, and count positions from its start"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
-    """share of the documents held out for evaluation, never trained on"""
+    """share of the documents that are held out for evaluation and never trained on"""
     on_bad_record: Literal["error", "skip"] = "error"
-    """a record that cannot be read: stop and name it, or count and skip it"""
+    """what to do with an unreadable record: error: stop and name it; skip: count and skip it"""
     workers: Natural = 1
-    """processes a rank that prefetch batches; 0: in the training process"""
+    """processes per rank that prefetch batches; 0: the training process reads them"""
     cache: str = ""
-    """folder for tokenized raw sources; empty: torchllm under the user's cache folder"""
+    """folder for tokenized raw sources; empty: torchllm in the user's cache folder"""
     max_raw_mib: Positive = 256.0
-    """raw sources over this many MiB are refused: tokenize them once with recipes/prepare.py"""
+    """raw sources larger than this many MiB are refused: tokenize them once with recipes/prepare.py"""
 
 
 @dataclass(frozen=True)
@@ -194,39 +196,39 @@ class Training:
     micro_batch_size: Count = 1
     """sequences in one forward pass of one data-parallel rank"""
     global_batch_size: Count = 8
-    """sequences in one step over all ranks; gradient accumulation follows from it"""
+    """sequences in one step over all ranks; gradient accumulation follows from it and micro_batch_size"""
     sequence_length: Count = 2048
     """tokens in a sequence (S)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """type of the computation; weights and reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
     max_grad_norm: NonNegative = 1.0
-    """gradients are scaled down to this global norm; 0: never"""
+    """gradients with a larger global norm are scaled down to this one; 0: never"""
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """a step with a loss or gradient that is not finite is never applied: go on, or stop at the next logged step"""
+    """a step whose loss or gradient is not finite is never applied; skip: go on; stop: end at the next logged step"""
     max_consecutive_nonfinite: Count = 10
-    """with on_nonfinite = skip: give up after this many such steps in a row"""
+    """with on_nonfinite = skip: stop after this many such steps in a row"""
     loss_chunk: Natural = 0
-    """tokens whose logits exist at a time; 0: all of a micro batch at once"""
+    """tokens whose logits are in memory at a time; 0: all of a micro batch"""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer; norms, biases and embeddings of positions are not decayed."""
+    """The optimizer. Norms, biases and position embeddings have no weight decay."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """which optimizer"""
+    """name of the optimizer"""
     learning_rate: Positive = 3e-4
     """peak learning rate"""
     beta1: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.9
-    """adamw: decay of the mean of the gradients"""
+    """adamw: decay rate of the mean of the gradients"""
     beta2: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
-    """adamw: decay of the mean of their squares"""
+    """adamw: decay rate of the mean of the squared gradients"""
     epsilon: Positive = 1e-8
-    """adamw: added to the root of the second moment"""
+    """adamw: added to the square root of the second moment"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.0
     """sgd: momentum"""
     weight_decay: NonNegative = 0.1
-    """decay of the matrices"""
+    """weight decay of the matrices"""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class Schedule:
     """The learning rate over the steps."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape after the warmup; wsd: constant, then linear decay in the last decay_steps"""
+    """shape after the warmup; wsd (warmup, stable, decay): constant, then linear in the last decay_steps"""
     warmup_steps: Natural = 0
     """steps over which the rate rises from 0 to its peak"""
     decay_steps: Natural = 0
@@ -255,13 +257,14 @@ PipelineSchedule = Literal[
 
 
 class ScheduleKind(NamedTuple):
-    """What a pipeline schedule asks of a layout."""
+    """What a pipeline schedule needs of a layout."""
 
     default_stages: int
-    """stages a rank holds"""
+    """stages per rank, unless parallel.virtual_stages is set"""
     most_stages: float
+    """the most stages per rank; where it is finite, the only number"""
     splits_backward: bool
-    """gradients of inputs and of weights are computed apart"""
+    """gradients of inputs and of weights are computed separately"""
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -280,39 +283,39 @@ class Parallel:
     """Degrees of parallelism; their product is the number of ranks."""
 
     layout: Literal["manual", "auto", "tune"] = "manual"
-    """auto: what [parallel], recompute.mode and micro_batch_size leave out, the planner chooses for this machine; tune:
-    its best few are measured when the run starts, and the fastest is taken"""
+    """auto: the planner sets every key of [parallel], recompute.mode and micro_batch_size that you did not; tune: the
+    run measures the planner's best few layouts when it starts, and takes the fastest"""
     pp: Degree = 1
-    """ranks that each hold a part of the blocks (pipeline parallelism)"""
+    """ranks among which the blocks are divided (pipeline parallelism)"""
     dp_replicate: Annotated[int, Bound(at_least=-1)] = 1
-    """groups that each hold all weights (HSDP: nodes); -1: what the other degrees leave"""
+    """copies of the weights (HSDP: one per node); -1: what the other degrees leave"""
     dp_shard: Annotated[int, Bound(at_least=-1)] = -1
-    """ranks that share one copy of the weights (FSDP); -1: what the other degrees leave"""
+    """ranks that share a copy of the weights (FSDP); -1: what the other degrees leave"""
     cp: Degree = 1
     """ranks that share a sequence (context parallelism)"""
     tp: Degree = 1
     """ranks that share each matrix (tensor parallelism)"""
     sequence_parallel: bool = False
-    """with tp: split the sequence between the matrices too (norms, residuals)"""
+    """with tp: also split the sequence between the matrices (norms and residuals)"""
     zero_stage: Annotated[int, Bound(at_least=0, at_most=3)] = 3
-    """3: weights gathered per use; 2: gathered once a step, gradients reduced per micro batch; 1: and gradients once
-    a step; 0: weights whole on every rank (DDP)"""
+    """3: weights are gathered for each use; 2: weights are gathered once per step, gradients reduced after each micro
+    batch; 1: both once per step; 0: all weights on every rank (DDP)"""
     keep_last_block: bool = True
-    """zero_stage 3: do not free the last block's weights between its forward and its backward"""
+    """zero_stage 3: keep the last block's weights between its forward and its backward"""
     prefetch: Natural = 1
-    """blocks whose weights are gathered ahead of the one that computes"""
+    """blocks whose weights are gathered ahead of the block that computes"""
     schedule: PipelineSchedule = "1F1B"
-    """order of the pipeline's forwards and backwards; the last three split the backward to fill the bubble"""
+    """with pp: order of forwards and backwards; the last three split the backward to fill the bubble"""
     virtual_stages: Natural = 0
-    """pipeline stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others"""
+    """with pp: stages per rank; 0: 1 for GPipe and 1F1B, 2 for the others"""
     split: tuple[Count, ...] = ()
-    """blocks of each pipeline stage, first to last; empty: balanced by cost, embedding and head counted in"""
+    """with pp: blocks of each stage, first to last; empty: balanced by cost, including embedding and head"""
     rebalance: bool = False
-    """with pp: time the stages in the first steps; where one is 5 % over the mean, split anew at the next checkpoint"""
+    """with pp: time the stages in the first steps; if one is 5 % over the mean, split again at the next checkpoint"""
     scatter_gather: bool = True
     """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank some whole heads"""
+    """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank whole heads"""
 
     @property
     def ranks(self) -> int:
@@ -326,8 +329,8 @@ class Parallel:
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages of a rank, resolved."""
-        kind = SCHEDULES.get(self.schedule)  # the planner knows some that torch has not
+        """Pipeline stages per rank, resolved."""
+        kind = SCHEDULES.get(self.schedule)  # the planner knows schedules that torch does not have
         return 1 if self.pp == 1 else self.virtual_stages or (kind.default_stages if kind else 1)
 
     @property
@@ -341,51 +344,51 @@ class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
     mode: Literal["none", "full", "segment", "every_k", "ffn", "selective"] = "none"
-    """full: every block; segment: runs of k blocks, only their input kept; every_k: every k-th block; ffn: the
-    feed-forward layers; selective: all but matrix products and attention"""
+    """full: every block; segment: segments of k blocks, of which only the input is kept; every_k: one block in k; ffn:
+    the feed-forward layers; selective: all but matrix products and attention"""
     k: Natural = 0
-    """blocks in a segment, or every how many; 0: round(sqrt(L)) for segment, 2 for every_k"""
+    """segment: blocks per segment, 0: round(sqrt(L)); every_k: recompute one block in k, 0: 2"""
 
 
 @dataclass(frozen=True)
 class Compile:
-    """What torch.compile fuses; each needs a C++ compiler on a CPU."""
+    """What torch.compile fuses; on a CPU it needs a C++ compiler."""
 
     norm: bool = False
     """the norms, each one kernel"""
     block: bool = False
-    """each block (one compilation for all, for they are equal)"""
+    """each block (compiled once, for all blocks are equal)"""
     loss: bool = False
     """the cross entropy"""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the run is saved and what it starts from."""
+    """When the run is saved and from what it starts."""
 
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
     resume: str = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
     keep: Natural = 3
-    """checkpoints kept, newest first, of those that verify; 0: all"""
+    """newest verified checkpoints that are kept; 0: all"""
     asynchronous: bool = False
-    """write in the background while training goes on; keeps a copy of this rank's state in host memory"""
+    """write in the background while training goes on; needs host memory for a copy of the rank's state"""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is written down."""
+    """What is measured and logged."""
 
     log_interval: Count = 10
-    """steps between logged steps; only these wait for the device"""
+    """steps between logged steps; only a logged step waits for the device"""
     tensorboard: bool = True
     """write TensorBoard files beside metrics.jsonl"""
     breakdown_interval: Natural = 10
-    """steps between those that are profiled to say where the time goes and which rank is slow; more where that would
-    cost over 1 % of the run; 0: none"""
+    """steps between profiled steps, which say where the time goes and which rank is slow; less often if that would cost
+    more than 1 % of the run; 0: none"""
     profile_steps: str = ""
-    """steps of which a trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
+    """steps whose trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
 
 
 @dataclass(frozen=True)
@@ -393,9 +396,9 @@ class Evaluate:
     """Loss on the held-out documents."""
 
     interval: Natural = 0
-    """steps between evaluations, the last step included; 0: never"""
+    """steps between evaluations; the last step is evaluated too; 0: never"""
     sequences: Count = 64
-    """held-out sequences an evaluation reads, over all ranks"""
+    """held-out sequences per evaluation, over all ranks"""
 
 
 @dataclass(frozen=True)
@@ -409,14 +412,14 @@ class Generate:
     tokens: Count = 200
     """tokens to write"""
     temperature: NonNegative = 0.8
-    """0: always the likeliest token"""
+    """sampling temperature; 0: always the likeliest token"""
     top_k: Natural = 50
-    """choose among this many likeliest tokens; 0: among all"""
+    """sample from this many likeliest tokens; 0: from all"""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """Every section of a run's TOML file."""
 
     run: Run = field(default_factory=Run)
     cluster: Cluster = field(default_factory=Cluster)

@@ -29,39 +29,39 @@ class Layer(NamedTuple):
     """A table and where its keys and array elements were written."""
 
     table: dict[str, Any]
-    places: dict[KeyPath, str]
+    origins: dict[KeyPath, str]
     """"file.toml:12" or "--training.steps" """
     is_complete: bool = True
     """False: a file could not be read, and its keys are missing"""
 
     def forget(self, path: KeyPath) -> None:
-        """Drop the places of a key, and of all inside it, that is about to be replaced."""
-        for place in list(self.places):
-            if place[: len(path)] == path:
-                del self.places[place]
+        """Drop the origins of a key, and of all inside it, that is about to be replaced."""
+        for key in list(self.origins):
+            if key[: len(path)] == path:
+                del self.origins[key]
 
 
 def read_files(file: str, errors: list[str]) -> Layer:
     """Return a file merged over its chain of bases. Appends a line to `errors` for each file that cannot be read."""
     layers: list[Layer] = []
     file = find_config(file)
-    seen: dict[str, str] = {}  # real path -> as it is named in messages
+    names: dict[str, str] = {}  # real path -> as it is named in messages
     named_at = ""  # where the file is named as a base: a prefix for messages
     while True:
         real = os.path.realpath(file)
-        if real in seen:
-            names = list(seen.values())
-            cycle = [*names[list(seen).index(real) :], seen[real]]
+        if real in names:
+            start = list(names).index(real)
+            cycle = [*list(names.values())[start:], names[real]]
             errors.append(f"{named_at}base: a cycle: {' -> '.join(cycle)}")
             layers.append(_unread())
             break
-        seen[real] = file
+        names[real] = file
         layer = _read_file(file, named_at, errors)
         layers.append(layer)
         if "base" not in layer.table:
             break
         base = layer.table.pop("base")
-        named_at = f"{layer.places[('base',)]}: "
+        named_at = f"{layer.origins[('base',)]}: "
         if not isinstance(base, str) or not base:
             errors.append(f"{named_at}base: must name a file, not {shown(base)}")
             layers.append(_unread())
@@ -75,9 +75,9 @@ def read_files(file: str, errors: list[str]) -> Layer:
 
 def _merge(base: Layer, child: Layer) -> Layer:
     """Return `base` with the keys of `child` over it."""
-    merged = Layer(base.table, base.places, base.is_complete and child.is_complete)
+    merged = Layer(base.table, base.origins, base.is_complete and child.is_complete)
     _put_over(merged, merged.table, child.table, ())
-    merged.places.update(child.places)
+    merged.origins.update(child.origins)
     return merged
 
 
@@ -117,20 +117,20 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        errors.append(f"{file}:{_line_of(data[: error.start])}: is not UTF-8")
+        errors.append(f"{file}:{_line_after(data[: error.start])}: is not UTF-8")
         return _unread()
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the decoder lets through
         errors.append(f"{file}:{_parser_message(str(error), text)}")
         return _unread()
-    places = {key: f"{file}:{line}" for key, line in key_lines(text).items()}
-    return Layer(table, places)
+    origins = {key: f"{file}:{line}" for key, line in key_lines(text).items()}
+    return Layer(table, origins)
 
 
-def _line_of(before: bytes) -> int:
-    """Return the number of the line that follows so much of a file."""
-    return before.count(b"\n") + 1
+def _line_after(beginning: bytes) -> int:
+    """Return the number of the line that follows the beginning of a file."""
+    return beginning.count(b"\n") + 1
 
 
 def _parser_message(error: str, text: str) -> str:

@@ -20,7 +20,7 @@ from torchllm.spec.software import Constants
 
 FOLDER = resource("train_configs/clusters")
 
-Given = Annotated[float, Bound(above=0.0)]
+Given = Annotated[float, Bound(over=0.0)]
 GivenCount = Annotated[int, Bound(at_least=1)]
 
 
@@ -173,7 +173,7 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
     if not wrong:
         wrong = list(_problems(hardware, layer.table))
     for path, message in wrong:
-        errors.append(f"{layer.places.get(path, file)}: {dotted(path)}: {message}")
+        errors.append(f"{layer.origins.get(path, file)}: {dotted(path)}: {message}")
     return None if wrong else hardware
 
 
