@@ -1,4 +1,4 @@
-"""Plain tables into frozen dataclasses, strictly: nothing is coerced, nothing dropped, and every problem is reported.
+"""Turn plain tables into frozen dataclasses, strictly: nothing is coerced, nothing dropped, every problem reported.
 
 A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, or `tuple[one of these, ...]`; numbers may
 be `Annotated` with a `Bound`. Every field has a default. TypeError, for the programmer, on anything else.
@@ -16,73 +16,110 @@ from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 _WRONG = object()
 _UNBOUND = Bound()
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 class Fault(NamedTuple):
-    """A wrong or unknown key: what is wrong with it, and the key that was probably meant."""
+    """A wrong or unknown key."""
 
     path: KeyPath
     message: str
-    meant: KeyPath
+    """what is wrong with it"""
 
 
 def read_table(schema: type, table: dict[str, Any], faults: list[Fault]) -> Any:
-    """A `schema` from a plain table. Keys with faults (appended to `faults`) keep their defaults."""
+    """Return a `schema` with the values of a plain table.
 
-    def read_section(kind: type, table: dict[str, Any], path: KeyPath) -> Any:
+    Wrong and unknown keys are appended to `faults`, and keep their defaults.
+    """
+    return _TableReader(schema, faults).read_section(schema, table, ())
+
+
+class _TableReader:
+    """Reads one table and collects its faults."""
+
+    def __init__(self, schema: type, faults: list[Fault]) -> None:
+        self.schema = schema
+        self.faults = faults
+
+    def read_section(self, kind: type, table: dict[str, Any], path: KeyPath) -> Any:
+        """Return a dataclass with the values of a table."""
         types = field_types(kind)
         values = {}
         for key, value in table.items():
+            key_path = (*path, key)
             if key not in types:
-                meant = _nearest((*path, key), schema, isinstance(value, dict))
-                hint = f"did you mean {dotted(meant)}?" if meant else "--help lists all keys"
-                faults.append(Fault((*path, key), f"unknown {'key' if path else 'section or key'}; {hint}", meant))
-            elif (result := read(types[key], value, (*path, key))) is not _WRONG:
+                self.report_unknown(key_path, value)
+                continue
+            result = self.read_value(types[key], value, key_path)
+            if result is not _WRONG:
                 values[key] = result
         return kind(**values)
 
-    def read(annotated: Any, value: Any, path: KeyPath) -> Any:
+    def read_value(self, annotated: Any, value: Any, path: KeyPath) -> Any:
+        """Return a value as its type has it: arrays are tuples, tables are dataclasses; _WRONG after a fault."""
         kind, _ = plain_type(annotated)
         if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-            return read_section(kind, value, path)
+            return self.read_section(kind, value, path)
         if get_origin(kind) is tuple and isinstance(value, list):
-            items = [read(get_args(kind)[0], item, (*path, str(index))) for index, item in enumerate(value)]
+            items = []
+            for index, item in enumerate(value):
+                items.append(self.read_value(get_args(kind)[0], item, (*path, str(index))))
             return _WRONG if _WRONG in items else tuple(items)
-        if message := _wrong_scalar(annotated, value):
-            faults.append(Fault(path, message, path))
+        message = _scalar_problem(annotated, value)
+        if message:
+            self.faults.append(Fault(path, message))
             return _WRONG
         return float(value) if kind is float else value
 
-    return read_section(schema, table, ())
+    def report_unknown(self, path: KeyPath, value: Any) -> None:
+        """Report a key that its section does not have, with the one that was probably meant."""
+        what = "section or key" if len(path) == 1 else "key"
+        nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
+        hint = f"did you mean {dotted(nearest)}?" if nearest else "--help lists all keys"
+        self.faults.append(Fault(path, f"unknown {what}; {hint}"))
 
 
-def _wrong_scalar(annotated: Any, value: Any) -> str:
-    """What is wrong with a value that is to be a scalar; empty: nothing."""
+def _scalar_problem(annotated: Any, value: Any) -> str:
+    """Return what is wrong with a value that is to be a scalar; "" if nothing is."""
     kind, bound = plain_type(annotated)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is float and number and not abs(value) < math.inf:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is float and is_number and not abs(value) < math.inf:
         return f"must be a finite number, not {shown(value)}"
-    if number and isinstance(value, int) and kind in (int, float) and not -(2**63) <= value < 2**63:
+    if kind in (int, float) and is_number and isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "must fit into 64 bits"
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # a command line that is not UTF-8; it could not be written to config.toml
-            return "must be UTF-8"
+    if isinstance(value, str) and not _is_utf8(value):
+        return "must be UTF-8"
+    if _has_type(kind, value, is_number) and (kind not in (int, float) or _is_within(bound, value)):
+        return ""
+    return f"must be {describe(annotated)}, not {shown(value)}"
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether text can be written to config.toml: an argument of a command line may have been other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _has_type(kind: Any, value: Any, is_number: bool) -> bool:
+    """Whether a value is of a scalar type, without being coerced; a whole number is a float, too."""
     if get_origin(kind) is Literal:
-        right = any(value == choice and type(value) is type(choice) for choice in get_args(kind))
-    elif kind is float:
-        right = number
-    else:
-        right = type(value) is kind
-    if right and kind in (int, float):
-        right = bound.at_least <= value <= bound.at_most and value > bound.over
-    return "" if right else f"must be {describe(annotated)}, not {shown(value)}"
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if kind is float:
+        return is_number
+    return type(value) is kind
+
+
+def _is_within(bound: Bound, number: float) -> bool:
+    return bound.at_least <= number <= bound.at_most and number > bound.over
 
 
 @cache
 def field_types(schema: type) -> dict[str, Any]:
-    """Name to annotated type of a dataclass's fields."""
+    """Return name to annotated type of a dataclass's fields. TypeError if no TOML can fill one of them."""
     hints = get_type_hints(schema, include_extras=True)
     types = {field.name: hints[field.name] for field in fields(schema)}
     for field in fields(schema):
@@ -93,7 +130,7 @@ def field_types(schema: type) -> dict[str, Any]:
 
 
 def plain_type(annotated: Any) -> tuple[Any, Bound]:
-    """A type without `Annotated`, and its limits."""
+    """Return a type without `Annotated`, and its limits."""
     if get_origin(annotated) is not Annotated:
         return annotated, _UNBOUND
     kind, *notes = get_args(annotated)
@@ -101,27 +138,36 @@ def plain_type(annotated: Any) -> tuple[Any, Bound]:
 
 
 def describe(annotated: Any) -> str:
-    """What a value must be, in words; TypeError if no TOML value can be that."""
+    """Return what a value must be, in words. TypeError if no TOML value can be that."""
     kind, bound = plain_type(annotated)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(toml_value, get_args(kind)))}"
-    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,) and get_origin(get_args(kind)[0]) is not tuple:
+        return f"one of {', '.join(toml_value(choice) for choice in get_args(kind))}"
+    if _is_array(kind):
         return f"an array, each {describe(get_args(kind)[0])}"
     if isinstance(kind, type) and is_dataclass(kind):
         field_types(kind)
         return "a table"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    if kind not in words:
+    if kind not in _WORDS:
         raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/config/read.py")
     if bound.at_most < math.inf:
-        return f"{words[kind]} from {bound.at_least} to {bound.at_most}"
+        return f"{_WORDS[kind]} from {bound.at_least} to {bound.at_most}"
     if bound.over > -math.inf:
-        return f"{words[kind]} over {bound.over:g}"
-    return words[kind] + (f" of at least {bound.at_least:g}" if bound.at_least > -math.inf else "")
+        return f"{_WORDS[kind]} over {bound.over:g}"
+    if bound.at_least > -math.inf:
+        return f"{_WORDS[kind]} of at least {bound.at_least:g}"
+    return _WORDS[kind]
+
+
+def _is_array(kind: Any) -> bool:
+    """Whether a type is `tuple[X, ...]`, where X is no tuple."""
+    if get_origin(kind) is not tuple:
+        return False
+    item, *rest = get_args(kind)
+    return rest == [...] and get_origin(item) is not tuple
 
 
 def type_at(schema: type, path: KeyPath) -> Any:
-    """Annotated type of the value at a path; None if there is no such key."""
+    """Return the annotated type of the value at a path; None if there is no such key."""
     kind: Any = schema
     for part in path:
         kind, _ = plain_type(kind)
@@ -134,25 +180,42 @@ def type_at(schema: type, path: KeyPath) -> Any:
     return kind
 
 
-def _leaves(schema: type, path: KeyPath = ()) -> Iterator[KeyPath]:
+def _key_paths(schema: type, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Return the paths of all keys, with index 0 for an element of an array."""
     for key, annotated in field_types(schema).items():
+        key_path = (*path, key)
+        yield key_path
         kind, _ = plain_type(annotated)
-        inside = get_args(kind)[0] if get_origin(kind) is tuple else kind
-        yield (*path, key)
-        if is_dataclass(inside) and isinstance(inside, type):
-            yield from _leaves(inside, (*path, key) if inside is kind else (*path, key, "0"))
+        if get_origin(kind) is tuple:
+            kind = get_args(kind)[0]
+            key_path = (*key_path, "0")
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from _key_paths(kind, key_path)
 
 
 def _nearest(path: KeyPath, schema: type, is_table: bool) -> KeyPath:
-    """The valid key most like an unknown one: the same name elsewhere, else one of the same table, else any."""
-    siblings = {name: (*path[:-1], name) for name in field_types(plain_type(type_at(schema, path[:-1]))[0])}
-    everywhere = {} if is_table else {dotted(leaf): leaf for leaf in _leaves(schema) if len(leaf) > 1}
-    same_name = {name: leaf for name, leaf in everywhere.items() if leaf[-1] == path[-1]}
-    for names, wanted, cutoff in (
-        (same_name, dotted(path), 0.0),
-        (siblings, path[-1], 0.6),
-        (everywhere, dotted(path), 0.8),
-    ):
-        if close := difflib.get_close_matches(wanted[:100], names, n=1, cutoff=cutoff):
-            return names[close[0]]
-    return ()
+    """Return the valid key most like an unknown one; () if none is like it.
+
+    First choice is a key of the same name elsewhere, then one of the same section, then any.
+    """
+    section, _ = plain_type(type_at(schema, path[:-1]))
+    siblings = {name: (*path[:-1], name) for name in field_types(section)}
+    everywhere: dict[str, KeyPath] = {}
+    same_name: dict[str, KeyPath] = {}
+    if not is_table:
+        for key_path in _key_paths(schema):
+            if len(key_path) > 1:
+                everywhere[dotted(key_path)] = key_path
+            if len(key_path) > 1 and key_path[-1] == path[-1]:
+                same_name[dotted(key_path)] = key_path
+    return (
+        _closest(dotted(path), same_name, cutoff=0.0)
+        or _closest(path[-1], siblings, cutoff=0.6)
+        or _closest(dotted(path), everywhere, cutoff=0.8)
+    )
+
+
+def _closest(name: str, candidates: dict[str, KeyPath], cutoff: float) -> KeyPath:
+    """Return the path of the candidate whose name is most like `name`; () if none is at least `cutoff` like it."""
+    close = difflib.get_close_matches(name[:100], candidates, n=1, cutoff=cutoff)
+    return candidates[close[0]] if close else ()
