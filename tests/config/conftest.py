@@ -1,0 +1,39 @@
+"""An empty working folder and an environment of one rank, for tests that load a config."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RANK_VARIABLES = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "NNODES",
+    "NPROC",
+    "NPROC_IS_DEFAULT",
+    "SLURM_JOB_ID",
+    "PET_RDZV_ID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHLLM_LAUNCHED",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder and an environment of one rank."""
+    monkeypatch.chdir(tmp_path)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return tmp_path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], load: Callable[[], object]) -> list[str]:
+    """Return the lines on stderr of a config that is refused."""
+    with pytest.raises(SystemExit) as stop:
+        load()
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()

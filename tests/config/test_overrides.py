@@ -1,0 +1,112 @@
+"""What a file, its bases and the command line make of a config."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import refusal
+from torchllm.config import Config, Parallel, Source, load_config
+
+
+def test_bases_and_overrides(folder: Path) -> None:
+    (folder / "models").mkdir()
+    (folder / "root.toml").write_text("[model]\nlayers = 2\nhidden = 64\n[run]\nfolder = 'root'\n")
+    (folder / "models" / "parent.toml").write_text(
+        "base = '../root.toml'\nmodel.layers = 3\n[[data.sources]]\nkind='text'\npath='a'\n[[data.sources]]\n"
+    )
+    (folder / "x.toml").write_text(
+        "base = 'models/parent.toml'\n[data]\nsources = [{kind = 'jsonl', path = 'b'}]\n"
+        "[optimizer]\nlearning_rate = 1\n"
+    )
+    config = load_config(
+        [
+            "x.toml",
+            "--data.sources.0.path=c = d",
+            "--data.sources.1.weight=2",
+            '--generate.prompt="a\\tb"',
+            "--data.cache='' and so on",
+            "--optimizer.name=sgd",
+            '--recompute.mode="full"',
+            "--schedule.final_fraction=1e-1",
+            "--compile.loss=true",
+        ]
+    )
+    assert config == replace(
+        Config(),
+        run=replace(config.run, folder="root"),
+        model=replace(config.model, layers=3, hidden=64),
+        data=replace(
+            config.data,
+            sources=(Source(kind="jsonl", path="c = d"), Source(weight=2.0)),
+            cache="'' and so on",
+        ),
+        optimizer=replace(config.optimizer, learning_rate=1.0, name="sgd"),
+        recompute=replace(config.recompute, mode="full"),
+        schedule=replace(config.schedule, final_fraction=0.1),
+        compile=replace(config.compile, loss=True),
+        generate=replace(config.generate, prompt="a\tb"),
+        parallel=Parallel(dp_shard=1),
+    )
+    assert type(config.optimizer.learning_rate) is float
+
+
+def test_the_files_warmup_is_cut_to_the_steps_of_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text("[run]\nfolder = 'a'\n[training]\nsteps = 100\n[schedule]\nwarmup_steps = 20\n")
+    assert load_config(["x.toml", "--training.steps=5"]).schedule.warmup_steps == 5
+    assert capsys.readouterr().err == "x.toml:6: schedule.warmup_steps: 20 is cut to 5, the steps of the run\n"
+    assert load_config(["x.toml", "--training.steps=20"]).schedule.warmup_steps == 20
+    assert capsys.readouterr().err == ""
+
+
+def test_the_files_decay_is_cut_to_what_the_warmup_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.toml").write_text(
+        "[run]\nfolder = 'a'\n[schedule]\nname = 'wsd'\nwarmup_steps = 20\ndecay_steps = 100\n"
+    )
+    schedule = load_config(["x.toml", "--training.steps=50"]).schedule
+    assert (schedule.warmup_steps, schedule.decay_steps) == (20, 30)
+    assert capsys.readouterr().err == (
+        "x.toml:6: schedule.decay_steps: 100 is cut to 30, the steps that the warmup leaves\n"
+    )
+    schedule = load_config(["x.toml", "--training.steps=5"]).schedule
+    assert (schedule.warmup_steps, schedule.decay_steps) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "line"),
+    [
+        ("steps = 5\n[schedule]\nwarmup_steps = 6", [], "x.toml:4: schedule.warmup_steps: 6 is over training.steps 5"),
+        (
+            "steps = 9\n",
+            ["--training.steps=5", "--schedule.warmup_steps=6"],
+            "--schedule.warmup_steps: 6 is over training.steps 5",
+        ),
+        (
+            "steps = 5\n",
+            ["--schedule.warmup_steps=6"],
+            "--schedule.warmup_steps: 6 is over training.steps 5",
+        ),
+        (
+            "steps = 9\n",
+            ["--training.steps=5", "--schedule.name=wsd", "--schedule.decay_steps=6"],
+            "--schedule.decay_steps: warmup and decay together are over training.steps 5",
+        ),
+    ],
+)
+def test_a_warmup_from_where_the_steps_are_from_is_not_cut(
+    file: str, arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text(f"[training]\n{file}")
+    assert refusal(capsys, lambda: load_config(["x.toml", *arguments])) == [line]
+
+
+def test_override_reaches_into_the_default_array(folder: Path) -> None:
+    config = load_config(["--data.sources.0.kind=text", "--data.sources.0.path=a", "--data.sources.1.weight=0.5"])
+    assert config.data.sources == (Source(kind="text", path="a"), Source(weight=0.5))
+
+
+def test_an_override_mends_the_file(folder: Path) -> None:
+    (folder / "x.toml").write_text("[training]\nsteps = 'abc'")
+    assert load_config(["x.toml", "--training.steps=7"]).training.steps == 7

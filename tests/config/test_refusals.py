@@ -1,0 +1,453 @@
+"""Wrong configs, each with the exact lines it gets."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.config.conftest import refusal
+from torchllm.config import load_config
+
+
+class Refusal(NamedTuple):
+    """A config that is refused."""
+
+    text: str
+    """what is in x.toml"""
+    arguments: list[str]
+    """further arguments"""
+    lines: list[str]
+    """what is on stderr; the words of an only line that ends in ": " are the interpreter's"""
+
+
+REFUSALS = {
+    # Keys.
+    "unknown key": Refusal(
+        "[training]\nsteps = 3\nstep = 4",
+        [],
+        ["x.toml:3: training.step: unknown key; did you mean training.steps?"],
+    ),
+    "unknown key of another section": Refusal(
+        "[training]\nlearning_rate = 1e-3",
+        [],
+        ["x.toml:2: training.learning_rate: unknown key; did you mean optimizer.learning_rate?"],
+    ),
+    "unknown key like none": Refusal(
+        "[training]\nzzzzzz = 1",
+        [],
+        ["x.toml:2: training.zzzzzz: unknown key; --help lists all keys"],
+    ),
+    "unknown section": Refusal(
+        "\n[trainig]\nsteps = 3",
+        [],
+        ["x.toml:2: trainig: unknown section or key; did you mean training?"],
+    ),
+    "key outside of its section": Refusal(
+        "steps = 3",
+        [],
+        ["x.toml:1: steps: unknown section or key; did you mean training.steps?"],
+    ),
+    "unknown key of a source": Refusal(
+        "[[data.sources]]\nkind = 'stdlib'\n[[data.sources]]\nkind = 'stdlib'\nwieght = 2.0",
+        [],
+        ["x.toml:5: data.sources.1.wieght: unknown key; did you mean data.sources.1.weight?"],
+    ),
+    "unknown key with a line break": Refusal(
+        '[run]\n"a\\nb" = 1',
+        [],
+        ['x.toml:2: run."a\\nb": unknown key; --help lists all keys'],
+    ),
+    "unknown dotted key": Refusal(
+        "training.stops = 3",
+        [],
+        ["x.toml:1: training.stops: unknown key; did you mean training.steps?"],
+    ),
+    "unknown key in an inline table": Refusal(
+        "training = {micro_batch_size = 1,\tsteps_ = 1}",
+        [],
+        ["x.toml:1: training.steps_: unknown key; did you mean training.steps?"],
+    ),
+    "unknown key after many lines": Refusal(
+        '[generate]\nprompt = """\n[run]\nsteps = 1 # no\n\\""" """\n[data]\nsources = [ # [\n  {kind = "stdlib"},\n\n'
+        "  {kind = 'synthetic',  weihgt = 1.0},\n]\n[training]\nstep = 1",
+        [],
+        [
+            "x.toml:10: data.sources.1.weihgt: unknown key; did you mean data.sources.1.weight?",
+            "x.toml:13: training.step: unknown key; did you mean training.steps?",
+        ],
+    ),
+    # Types.
+    "string for a bool": Refusal(
+        '[compile]\nnorm = "false"',
+        [],
+        ['x.toml:2: compile.norm: must be true or false, not "false"'],
+    ),
+    "number for a bool": Refusal("[compile]\nnorm = 0", [], ["x.toml:2: compile.norm: must be true or false, not 0"]),
+    "fraction for a whole number": Refusal(
+        "[training]\nsteps = 1.7",
+        [],
+        ["x.toml:2: training.steps: must be a whole number of at least 1, not 1.7"],
+    ),
+    "whole fraction for a whole number": Refusal(
+        "[training]\nsteps = 2.0",
+        [],
+        ["x.toml:2: training.steps: must be a whole number of at least 1, not 2.0"],
+    ),
+    "bool for a whole number": Refusal(
+        "[training]\nsteps = true",
+        [],
+        ["x.toml:2: training.steps: must be a whole number of at least 1, not true"],
+    ),
+    "bool for a number": Refusal(
+        "[optimizer]\nlearning_rate = true",
+        [],
+        ["x.toml:2: optimizer.learning_rate: must be a number over 0, not true"],
+    ),
+    "string for a number": Refusal(
+        '[optimizer]\nlearning_rate = "1e-3"',
+        [],
+        ['x.toml:2: optimizer.learning_rate: must be a number over 0, not "1e-3"'],
+    ),
+    "number for a string": Refusal("[run]\nfolder = 5", [], ["x.toml:2: run.folder: must be a string, not 5"]),
+    "date for a string": Refusal(
+        "[run]\nfolder = 2025-01-02",
+        [],
+        ["x.toml:2: run.folder: must be a string, not the date or time 2025-01-02"],
+    ),
+    "array for a number": Refusal(
+        "[training]\nsteps = [\n1,\n]",
+        [],
+        ["x.toml:2: training.steps: must be a whole number of at least 1, not an array"],
+    ),
+    "table for a number": Refusal(
+        "[training.steps]\na = 1",
+        [],
+        ["x.toml:1: training.steps: must be a whole number of at least 1, not a table"],
+    ),
+    "value for a section": Refusal("training = 5", [], ["x.toml:1: training: must be a table, not 5"]),
+    "table for an array": Refusal(
+        "[data.sources]\nkind = 'stdlib'",
+        [],
+        ["x.toml:1: data.sources: must be an array, each a table, not a table"],
+    ),
+    "string in an array of tables": Refusal(
+        '[data]\nsources = [\n  {kind = "stdlib"},\n  "text",\n]',
+        [],
+        ['x.toml:4: data.sources.1: must be a table, not "text"'],
+    ),
+    "choice": Refusal(
+        '[optimizer]\nname = "adam"',
+        [],
+        ['x.toml:2: optimizer.name: must be one of "adamw", "sgd", not "adam"'],
+    ),
+    "long string": Refusal(
+        f'[optimizer]\nname = "{"a" * 999}"',
+        [],
+        [f'x.toml:2: optimizer.name: must be one of "adamw", "sgd", not "{"a" * 55} ...'],
+    ),
+    # Limits.
+    "negative": Refusal(
+        "[training]\nsteps = -1",
+        [],
+        ["x.toml:2: training.steps: must be a whole number of at least 1, not -1"],
+    ),
+    "zero": Refusal(
+        "[training]\nmicro_batch_size = 0",
+        [],
+        ["x.toml:2: training.micro_batch_size: must be a whole number of at least 1, not 0"],
+    ),
+    "zero learning rate": Refusal(
+        "[optimizer]\nlearning_rate = 0",
+        [],
+        ["x.toml:2: optimizer.learning_rate: must be a number over 0, not 0"],
+    ),
+    "nan": Refusal(
+        "[optimizer]\nlearning_rate = nan",
+        [],
+        ["x.toml:2: optimizer.learning_rate: must be a finite number, not nan"],
+    ),
+    "infinity": Refusal(
+        "[optimizer]\nlearning_rate = 1e999",
+        [],
+        ["x.toml:2: optimizer.learning_rate: must be a finite number, not inf"],
+    ),
+    "above the range": Refusal(
+        "[data]\nvalidation_fraction = 0.6",
+        [],
+        ["x.toml:2: data.validation_fraction: must be a number from 0.0 to 0.5, not 0.6"],
+    ),
+    "over 64 bits": Refusal(
+        "[training]\nsteps = 9223372036854775808",
+        [],
+        ["x.toml:2: training.steps: must fit into 64 bits"],
+    ),
+    "unprintably long number": Refusal(
+        f"[compile]\nnorm = 0x{'f' * 9999}",
+        [],
+        ["x.toml:2: compile.norm: must be true or false, not a number of more than 64 bits"],
+    ),
+    "degree 0": Refusal(
+        "[parallel]\ndp_shard = 0",
+        [],
+        ["x.toml:2: parallel.dp_shard: must be at least 1, or -1 for what the other degrees leave"],
+    ),
+    "degree -2": Refusal(
+        "[parallel]\ndp_shard = -2",
+        [],
+        ["x.toml:2: parallel.dp_shard: must be a whole number of at least -1, not -2"],
+    ),
+    # TOML itself.
+    "syntax": Refusal(
+        "[training]\nsteps 3",
+        [],
+        ["x.toml:2: Expected '=' after a key in a key/value pair"],
+    ),
+    "bare word": Refusal(
+        "[training]\n\nsteps = False",
+        [],
+        ["x.toml:3: invalid value: text needs quotes, and it is true and false"],
+    ),
+    "unclosed": Refusal("[data]\nsources = [\n", [], ["x.toml:2: "]),
+    "duplicate key": Refusal("[training]\nsteps = 3\n\nsteps = 4", [], ["x.toml:4: a key is given twice"]),
+    "string without its closing quote": Refusal(
+        '[run]\nfolder = "a\nseed = 1',
+        [],
+        ["x.toml:2: a string has no closing quote"],
+    ),
+    "literal string without its closing quote": Refusal(
+        "[run]\nfolder = 'a",
+        [],
+        ["x.toml:2: a string has no closing quote"],
+    ),
+    "section of a section twice": Refusal(
+        "[a.b]\n[a.b]",
+        [],
+        ["x.toml:2: section [a.b] is given twice"],
+    ),
+    "duplicate section": Refusal(
+        "[training]\nsteps = 3\n[training]",
+        [],
+        ["x.toml:3: section [training] is given twice"],
+    ),
+    "nested too deeply": Refusal(f"a = {'[' * 9999}", [], ["x.toml:1: "]),
+    "byte order mark": Refusal(
+        "\ufeff[run]\nseed = 1",
+        [],
+        ["x.toml:1: starts with a byte order mark: save it as UTF-8 without one (without BOM)"],
+    ),
+    "NUL": Refusal("[run]\nseed = 1\n\0", [], ["x.toml:3: Invalid statement"]),
+    # Bases.
+    "base of a wrong type": Refusal("base = 5", [], ["x.toml:1: base: must name a file, not 5"]),
+    "missing base": Refusal(
+        "\nbase = 'parents.toml'",
+        [],
+        ["x.toml:2: parents.toml: no such file; did you mean parent.toml?"],
+    ),
+    "base is itself": Refusal("base = 'x.toml'", [], ["x.toml:1: base: a cycle: x.toml -> x.toml"]),
+    "cycle": Refusal(
+        "base = 'sub/a.toml'", [], ["sub/b.toml:1: base: a cycle: sub/a.toml -> sub/b.toml -> sub/a.toml"]
+    ),
+    "problem in a base": Refusal(
+        "base = 'parent.toml'\n[model]\nheads = 3",
+        [],
+        [
+            "parent.toml:3: model.hiden: unknown key; did you mean model.hidden?",
+            "parent.toml:5: training.steps: must be a whole number of at least 1, not 0",
+            "x.toml:3: model.heads: 3 heads do not divide hidden 256; set model.head_dim",  # hidden is the default
+        ],
+    ),
+    "base outside of the top": Refusal(
+        "[run]\nbase = 'parent.toml'",
+        [],
+        ["x.toml:2: run.base: unknown key; --help lists all keys"],
+    ),
+    # Between keys.
+    "degrees and world size": Refusal(
+        "[parallel]\ndp_shard = 1\ntp = 2",
+        [],
+        [
+            "x.toml:3: parallel.tp: pp 1 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 2 = 2 ranks, but there are 1; "
+            "set one to match"
+        ],
+    ),
+    "open degree": Refusal(
+        "[parallel]\ntp = 2",
+        [],
+        ["x.toml: parallel.dp_shard: is -1, but 1 ranks are no multiple of pp 1 x dp_replicate 1 x cp 1 x tp 2 = 2"],
+    ),
+    "two open degrees": Refusal(
+        "[parallel]\ndp_replicate = -1",
+        [],
+        ["x.toml:2: parallel.dp_replicate: only one of dp_replicate and dp_shard may be -1"],
+    ),
+    "heads": Refusal(
+        "[model]\nhidden = 100\nheads = 3\nhead_dim = 2\nkv_heads = 2",
+        [],
+        ["x.toml:5: model.kv_heads: 2 key-value heads do not divide 3 heads"],
+    ),
+    "batch": Refusal(
+        "[training]\nglobal_batch_size = 10\nmicro_batch_size = 4",
+        [],
+        ["x.toml:2: training.global_batch_size: 10 is no multiple of micro_batch_size 4 x 1 data-parallel ranks = 4"],
+    ),
+    "source without a path": Refusal(
+        "[[data.sources]]\nkind = 'stdlib'\n\n[[data.sources]]\nkind = 'text'",
+        [],
+        ["x.toml:4: data.sources.1.path: a source of kind 'text' needs a path"],
+    ),
+    "no source": Refusal(
+        "[data]\nsources = []", [], ["x.toml:2: data.sources: is empty: name at least one [[data.sources]]"]
+    ),
+    "all at once": Refusal(
+        "[training]\nsteps = 1.5\n[model]\nkv_heads = 3\n[modle]\nheads = 4\n[compile]\nnorm = 'no'",
+        ["--run.sed=1"],
+        [
+            "x.toml:2: training.steps: must be a whole number of at least 1, not 1.5",
+            "x.toml:5: modle: unknown section or key; did you mean model?",
+            'x.toml:8: compile.norm: must be true or false, not "no"',
+            "--run.sed: unknown key; did you mean run.seed?",
+            "x.toml:4: model.kv_heads: 3 key-value heads do not divide 8 heads",  # heads is the default
+        ],
+    ),
+    "not what follows from another mistake": Refusal(  # the batch may divide by what micro_batch_size was to be
+        "[training]\nglobal_batch_size = 3\nmicro_batch_size = '2'\n[model]\nlayers = 2\n[recompute]\nk = 3",
+        [],
+        [
+            'x.toml:3: training.micro_batch_size: must be a whole number of at least 1, not "2"',
+            "x.toml:7: recompute.k: 3 is over model.layers 2",
+            'x.toml:7: recompute.k: does nothing in this run: it needs recompute.mode = "segment" or "every_k"',
+        ],
+    ),
+    # Arguments.
+    "override of a wrong type": Refusal(
+        "",
+        ["--training.steps=abc", "--compile.norm=False", "--training.loss_chunk=1.7"],
+        [
+            '--training.steps: must be a whole number of at least 1, not "abc"',
+            "--training.loss_chunk: must be a whole number of at least 0, not 1.7",
+            '--compile.norm: must be true or false, not "False"',
+        ],
+    ),
+    "override hides the file": Refusal(
+        "[training]\nsteps = 'abc'",
+        ["--training.steps=0"],
+        ["--training.steps: must be a whole number of at least 1, not 0"],
+    ),
+    "override with an empty value": Refusal(
+        "",
+        ["--training.steps="],
+        ['--training.steps: must be a whole number of at least 1, not ""'],
+    ),
+    "override that smuggles a key": Refusal(
+        "",
+        ["--training.steps=1\nfoo = 2"],
+        ['--training.steps: must be a whole number of at least 1, not "1\\nfoo = 2"'],
+    ),
+    "override without a value": Refusal(
+        "",
+        ["--training.steps", "100", "--run.seed"],
+        [
+            "--training.steps: needs a value: --training.steps=100",
+            "--run.seed: needs a value: --run.seed=VALUE",
+        ],
+    ),
+    "override with spaces": Refusal(
+        "",
+        ["--training.steps", "=", "5", "--run.seed=", "-1", "--data.workers", "=2", "--training.loss_chunk", "=", "-1"],
+        [
+            "--training.steps: no spaces around the equals sign: --training.steps=5",
+            "-1: unknown flag; overrides are --section.key=value, flags --check, --json and --help",
+            "--data.workers: no spaces around the equals sign: --data.workers=2",
+            "--training.loss_chunk: no spaces around the equals sign: --training.loss_chunk=-1",
+            '--run.seed: must be a whole number from 0 to 9223372036854775807, not ""',
+        ],
+    ),
+    "override with a space": Refusal(
+        "",
+        ["--training.steps=", "5"],
+        ["--training.steps: no spaces around the equals sign: --training.steps=5"],
+    ),
+    "override given twice": Refusal(
+        "",
+        ["--run.seed=1", "--run.seed=1", "--run.seed=2"],
+        ['--run.seed: given twice: "1" and "2"'],
+    ),
+    "override of a section": Refusal(
+        "",
+        ["--training={steps = 3}"],
+        ["--training: is a table: give its keys one by one, such as --training.steps="],
+    ),
+    "override of an unknown section": Refusal(
+        "",
+        ["--optim.learning_rate=1e-3"],
+        ["--optim.learning_rate: optim: unknown section or key; did you mean optimizer?"],
+    ),
+    "override of a missing element": Refusal(
+        "",
+        ["--data.sources.2.kind=stdlib"],
+        ["--data.sources.2.kind: data.sources has 1 elements: the index is 0 to 1"],
+    ),
+    "override of no element": Refusal(
+        "",
+        ["--data.sources.kind=stdlib"],
+        ["--data.sources.kind: data.sources has 1 elements: the index is 0 to 1"],
+    ),
+    "problem that an override makes": Refusal(
+        "[model]\nheads = 8",
+        ["--model.kv_heads=3"],
+        ["--model.kv_heads: 3 key-value heads do not divide 8 heads"],
+    ),
+    "argument that is not UTF-8": Refusal("", ["--run.folder=a\udcff"], ["--run.folder: must be UTF-8"]),
+    "folder with a line break": Refusal(
+        "",
+        ["--run.folder=a\nNPROC=9"],
+        ['--run.folder: must be printable, not "a\\nNPROC=9"'],
+    ),
+    "unknown flags": Refusal(
+        "",
+        ["--dry", "-n", "--check=1"],
+        [
+            f"{flag}: unknown flag; overrides are --section.key=value, flags --check, --json and --help"
+            for flag in ("--dry", "-n", "--check=1")
+        ],
+    ),
+    "JSON of a run": Refusal("", ["--json"], ["--run.json: does nothing in this run: it needs run.dry_run = true"]),
+    "layout that nobody plans": Refusal(
+        "[parallel]\nlayout = 'auto'",
+        [],
+        ['x.toml:2: parallel.layout: is "auto", but this recipe does not plan: set the degrees'],
+    ),
+    "second file": Refusal(
+        "",
+        ["parent.toml"],
+        ["parent.toml: one config file only, and x.toml is given; overrides are --section.key=value"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_wrong(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, arguments, expected = REFUSALS[name]
+    (folder / "x.toml").write_text(text)
+    (folder / "parent.toml").write_text("[model]\nheads = 4\nhiden = 5\n[training]\nsteps = 0\n")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.toml").write_text("base = 'b.toml'")
+    (folder / "sub" / "b.toml").write_text("base = 'a.toml'")
+    lines = refusal(capsys, lambda: load_config(["x.toml", *arguments]))
+    if expected[0].endswith(": "):  # the words are the interpreter's
+        lines = [line[: len(expected[0])] for line in lines]
+    assert lines == expected
+
+
+def test_files_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train_configs" / "models").mkdir(parents=True)
+    (folder / "train_configs" / "models" / "debug.toml").touch()
+    assert refusal(capsys, lambda: load_config(["debgu.toml"])) == [
+        "debgu.toml: no such file; did you mean train_configs/models/debug.toml?"
+    ]
+    assert refusal(capsys, lambda: load_config(["."])) == [".: is not a file"]
+    os.mkfifo("pipe.toml")  # reading it would not end
+    assert refusal(capsys, lambda: load_config(["pipe.toml"])) == ["pipe.toml: is not a file"]
+    Path("latin.toml").write_bytes(b"[run]\nfolder = '\xe9'\n")
+    assert refusal(capsys, lambda: load_config(["latin.toml"])) == ["latin.toml:2: is not UTF-8"]
