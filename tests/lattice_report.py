@@ -1,4 +1,4 @@
-"""What composes with what: results of the lattice's layouts, summed up as the table of the README.
+"""What composes with what: results of the lattice's layouts, summed up as the table of docs/prove.md.
 
 pytest -m lattice --count=all-meshes --report=report.jsonl        # adds one line a layout
 python -m tests.lattice_report report.jsonl [...]                 # sums up into tests/lattice_results.json, and prints
@@ -15,7 +15,7 @@ from typing import Any
 from tests.lattice import Layout, is_valid
 
 RESULTS = Path(__file__).with_name("lattice_results.json")
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs/prove.md"
 BEGIN, END = "<!-- lattice -->\n", "<!-- /lattice -->\n"
 
 PIPELINES = ["no pipeline", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]
@@ -65,7 +65,7 @@ def sum_up(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The README's lines, of what `sum_up` returned: how many layouts had both, – where there is none to have."""
+    """The page's lines, of what `sum_up` returned: how many layouts had both, – where there is none to have."""
     columns = SHARING + REST
     lines = [["", *columns], ["---"] + ["--:"] * len(columns)]
     for row in PIPELINES + SHARING:

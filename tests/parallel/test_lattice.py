@@ -35,7 +35,7 @@ from tests.lattice import (
     read_settings,
     settings_of,
 )
-from tests.lattice_report import BEGIN, END, README, RESULTS, features, read, sum_up, table
+from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, read, sum_up, table
 from tests.lattice_sampler import MESH, at_random, covering, every_mesh
 from tests.parity import Settings, check, tiny
 from tests.workers import run
@@ -264,5 +264,5 @@ def test_a_report_has_the_last_record_of_each_valid_layout(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="the lattice has not been run yet")
 def test_the_readme_shows_what_composes() -> None:
-    _, rest = README.read_text().split(BEGIN)
+    _, rest = PAGE.read_text().split(BEGIN)
     assert rest.split(END)[0] == table(json.loads(RESULTS.read_text()))

@@ -1,0 +1,131 @@
+"""Write the drawings of the documentation: `python docs/drawings.py`. A test compares the files with them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchllm.config import Model
+from torchllm.spec.flops import parameter_count
+
+IMAGES = Path(__file__).parent / "images"
+BLUE, ORANGE, GREEN, GREY = "#4c78a8", "#f58518", "#54a24b", "#bab0ac"
+
+
+class Box(NamedTuple):
+    """A rectangle with centred text, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+    text: str = ""
+
+
+class Label(NamedTuple):
+    """Text that starts at (x, y)."""
+
+    x: float
+    y: float
+    text: str
+
+
+def svg(width: int, height: int, boxes: Sequence[Box], labels: Sequence[Label]) -> str:
+    """Return an SVG picture."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        "<style>text { font: 13px sans-serif; fill: #222 } .in { fill: white; text-anchor: middle }</style>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for box in boxes:
+        place = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}"'
+        lines.append(f'<rect {place} rx="3" fill="{box.color}"/>')
+        if box.text:
+            middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
+            lines.append(f'<text class="in" x="{middle[0]:g}" y="{middle[1]:g}">{box.text}</text>')
+    for label in labels:
+        lines.append(f'<text x="{label.x:g}" y="{label.y:g}">{label.text}</text>')
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def draw_overview() -> str:
+    """Draw one TOML file and what is done with it."""
+    uses = [
+        ("plan", "which layout is fastest, before a GPU is rented", BLUE),
+        ("dry run", "what each of 16,384 ranks would hold and send, on a laptop", BLUE),
+        ("prove", "every layout has the gradients of one process", GREEN),
+        ("run", "laptop, GPU box, Slurm, Kubernetes: the same command", ORANGE),
+        ("sweep", "measure layouts; the plan learns from the results", ORANGE),
+    ]
+    boxes = [Box(10, 80, 130, 60, GREY, "run.toml")]
+    labels = []
+    for row, (name, meaning, color) in enumerate(uses):
+        boxes.append(Box(200, 12 + 40 * row, 90, 30, color, name))
+        boxes.append(Box(140, 26 + 40 * row, 60, 2, GREY))
+        labels.append(Label(305, 32 + 40 * row, meaning))
+    boxes.append(Box(140, 26, 2, 162, GREY))
+    return svg(720, 220, boxes, labels)
+
+
+def draw_layout() -> str:
+    """Draw the ranks of pp 2, dp_shard 2, tp 2 as boxes: two nodes of four GPUs."""
+    boxes = []
+    labels = [Label(100, 20, "node 0 = pipeline stage 0"), Label(420, 20, "node 1 = pipeline stage 1")]
+    colors = [BLUE, ORANGE]
+    for rank in range(8):
+        stage, shard, part = rank // 4, rank // 2 % 2, rank % 2
+        x = 100 + 320 * stage + 140 * part
+        y = 35 + 75 * shard
+        boxes.append(Box(x, y, 130, 60, colors[shard], f"rank {rank}"))
+    labels += [
+        Label(10, 70, "sequences A"),
+        Label(10, 145, "sequences B"),
+        Label(100, 195, "left and right in a node: tp, halves of each matrix"),
+        Label(100, 215, "same place, other colour: dp_shard, other sequences, halves of the optimizer's state"),
+        Label(100, 235, "same place and colour in the other node: pp, the other half of the blocks"),
+    ]
+    return svg(720, 250, boxes, labels)
+
+
+def draw_zero_stages() -> str:
+    """Draw bytes per rank of an 8B model on 8 ranks, by ZeRO stage: float32 weights, gradients and moments."""
+    model = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+    whole = 4 * parameter_count(model) / 2**30
+    shard = whole / 8
+    copy = whole / 2
+    held = [
+        ("0 (DDP)", [whole, copy, whole, 2 * whole]),
+        ("1", [shard, copy, whole, 2 * shard]),
+        ("2", [shard, copy, shard, 2 * shard]),
+        ("3", [shard, 0.0, shard, 2 * shard]),
+    ]
+    names = ["weights", "gathered bfloat16 weights", "gradients", "optimizer moments"]
+    colors = [BLUE, GREY, ORANGE, GREEN]
+    boxes = []
+    labels = []
+    for row, (stage, parts) in enumerate(held):
+        y = 45 + 40 * row
+        x = 110.0
+        labels.append(Label(10, y + 20, f"zero_stage {stage}"))
+        for part, color in zip(parts, colors, strict=True):
+            width = 4 * part
+            if width:
+                boxes.append(Box(round(x, 1), y, round(width, 1), 30, color))
+            x += width
+        labels.append(Label(round(x + 8, 1), y + 20, f"{sum(parts):.0f} GiB"))
+    x = 110.0
+    for name, color in zip(names, colors, strict=True):
+        boxes.append(Box(x, 15, 12, 12, color))
+        labels.append(Label(x + 18, 26, name))
+        x += 40 + 7 * len(name)
+    return svg(720, 215, boxes, labels)
+
+
+def drawings() -> dict[str, str]:
+    """Return the text of each picture by file name."""
+    return {"overview.svg": draw_overview(), "layout.svg": draw_layout(), "zero_stages.svg": draw_zero_stages()}
+
+
+if __name__ == "__main__":
+    for name, text in drawings().items():
+        (IMAGES / name).write_text(text)

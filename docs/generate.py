@@ -1,0 +1,64 @@
+"""Run the commands that README.md and the pages of docs/ quote, and put their output below them again.
+
+    python docs/generate.py [FILE.md ...]        all pages if none is named
+
+A block ```text whose first line is "$ COMMAND" shows that command's output. Blocks below a line
+"<!-- measured: ... -->" have timings of one machine and are left alone. tests/test_docs.py runs the
+other commands and compares.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?P<measured><!-- measured: .*? -->\n+)?```text\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```\n")
+
+
+class Quote(NamedTuple):
+    """A command and what a page says that it prints."""
+
+    command: str
+    output: str
+    measured: bool
+
+
+def quotes(text: str) -> Iterator[Quote]:
+    """Find the quoted commands of a page."""
+    for block in BLOCK.finditer(text):
+        yield Quote(block["command"], block["output"], bool(block["measured"]))
+
+
+def run(command: str) -> str:
+    """Return what a command prints, standard error included, in an environment without GPUs and schedulers."""
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "HOME": os.environ.get("HOME", "/"),
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "110",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.stdout
+
+
+def update(page: Path) -> None:
+    """Replace the outputs in a page that are not measured."""
+
+    def replace(block: re.Match[str]) -> str:
+        if block["measured"]:
+            return block[0]
+        return f"```text\n$ {block['command']}\n{run(block['command'])}```\n"
+
+    page.write_text(BLOCK.sub(replace, page.read_text()))
+
+
+if __name__ == "__main__":
+    for page in [Path(name) for name in sys.argv[1:]] or PAGES:
+        update(page)
