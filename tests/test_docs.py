@@ -33,7 +33,7 @@ QUOTES = [(page, quote) for page in PAGES for quote in generate.quotes(page.read
 REPEATED = [(page, quote) for page, quote in QUOTES if not quote.measured]
 
 
-@pytest.mark.parametrize(("page", "quote"), REPEATED, ids=lambda value: getattr(value, "name", value[0][:60]))
+@pytest.mark.parametrize(("page", "quote"), REPEATED, ids=[f"{page.name}: {quote.command}" for page, quote in REPEATED])
 def test_output_is_as_quoted(page: Path, quote) -> None:  # type: ignore[no-untyped-def]  # generate.Quote
     """If this fails because a text was changed: `python docs/generate.py`."""
     assert generate.run(quote.command) == quote.output
@@ -42,7 +42,7 @@ def test_output_is_as_quoted(page: Path, quote) -> None:  # type: ignore[no-unty
 def bash_commands() -> list[tuple[str, str]]:
     """Return (page, command) of every ```bash block that is not marked as not run."""
     found = []
-    for page in DOCS:
+    for page in PAGES:
         for mark, block in re.findall(r"(<!-- not run: .*? -->\n)?```bash\n(.*?)```", page.read_text(), re.S):
             if not mark:
                 commands = re.sub(r"\\\n\s*", "", block).splitlines()
@@ -55,7 +55,7 @@ RUN_COMMANDS = [command for _, command in COMMANDS if "run_train.sh train_config
 
 
 def test_every_command_of_the_pages_is_known() -> None:
-    starts = ("pip install", "./run_train.sh", "python recipes/pretrain.py --help", "cp recipes/")
+    starts = ("pip install", "./run_train.sh", "python recipes/pretrain.py --help", "cp recipes/pretrain.py")
     assert COMMANDS
     for page, command in COMMANDS:
         program = re.sub(r"^([A-Z]+=\S+ )*", "", command)
@@ -79,6 +79,8 @@ def test_run_command_is_a_valid_run(command: str) -> None:
 def test_files_named_exist(page: Path) -> None:
     text = page.read_text()
     names = re.findall(r"`((?:recipes|torchllm|tests|train_configs|docs)/[\w./]*\w)`", text)
+    for folder, stems in re.findall(r"`(torchllm/\w+/)\{([\w,]+)\}\.py`", text):
+        names += [f"{folder}{stem}.py" for stem in stems.split(",")]
     names += [f"{page.parent.relative_to(ROOT)}/{name}" for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)]
     assert [name for name in names if not (ROOT / name).exists() and name != "recipes/mine.py"] == []
 
