@@ -57,10 +57,10 @@ def header_commands(file: Path) -> list[HeaderCommand]:
 
 
 def dry_run_environment(file: Path) -> dict[str, str]:
-    """Return the variables that the header's dry-run command sets; two processes if the header has no such command."""
-    for command in header_commands(file):
-        if "--run.dry_run=true" in command.words:
-            return command.environment
+    """Return the variables that the header's dry-run command sets, or else its first command; by default 2 processes."""
+    commands = header_commands(file)
+    for command in sorted(commands, key=lambda command: "--run.dry_run=true" not in command.words):
+        return command.environment or {"NPROC": "2"}
     return {"NPROC": "2"}
 
 
