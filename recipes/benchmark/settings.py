@@ -5,7 +5,7 @@
 
 NAME is one of
 
-    matmul       rate of matrix products by size, and of this config's own matrices (the lecture's HFU)
+    matmul       rate of matrix products by size, and of this config's own matrices (HFU by size)
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
     data         tokenizing and packing against bare tiktoken on the same text; what a step waits for its batches
     checkpoint   a synchronous save, and what an asynchronous one takes from the steps beside it; it needs a large

@@ -57,7 +57,7 @@ def header_commands(file: Path) -> list[HeaderCommand]:
 
 
 def dry_run_environment(file: Path) -> dict[str, str]:
-    """Return the variables that the header's dry-run command sets, or else its first command; by default 2 processes."""
+    """Return the variables that the header's dry-run command sets, else its first command; by default NPROC."""
     commands = header_commands(file)
     for command in sorted(commands, key=lambda command: "--run.dry_run=true" not in command.words):
         return command.environment or {"NPROC": "2"}

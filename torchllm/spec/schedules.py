@@ -162,7 +162,7 @@ def _numbered(plan: Plan) -> Iterator[Entry]:
 
 
 def _zero_bubble_v(me: _Rank) -> Iterator[Entry]:
-    """The paper's order of at least 2 ranks - 1 micro batches; of fewer, that order without the others."""
+    """Return the published order of at least 2 ranks - 1 micro batches; of fewer, that order without the others."""
     down, up = me.stages
     here_on, steps = me.after + 1, max(me.micro_batches, 2 * me.ranks - 1) - me.ranks
     forward_down, backward_down = _plan(("F", down)), _plan(("I", down), ("W", down))

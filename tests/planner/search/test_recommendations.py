@@ -24,7 +24,7 @@ HAGEMANN = [("llama_13b", 2048), ("llama_13b", 8192), ("llama_30b", 2048), ("lla
 
 
 def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[Layout, Prediction]:
-    """The layouts of the paper's sweeps that fit: FlashAttention 2, fused RMSNorm, ZeRO-1, 1F1B, 4M tokens."""
+    """The layouts of the sweeps of Hagemann et al. that fit: FlashAttention 2, fused RMSNorm, ZeRO-1, 1F1B, 4M tokens."""
     found = {}
     config = read_model(model).config
     for tp, pp, size, mode in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "full")):
@@ -89,7 +89,7 @@ def test_sequence_parallelism_beyond_30b_or_2k() -> None:
 
 
 def narayanan(pp: int, tp: int, batch: int, size: int = 1, gpus: int = 64, v: int = 1, **model: int) -> Prediction:
-    """A layout of the paper's: Megatron's fused softmax, full recomputation, DDP, sequences of 2,048 tokens."""
+    """A layout of Narayanan et al.: Megatron's fused softmax, full recomputation, DDP, sequences of 2,048 tokens."""
     config = read_model("gpt_145b").config
     parallel = Parallel(
         pp=pp,

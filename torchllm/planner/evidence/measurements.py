@@ -1,4 +1,4 @@
-"""Measured layouts, one a row of CSV (DESIGN's columns), as cases for `predict`. No torch.
+"""Measured layouts, one per row of CSV (the columns of `rows.py`), as cases for `predict`. No torch.
 
 Published tables leave out much. What a row does not say is taken as its framework's or GPU's default, and said so in
 `MeasuredRow.assumed`; a row that cannot be understood says why.
