@@ -24,7 +24,7 @@ HAGEMANN = [("llama_13b", 2048), ("llama_13b", 8192), ("llama_30b", 2048), ("lla
 
 
 def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[Layout, Prediction]:
-    """The layouts of the sweeps of Hagemann et al. that fit: FlashAttention 2, fused RMSNorm, ZeRO-1, 1F1B, 4M tokens."""
+    """Return what fits of the sweeps of Hagemann et al.: FlashAttention 2, fused RMSNorm, ZeRO-1, 1F1B, 4M tokens."""
     found = {}
     config = read_model(model).config
     for tp, pp, size, mode in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "full")):
