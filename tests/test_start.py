@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.conftest import RANK_VARIABLES
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
 from torchllm.planner.search import auto
 from torchllm.spec.cluster import FOLDER
 from torchllm.start import TUNED, load_configs
 
-RANK_VARIABLES = ("WORLD_SIZE", "NNODES", "NPROC", "NPROC_IS_DEFAULT", "LOCAL_RANK")
 CLUSTERS = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
 
 

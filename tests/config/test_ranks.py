@@ -229,9 +229,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def testcheck_lines(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     environment, arguments, processes, expected = CHECKS[name]
     (folder / "x.toml").write_text("[training]\nmicro_batch_size = 4\nglobal_batch_size = 16")
     monkeypatch.delenv("WORLD_SIZE")
