@@ -30,12 +30,12 @@ ROOMS = [
     "metrics",
     "dry_run",
     "adapt",
-    "environment",
+    "bug_report",
     "cli",
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
-TORCH_FREE = {"resources", "config", "spec", "planner", "start", "environment", "cli"}
+TORCH_FREE = {"resources", "config", "spec", "planner", "start", "bug_report", "cli"}
 
 PRIVATE = {  # what only torch_compat.py may do, and where else and why
     "torchllm/parallel/recompute.py": {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT
-from torchllm import __version__, cli, environment
+from torchllm import __version__, bug_report, cli
 
 
 class Started(Exception):
@@ -101,7 +101,7 @@ def test_only_what_comes_with_torchllm_is_copied(name: str, hint: str, capsys: p
 
 def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    lines = environment.report().splitlines()
+    lines = bug_report.report().splitlines()
     subjects = [line.partition(":")[0] for line in lines]
     assert subjects[:6] == ["torchllm", "Python", "system", "cores", "memory", "torch"]
     assert {"GPUs", "torchdata", "flash-attn"} <= set(subjects)
@@ -110,12 +110,12 @@ def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_env_without_torch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    (line,) = environment.torch_lines()
+    (line,) = bug_report.torch_lines()
     assert "importing it fails" in line
 
 
 def test_env_names_the_commit_of_a_checkout(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     if (ROOT / ".git").exists():
-        assert environment.commit().startswith(", commit ")
-    monkeypatch.setattr(environment, "HOME", folder)
-    assert environment.commit() == ""
+        assert bug_report.commit().startswith(", commit ")
+    monkeypatch.setattr(bug_report, "HOME", folder)
+    assert bug_report.commit() == ""

@@ -5,6 +5,7 @@ environment, so nothing is downloaded.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -171,3 +172,14 @@ def test_env_names_the_version_and_torch(installation: Installation) -> None:
     assert report.startswith(f"torchllm: {torchllm.__version__}")
     assert "\ntorch: " in report
     assert "\nGPUs: " in report
+
+
+def test_the_version_is_in_the_changelog_and_the_citation() -> None:
+    """A released version is in both; a development version is the changelog's Unreleased."""
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert cited == released[0]
+    if torchllm.__version__ != cited:
+        assert ".dev" in torchllm.__version__
+        assert headings[0] == "Unreleased"

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command == "copy":
         copy(rest)
     elif command == "env":
-        from torchllm.environment import report
+        from torchllm.bug_report import report
 
         print(report())
     elif command in recipes():
