@@ -1,6 +1,8 @@
-"""Validation loss of a checkpoint, on one device.
+"""Prints the validation loss of a checkpoint, on one device.
 
-python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
+    python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
+
+The newest checkpoint of the run folder that verifies is used, unless another is named.
 """
 
 import sys
@@ -24,7 +26,7 @@ from torchllm.train.evaluate import evaluate
 
 
 def main(config: Config) -> float:
-    """Print and return the mean loss in nats a token over the held-out sequences."""
+    """Print and return the mean loss over the held-out sequences, in nats per target token."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
@@ -35,7 +37,8 @@ def main(config: Config) -> float:
     manifest = load_weights(folder, model)
     model.to(dtype)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
-    loss = evaluate(OneStage([model], config.parallel), data.validation_batches(config.evaluate.sequences), device)
+    held_out = data.validation_batches(config.evaluate.sequences)
+    loss = evaluate(OneStage([model], config.parallel), held_out, device)
     print(f"step {manifest.step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
     return loss
 

@@ -2,7 +2,7 @@
 
     python recipes/generate.py RUN_FOLDER/config.toml [--generate.prompt="…"] [--checkpoint.resume=STEP_FOLDER]
 
-A run folder's config.toml names the run; its newest checkpoint that verifies is used unless another is named.
+The newest checkpoint of the run folder that verifies is used, unless another is named.
 """
 
 import sys
@@ -34,45 +34,58 @@ def main(config: Config) -> str:
     manifest = load_weights(folder, model)
     model.to(compute_dtype(config.training, device))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    (prompt,) = tokenizer.encode_documents([config.generate.prompt])
+    [prompt] = tokenizer.encode_documents([config.generate.prompt])
     generator = torch.Generator(device).manual_seed(config.run.seed)
-    first = torch.tensor([[tokenizer.begin, *prompt.tolist()]], device=device)
-    longest = config.model.max_sequence_length
-    new = continue_text(model, first, config.generate, tokenizer.vocab, tokenizer.end, longest, generator)
-    text = tokenizer.decode([*prompt.tolist(), *new])
-    encoding = sys.stdout.encoding or "utf-8"  # not every terminal's can say all that a model writes
-    print(f"--- step {manifest.step}, {len(new)} tokens at temperature {config.generate.temperature:g} ---")
+    tokens = torch.tensor([[tokenizer.begin, *prompt.tolist()]], device=device)
+    max_length = config.model.max_sequence_length
+    generated = continue_text(model, tokens, config.generate, tokenizer.vocab, tokenizer.end, max_length, generator)
+    text = tokenizer.decode([*prompt.tolist(), *generated])
+    encoding = sys.stdout.encoding or "utf-8"  # a terminal may be unable to show all that a model writes
+    print(f"--- step {manifest.step}, {len(generated)} tokens at temperature {config.generate.temperature:g} ---")
     print(text.encode(encoding, errors="replace").decode(encoding))
     return text
 
 
 @torch.no_grad()
 def continue_text(
-    model: Decoder, tokens: Tensor, settings: Generate, vocab: int, end: int, longest: int, generator: torch.Generator
+    model: Decoder,
+    tokens: Tensor,
+    settings: Generate,
+    vocab: int,
+    end: int,
+    max_length: int,
+    generator: torch.Generator,
 ) -> list[int]:
-    """Up to `settings.tokens` ids that follow `tokens` (1, S), until `end` or `longest` positions; ids are < vocab."""
+    """Return up to `settings.tokens` ids that follow `tokens` (1, S), each less than `vocab`.
+
+    It stops at the id `end`, and when the text has `max_length` tokens.
+    """
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.core = CachedAttention(module.core)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    found: list[int] = []
-    while len(found) < settings.tokens and int(positions[0, -1]) < longest:
-        logits = model(tokens, positions)[0, -1, :vocab].float()  # rows past the tokenizer's were never trained
-        found.append(choose(logits, settings, generator))
-        if found[-1] == end:
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)  # (1, S)
+    generated: list[int] = []
+    while len(generated) < settings.tokens and int(positions[0, -1]) < max_length:
+        logits = model(tokens, positions)[0, -1]
+        token = sample_token(logits[:vocab].float(), settings, generator)  # ids beyond `vocab` were never trained
+        generated.append(token)
+        if token == end:
             break
-        tokens, positions = tokens.new_tensor([found[-1:]]), positions[:, -1:] + 1
-    return found
+        # The cache has all keys and values before: only the new token goes through the model.
+        tokens = tokens.new_tensor([[token]])
+        positions = positions[:, -1:] + 1
+    return generated
 
 
-def choose(logits: Tensor, settings: Generate, generator: torch.Generator) -> int:
-    """One id by temperature and top-k from logits (V)."""
+def sample_token(logits: Tensor, settings: Generate, generator: torch.Generator) -> int:
+    """Return one id by temperature and top-k from logits (V)."""
     if settings.temperature == 0.0:
         return int(logits.argmax())
     if 0 < settings.top_k < len(logits):
-        least = logits.topk(settings.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return int(torch.multinomial((logits / settings.temperature).softmax(-1), 1, generator=generator))
+        threshold = logits.topk(settings.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    probabilities = (logits / settings.temperature).softmax(-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 if __name__ == "__main__":

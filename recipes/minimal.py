@@ -1,9 +1,9 @@
-"""The whole of training on one device, in one file: read this first.
+"""Trains on one device: the whole of training in one file. Read this first.
 
     python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
 
-It ignores [parallel], [recompute], [compile], [checkpoint] and [evaluate]. `pretrain.py` makes the same calls in the
-same order, sharded over ranks, and trains the same model (tested).
+It ignores [parallel], [recompute], [compile], [checkpoint] and [evaluate]. recipes/pretrain.py makes the same calls in
+the same order, sharded over ranks, and trains the same model (tested).
 """
 
 import sys
@@ -28,7 +28,7 @@ from torchllm.runtime.process import choose_device, compute_dtype, report_errors
 
 
 def main(config: Config) -> list[float]:
-    """Train and return the loss of every step, in nats a token."""
+    """Train, and return the loss of every step in nats per target token."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
@@ -46,11 +46,12 @@ def main(config: Config) -> list[float]:
         batches = [batch.to(device) for batch in data.next_step()]
         targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         loss = torch.zeros((), device=device)
-        for tokens, labels, positions, document_ids in batches:
+        for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                part = model(tokens, positions, document_ids, labels) / targets
-            part.backward()
-            loss += part.detach()
+                loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            share = loss_sum / targets  # of the mean over all target tokens of the step
+            share.backward()
+            loss += share.detach()
         norm = grad_norm([model], device)
         clip([model], norm, config.training.max_grad_norm)
         apply_if_finite(optimizer, learning_rate(step), torch.isfinite(norm))

@@ -1,9 +1,9 @@
-"""Tokenize the raw sources of a config once, in parallel, into shards that any number of runs can train on.
+"""Tokenizes the raw sources of a config once, in parallel, into shards that any number of runs can train on.
 
     python recipes/prepare.py CONFIG.toml --prepare.folder=tokens [--prepare.processes=16] [--data.tokenizer=...]
 
-Each raw source becomes one folder. Stopped and started again, it keeps the finished shards (after checking them). At
-the end it prints the [[data.sources]] tables that read what it wrote.
+Each raw source becomes one folder. If it is stopped and started again, it checks and keeps the finished shards. At the
+end it prints the [[data.sources]] tables that read what it wrote.
 """
 
 import sys
@@ -14,19 +14,19 @@ from torchllm.config import Config, Natural, Positive, load_config
 
 @dataclass(frozen=True)
 class Prepare:
-    """What recipes/prepare.py writes."""
+    """Where and how recipes/prepare.py writes."""
 
     folder: str = ""
     """folder to write to; each source gets a folder in it"""
     processes: Natural = 0
-    """processes that tokenize; 0: one a CPU"""
+    """processes that tokenize; 0: one per CPU"""
     shard_mib: Positive = 64.0
-    """text in a shard, about, in MiB: the unit of parallel work and of starting again"""
+    """text in a shard, in MiB, approximately: the unit of parallel work, and what is done again after a stop"""
 
 
 @dataclass(frozen=True)
 class PrepareConfig(Config):
-    """A run's config and what to prepare from it."""
+    """The config of a run, with a section on how to prepare its data."""
 
     prepare: Prepare = field(default_factory=Prepare)
 
@@ -35,7 +35,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchllm.config import Source
 from torchllm.data.build import CorpusPlan, TokenizerSpec
@@ -45,14 +45,49 @@ from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
 
 
+class Prepared(NamedTuple):
+    """A corpus that was written."""
+
+    header: dict[str, Any]
+    seconds: float | None
+    """that it took; None: it was written earlier"""
+
+
+def main(config: PrepareConfig) -> None:
+    """Tokenize every raw source, and print the tables that read the result. DataError says what is wrong with one."""
+    if not config.prepare.folder:
+        raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
+    root = Path(config.prepare.folder).expanduser().resolve()
+    processes = config.prepare.processes or available_cpus()
+    spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    tables = []
+    for index, source in enumerate(config.data.sources):
+        table = source
+        if is_raw(source):
+            folder = root / folder_name(index, source)
+            plan = plan_corpus(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
+            report(folder, prepare(plan, spec, folder, processes))
+            table = Source(kind="tokens", path=str(folder), weight=source.weight)
+        tables.append(table)
+    print("\nTo train on it:\n")
+    print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
+    for table in tables:
+        path = f"path = {json.dumps(table.path)}\n" if table.path else ""
+        print(f'\n[[data.sources]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+
+
 def folder_name(index: int, source: Source) -> str:
-    """A folder name for a source: its place in the config, kind, and what its path ends with."""
-    tail = re.sub(r"[^A-Za-z0-9]+", "-", Path(source.path).stem).strip("-")
-    return "-".join(part for part in (str(index), source.kind, tail) if part)
+    """Return a folder name for a source: its place in the config, its kind, and the end of its path."""
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(source.path).stem).strip("-")
+    parts = [str(index), source.kind]
+    if stem:
+        parts.append(stem)
+    return "-".join(parts)
 
 
-def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int) -> tuple[dict[str, Any], float]:
-    """The header of the corpus in `folder`, and the seconds it took to write (0: it was there)."""
+def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int) -> Prepared:
+    """Write the corpus to `folder`, if it is not there yet."""
     if (folder / HEADER).exists():
         header = Corpus(folder).header
         if header["key"] != plan.key:
@@ -60,35 +95,19 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
                 f"{folder} holds another corpus (other files, tokenizer or settings): choose another prepare.folder, "
                 "or delete that one"
             )
-        return header, 0.0
+        return Prepared(header, None)
     start = time.perf_counter()
     header = tokenize_source(plan, spec, folder, processes)
-    return header, time.perf_counter() - start
+    return Prepared(header, time.perf_counter() - start)
 
 
-def main(config: PrepareConfig) -> None:
-    """Prepare every raw source. DataError says what is wrong with one."""
-    if not config.prepare.folder:
-        raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
-    spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    tables = []
-    for index, source in enumerate(config.data.sources):
-        folder = Path(config.prepare.folder).expanduser().resolve() / folder_name(index, source)
-        if is_raw(source):
-            plan = plan_corpus(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
-            header, seconds = prepare(plan, spec, folder, config.prepare.processes or available_cpus())
-            speed = f"{header['text_bytes'] / 1e6 / seconds:,.1f} MB/s" if seconds else "it was there already"
-            print(f"{folder}: {header['documents']:,} documents, {header['tokens']:,} tokens, {speed}")
-            for what, count in header["skipped"].items():
-                print(f"  skipped {count:,} records: {what}")
-            source = Source(kind="tokens", path=str(folder), weight=source.weight)
-        tables.append(source)
-    print("\nTo train on it:\n")
-    print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
-    for source in tables:
-        path = f"path = {json.dumps(source.path)}\n" if source.path else ""
-        print(f'\n[[data.sources]]\nkind = "{source.kind}"\n{path}weight = {source.weight}')
+def report(folder: Path, prepared: Prepared) -> None:
+    """Print what the corpus in `folder` holds."""
+    header, seconds = prepared
+    speed = "already there" if seconds is None else f"{header['text_bytes'] / 1e6 / seconds:,.1f} MB/s"
+    print(f"{folder}: {header['documents']:,} documents, {header['tokens']:,} tokens, {speed}")
+    for reason, count in header["skipped"].items():
+        print(f"  skipped {count:,} records: {reason}")
 
 
 if __name__ == "__main__":

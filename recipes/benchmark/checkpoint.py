@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import library_step, synthetic_batches
+from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """What a save takes from training: all of a synchronous one; of an asynchronous one its call and slower steps."""
     device, settings, mesh = runtime.device, config.benchmark, build_mesh(config.parallel, runtime.device)
-    stages, optimizer, take_step = library_step(config, runtime, mesh)
+    stages, optimizer, take_step = build_trial(config, runtime, mesh)
     batches = synthetic_batches(config, mesh, device)
 
     def work() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import library_step
+from torchllm.adapt.trial import build_trial
 from torchllm.config.errors import UserError
 from torchllm.data.build import TokenizerSpec
 from torchllm.data.cache import is_raw, plan_corpus, tokenize_source
@@ -72,7 +72,7 @@ def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
     ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts)
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
-    take_step = library_step(config, runtime, mesh)[-1]
+    take_step = build_trial(config, runtime, mesh).step
     waits, steps = [], []
     for _ in range(settings.warmup + settings.rounds * settings.steps):
         start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import library_step, synthetic_batches
+from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config.errors import UserError
 from torchllm.metrics.meter import peak_flops
 from torchllm.parallel.mesh import build_mesh
@@ -36,7 +36,7 @@ def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         raise UserError("benchmark.py step: the bare loop is data parallel only; set the other degrees to 1")
     batches = synthetic_batches(config, mesh, device)
     builders: dict[str, Callable[[], Work]] = {
-        "torchllm": lambda: partial(library_step(config, runtime, mesh)[-1], 1, batches),
+        "torchllm": lambda: partial(build_trial(config, runtime, mesh).step, 1, batches),
         "bare loop" if runtime.world_size == 1 else "bare FSDP2": lambda: bare_loop(config, runtime, mesh, batches),
     }
     loops = [warmed_up(build, settings.warmup, device) for build in builders.values()]

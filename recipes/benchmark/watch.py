@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import library_step, synthetic_batches
+from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config.errors import UserError
 from torchllm.metrics.step_profiler import StepProfiler
 from torchllm.parallel.mesh import build_mesh
@@ -24,7 +24,7 @@ def watch(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     device, settings, mesh = runtime.device, config.benchmark, build_mesh(config.parallel, runtime.device)
     if settings.rounds < 2 or not config.metrics.breakdown_interval:
         raise UserError("benchmark.py watch: needs 2 rounds or more, and metrics.breakdown_interval over 0")
-    work = partial(library_step(config, runtime, mesh)[-1], 1, synthetic_batches(config, mesh, device))
+    work = partial(build_trial(config, runtime, mesh).step, 1, synthetic_batches(config, mesh, device))
     profiler = StepProfiler(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
     seconds_of(work, settings.warmup, device)
     between: list[int] = []

@@ -45,9 +45,9 @@ def _heavy(recipe: Any, rank: int) -> None:
 
 
 def split_of(folder: Path) -> str:
-    found = re.search(r"^split = (\[.*)$", (folder / "config.toml").read_text(), re.MULTILINE)
-    assert found
-    return found[1]
+    match = re.search(r"^split = (\[.*)$", (folder / "config.toml").read_text(), re.MULTILINE)
+    assert match
+    return match[1]
 
 
 def test_blocks_leave_a_heavy_stage_until_it_is_the_best_split(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_blocks_leave_a_heavy_stage_until_it_is_the_best_split(tmp_path: Path) -
     assert pretrain(2, moved, *PIPELINE, "--parallel.rebalance=true", change=_heavy) == ["", ""]
     assert split_of(even) == "[]"
     assert split_of(moved) == "[1, 5]"
-    for one, other in zip(curve(moved), curve(even), strict=True):
-        assert one == pytest.approx(other, rel=1e-6)
+    for moved_step, even_step in zip(curve(moved), curve(even), strict=True):
+        assert moved_step == pytest.approx(even_step, rel=1e-6)
     seconds = [record["step_seconds"] for record in metrics(moved) if "loss" in record]
     assert sum(seconds[-4:]) < 0.9 * sum(seconds[3:7])  # measured: 0.7; two stages, four micro batches, in turn
 

@@ -5,12 +5,17 @@ import itertools
 import pytest
 import torch
 
-from torchllm.adapt.balance import better_split, partition
+from torchllm.adapt.balance import best_partition, better_split
 
 
 def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
-    ends = list(itertools.accumulate(split, initial=0))
-    return max(sum(blocks[a:b]) + own for (a, b), own in zip(itertools.pairwise(ends), fixed, strict=True))
+    """Seconds of the slowest stage."""
+    seconds = []
+    start = 0
+    for count, end in zip(split, fixed, strict=True):
+        seconds.append(sum(blocks[start : start + count]) + end)
+        start += count
+    return max(seconds)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -19,9 +24,11 @@ def test_no_split_is_better(seed: int) -> None:
     stages = 2 + seed % 3
     blocks = torch.rand(stages + 1 + seed % 5, generator=generator).tolist()
     fixed = torch.rand(stages, generator=generator).tolist()
-    every = [split for split in itertools.product(range(1, len(blocks)), repeat=stages) if sum(split) == len(blocks)]
-    best = min(slowest(split, blocks, fixed) for split in every)
-    assert slowest(partition(blocks, fixed), blocks, fixed) == pytest.approx(best)
+    all_counts = itertools.product(range(1, len(blocks)), repeat=stages)
+    splits = [split for split in all_counts if sum(split) == len(blocks)]
+    best = best_partition(blocks, fixed)
+    assert best.slowest == pytest.approx(slowest(best.blocks, blocks, fixed))
+    assert best.slowest == pytest.approx(min(slowest(split, blocks, fixed) for split in splits))
 
 
 def test_even_stages_stay() -> None:

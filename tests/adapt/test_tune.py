@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,72 +44,83 @@ def text_of(config: Config) -> str:
     return layout_of(config).text()
 
 
-def _layouts() -> list[Config]:
+def _configs() -> list[Config]:
     return [tiny(settings) for settings in SETTINGS]
 
 
-def _real(cache: Path) -> str:
-    return text_of(fastest(_layouts(), _runtime(), cache))
+def _fastest(cache: Path) -> str:
+    return text_of(fastest(_configs(), _runtime(), cache))
 
 
 def test_real_layouts_are_measured_alike_on_all_ranks(tmp_path: Path) -> None:
-    found = run(_real, 4, tmp_path)
+    layouts = run(_fastest, 4, tmp_path)
     [times] = json.loads((tmp_path / "tuned.json").read_text()).values()
-    assert times.keys() == {text_of(config) for config in _layouts()}
+    assert times.keys() == {text_of(config) for config in _configs()}
     assert all(0 < seconds < 60 for seconds in times.values())
-    assert found == [min(times, key=times.get)] * 4
+    assert layouts == [min(times, key=times.get)] * 4
 
 
-def _pretended(cache: Path, seconds: list[float], ends: int | None = None) -> tuple[str, list[str]]:
-    """With measurements that take no time; `ends`: the one of these layouts that ends the job."""
+class Outcome(NamedTuple):
+    """What `fastest` did with pretended measurements."""
+
+    answer: str
+    """the layout, or the error"""
+    measured: list[str]
+    """layouts, in order"""
+
+
+def _pretended(cache: Path, seconds: list[float], crashes: int | None = None) -> Outcome:
+    """With measurements that take no time; `crashes`: index of the layout whose measurement ends the job."""
+    layouts = [text_of(config) for config in _configs()]
     measured: list[str] = []
 
     def pretend(config: Config, runtime: Any) -> float:
         measured.append(text_of(config))
-        which = [text_of(one) for one in _layouts()].index(measured[-1])
-        if which == ends:
+        index = layouts.index(measured[-1])
+        if index == crashes:
             raise RuntimeError("out of memory")
-        return seconds[which]
+        return seconds[index]
 
-    kept, tune.measure = tune.measure, pretend
-    try:
-        return text_of(fastest(_layouts(), _runtime(), cache)), measured
-    except (RuntimeError, UserError) as error:
-        return str(error), measured
-    finally:
-        tune.measure = kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "measure", pretend)
+        try:
+            return Outcome(text_of(fastest(_configs(), _runtime(), cache)), measured)
+        except (RuntimeError, UserError) as error:
+            return Outcome(str(error), measured)
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
-    tp, dp, pp = map(text_of, _layouts())
+def test_a_layout_is_measured_once_per_number_of_ranks(tmp_path: Path) -> None:
+    tp, dp, pp = map(text_of, _configs())
     assert run(_pretended, 2, tmp_path, [3.0, 2.0, 1.0]) == [(pp, [tp, dp, pp])] * 2
     assert run(_pretended, 2, tmp_path, [1.0, 1.0, 9.0]) == [(pp, [])] * 2
     assert run(_pretended, 1, tmp_path, [1.0, 2.0, 9.0]) == [(tp, [tp, dp, pp])]  # another number of ranks
 
 
 def test_a_layout_that_ended_a_job_is_not_tried_again(tmp_path: Path) -> None:
-    tp, dp, pp = map(text_of, _layouts())
+    tp, dp, pp = map(text_of, _configs())
     assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [("out of memory", [tp])] * 2
     assert run(_pretended, 2, tmp_path, [1.0, 2.0, 3.0], 0) == [(dp, [dp, pp])] * 2
 
 
-def test_all_of_them_ended_a_job(tmp_path: Path) -> None:
+def test_where_every_layout_ended_a_job_the_error_names_the_file(tmp_path: Path) -> None:
     run(_pretended, 1, tmp_path, [float("inf")] * 3)
-    [(said, measured)] = run(_pretended, 1, tmp_path, [1.0] * 3)
+    [outcome] = run(_pretended, 1, tmp_path, [1.0] * 3)
     file = tmp_path / "tuned.json"
-    assert said == f"parallel.layout: each of the planner's layouts has ended a job; {file} remembers it"
-    assert measured == []
+    assert outcome.answer == (
+        f"parallel.layout: every proposed layout crashed earlier (recorded in {file}); delete that file to try again"
+    )
+    assert outcome.measured == []
 
 
 def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:
     for text in ("{", "[]", ""):
         (tmp_path / "tuned.json").write_text(text)
-        tp = text_of(_layouts()[0])
+        tp = text_of(_configs()[0])
         assert run(_pretended, 1, tmp_path, [1.0, 2.0, 3.0])[0][0] == tp
 
 
 def test_one_layout_is_not_measured() -> None:
-    config = _layouts()[0]
+    config = _configs()[0]
     assert fastest([config], None, Path("/nowhere")) is config
 
 
@@ -122,5 +133,5 @@ def test_a_run_of_two_ranks_tunes_itself_and_trains_the_same_model(
     assert 'layout = "manual"' in text
     [times] = json.loads((tmp_path / "cache/tuned.json").read_text()).values()
     assert len(times) == 4
-    for one, other in zip(curve(tmp_path / "run"), curve(trained), strict=True):
-        assert one == pytest.approx(other, rel=1e-6)
+    for tuned_step, trained_step in zip(curve(tmp_path / "run"), curve(trained), strict=True):
+        assert tuned_step == pytest.approx(trained_step, rel=1e-6)

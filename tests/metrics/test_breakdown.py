@@ -78,9 +78,9 @@ def test_without_a_collective_the_phases_are_all() -> None:
 def test_a_cpu_waits_where_no_operator_runs_and_a_collective_is_under_way() -> None:
     operators = [operator(12, 20), event("c10d::allreduce_", 20, 20.05), operator(30, 40)]
     all_reduce = collective("gloo:all_reduce", 21, 28)
-    found = parts([*operators, all_reduce], [record(7, "1", "gloo:all_reduce", 20)])
-    assert found["exposed tp"] == 8  # 20 to 28: from its creation
-    assert found["forward"] == 22
+    milliseconds = parts([*operators, all_reduce], [record(7, "1", "gloo:all_reduce", 20)])
+    assert milliseconds["exposed tp"] == 8  # 20 to 28: from its creation
+    assert milliseconds["forward"] == 22
 
 
 def test_a_collective_behind_operators_is_not_exposed() -> None:
@@ -90,9 +90,9 @@ def test_a_collective_behind_operators_is_not_exposed() -> None:
 
 def test_a_wait_inside_an_operator_of_dtensor_is_a_wait() -> None:
     """aten::mm of DTensors is around the collective that it needs."""
-    around = [operator(12, 40), event("_c10d_functional::wait_tensor", 14, 34)]
+    dtensor = [operator(12, 40), event("_c10d_functional::wait_tensor", 14, 34)]
     all_reduce = collective("gloo:all_reduce", 14, 34)
-    assert parts([*around, all_reduce], [record(7, "1", "gloo:all_reduce", 14)])["exposed tp"] == 20
+    assert parts([*dtensor, all_reduce], [record(7, "1", "gloo:all_reduce", 14)])["exposed tp"] == 20
 
 
 def test_short_gaps_are_pythons_and_a_sleep_is_work() -> None:
@@ -111,28 +111,28 @@ def test_overlapping_waits_are_charged_once_to_the_one_that_began_first() -> Non
         kernel("ncclDevKernel_AllGather", 25, 38, launched=15),
     ]
     records = [record(7, "1", "nccl:all_reduce", 12.5), record(8, "3", "nccl:all_gather", 14)]
-    found = parts(kernels, records)
-    assert (found["exposed tp"], found["exposed cp"]) == (10, 8)
+    milliseconds = parts(kernels, records)
+    assert (milliseconds["exposed tp"], milliseconds["exposed cp"]) == (10, 8)
 
 
 def test_a_wait_while_the_loop_evaluates_is_the_evaluations() -> None:
     """The loop waits for data until 5 ms; a collective that ends at 8 ms is exposed for the last 3."""
-    found = parts([collective("gloo:all_reduce", 1, 8)], [record(7, "1", "gloo:all_reduce", 1)])
-    assert (found["data"], found["exposed tp"]) == (5, 3)
+    milliseconds = parts([collective("gloo:all_reduce", 1, 8)], [record(7, "1", "gloo:all_reduce", 1)])
+    assert (milliseconds["data"], milliseconds["exposed tp"]) == (5, 3)
 
 
 def test_the_bubble_is_what_a_pipeline_waits_beyond_its_messages() -> None:
     operators = [operator(12, 20), operator(35, 40), operator(43, 80)]
     messages = [collective("gloo:recv", 20, 35), collective("gloo:recv", 40, 43)]
-    found = parts([*operators, *messages])
-    assert (found["exposed pp"], found["bubble"]) == (6, 12)
+    milliseconds = parts([*operators, *messages])
+    assert (milliseconds["exposed pp"], milliseconds["bubble"]) == (6, 12)
 
 
 def test_messages_of_a_ring_are_its_own() -> None:
     operators = [operator(12, 20), operator(35, 80)]
     receive = collective("gloo:recv", 20, 35)
-    found = parts([*operators, receive, annotation(MESSAGES + "3", 19.9, 20.1)])
-    assert found["exposed cp"] == 15
+    milliseconds = parts([*operators, receive, annotation(MESSAGES + "3", 19.9, 20.1)])
+    assert milliseconds["exposed cp"] == 15
 
 
 def test_a_gpu_computes_where_a_kernel_runs_that_is_not_nccls() -> None:
@@ -142,8 +142,8 @@ def test_a_gpu_computes_where_a_kernel_runs_that_is_not_nccls() -> None:
         kernel("gemm", 50, 90, launched=45),
         kernel("adam", 90, 96, launched=86),
     ]
-    found = parts(kernels, [record(7, "1", "nccl:all_gather", 12.9), record(8, "2", "nccl:send", 44)])
-    assert found == {"data": 5, "forward": 20, "exposed tp": 8, "backward": 40, "optimizer": 6, "other": 21}
+    milliseconds = parts(kernels, [record(7, "1", "nccl:all_gather", 12.9), record(8, "2", "nccl:send", 44)])
+    assert milliseconds == {"data": 5, "forward": 20, "exposed tp": 8, "backward": 40, "optimizer": 6, "other": 21}
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

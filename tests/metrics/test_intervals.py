@@ -1,4 +1,4 @@
-"""Arithmetic of stretches, against sets of integers."""
+"""Arithmetic of stretches of time, compared with sets of integers."""
 
 import itertools
 import random
@@ -15,14 +15,14 @@ def drawn(random: random.Random) -> list[Stretch]:
     return [(start, start + random.randrange(1, 12)) for start in starts]
 
 
-def test_they_are_sets_of_points() -> None:
+def test_stretches_are_sets_of_points() -> None:
     generator = random.Random(0)
     for _ in range(500):
-        some, others = union(drawn(generator)), union(drawn(generator))
-        assert points(intersection(some, others)) == points(some) & points(others)
-        assert points(difference(some, others)) == points(some) - points(others)
-        assert length(some) == len(points(some))
-        for result in (some, intersection(some, others), difference(some, others)):
+        first, second = union(drawn(generator)), union(drawn(generator))
+        assert points(intersection(first, second)) == points(first) & points(second)
+        assert points(difference(first, second)) == points(first) - points(second)
+        assert length(first) == len(points(first))
+        for result in (first, intersection(first, second), difference(first, second)):
             assert result == sorted(result)
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(result))
 

@@ -100,8 +100,8 @@ def test_record(clock: Clock) -> None:
     assert sink.closed
     assert [record["step"] for record in sink.records] == [1, 3, 6, 7]
     rate = 8 * 16 / 2.0
-    palm, again = flops_per_token(MODEL, 16), recomputed_flops_per_token(MODEL, Recompute("full"), 16)
-    assert again > 0
+    palm, recomputed = flops_per_token(MODEL, 16), recomputed_flops_per_token(MODEL, Recompute("full"), 16)
+    assert recomputed > 0
     record = dict(sink.records[2])
     assert record.pop("memory_gib") == pytest.approx(memory_gib(CPU), abs=0.5)
     assert record == {
@@ -115,7 +115,7 @@ def test_record(clock: Clock) -> None:
         "data_seconds": 0.25,
         "mfu": rate * palm / 4e9,
         "mfu_unmasked": rate * flops_per_token(MODEL, 16, 8.5) / 4e9,
-        "hfu": rate * (palm + again) / 4e9,
+        "hfu": rate * (palm + recomputed) / 4e9,
         "skipped_steps": 2,
     }
 
@@ -172,10 +172,10 @@ def test_every_key_is_described_and_has_its_curve(clock: Clock) -> None:
 
 
 def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
-    before = memory_gib(CPU)
+    empty = memory_gib(CPU)
     held = torch.ones(2**26)  # a quarter of a GiB
     # 0.05: other threads and the allocator may give memory back meanwhile.
-    assert memory_gib(CPU) - before == pytest.approx(0.25, abs=0.05)
+    assert memory_gib(CPU) - empty == pytest.approx(0.25, abs=0.05)
     assert held.numel() == 2**26
 
 
@@ -183,10 +183,10 @@ def test_measured_peak_is_above_what_a_product_reaches_and_quick() -> None:
     start = time.perf_counter()
     peak = measured_peak_flops()
     assert time.perf_counter() - start < 5  # 0.3 s meant; a shared machine stalls
-    left, right = torch.rand(256, 256), torch.rand(256, 256)
+    matrix = torch.rand(256, 256)
     start = time.perf_counter()
     for _ in range(20):
-        left @ right
+        matrix @ matrix
     reached = 20 * 2 * 256**3 / (time.perf_counter() - start)
     # 0.5: what else runs on the machine may slow either measurement.
     assert peak > 0.5 * reached

@@ -40,10 +40,10 @@ def monitor_of(
 
 def _starved(folder: Path, waits: list[float]) -> list[int | None]:
     """The rank named at checkpoints 0.2 s apart, in which rank 1 waited so many seconds for data."""
-    seen: list[int | None] = []
+    observed: list[int | None] = []
 
     def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
-        seen.append(bottlenecks.data_wait.rank if bottlenecks.data_wait else None)
+        observed.append(bottlenecks.data_wait.rank if bottlenecks.data_wait else None)
 
     monitor = monitor_of(folder, tiny({"parallel.dp_shard": 2}), adapt)
     for wait in waits:
@@ -51,7 +51,7 @@ def _starved(folder: Path, waits: list[float]) -> list[int | None]:
             time.sleep(0.2)
         monitor.meter.total_data_wait += wait * dist.get_rank()
         assert not monitor.wants_change(1)
-    return seen
+    return observed
 
 
 def test_a_starved_loader_is_seen_on_all_ranks(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def _changed(folder: Path) -> list[Any]:
 
 
 def test_a_change_is_kept_for_the_next_begin(tmp_path: Path) -> None:
-    [(kept, reason, seconds)] = run(_changed, 1, tmp_path)
-    assert kept
+    [(is_second, reason, seconds)] = run(_changed, 1, tmp_path)
+    assert is_second
     assert reason == "another seed"
     assert seconds == pytest.approx(0.05, abs=0.04)
 
@@ -105,10 +105,10 @@ def test_without_somebody_to_decide_a_run_keeps_its_config(tmp_path: Path) -> No
 
 def _stage_times(folder: Path) -> list[bool]:
     """At each checkpoint: whether stage times were measured. Six steps are needed; they are measured once."""
-    seen: list[bool] = []
+    observed: list[bool] = []
 
     def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
-        seen.append(bottlenecks.stage_seconds is not None)
+        observed.append(bottlenecks.stage_seconds is not None)
 
     config = tiny({"parallel.pp": 2, "parallel.rebalance": True})
     monitor = monitor_of(folder, config, adapt)
@@ -120,7 +120,7 @@ def _stage_times(folder: Path) -> list[bool]:
         with monitor.step(n):
             pass
         monitor.wants_change(n)
-    return seen
+    return observed
 
 
 def test_stages_are_timed_once_in_the_first_steps(tmp_path: Path) -> None:

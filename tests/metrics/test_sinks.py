@@ -93,7 +93,7 @@ def test_a_complete_last_line_without_its_newline_is_not_glued(tmp_path: Path) -
 def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 8))
-    before = path.read_bytes()
+    content = path.read_bytes()
 
     def fail(*_: object) -> None:
         raise OSError("disk gone")
@@ -101,7 +101,7 @@ def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk gone"):
         JsonLines(path, start=3)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:

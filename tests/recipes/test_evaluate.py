@@ -13,19 +13,19 @@ from torchllm.checkpoint.manifest import CheckpointError
 def test_it_is_what_pretrain_logged(
     trained: Path, capsys: pytest.CaptureFixture[str], step: int, overrides: list[str]
 ) -> None:
-    logged = {record["step"]: record["validation_loss"] for record in metrics(trained) if "validation_loss" in record}
+    logged = {record["step"]: record.get("validation_loss") for record in metrics(trained)}
     assert logged[8] < logged[4] < math.log(264)
-    loss = evaluate.main(alone(trained, *(override.format(trained) for override in overrides)))
+    named = [override.format(trained) for override in overrides]
+    loss = evaluate.main(alone(trained, *named))
     assert loss == pytest.approx(logged[step], rel=1e-6)  # a float64 sum of float32 losses, over 1 rank instead of 2
-    perplexity = math.exp(loss)
-    assert (
-        capsys.readouterr().out == f"step {step}  validation loss {loss:.4f} nats/token  perplexity {perplexity:.3f}\n"
-    )
+    line = f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}\n"
+    assert capsys.readouterr().out == line
 
 
 def test_it_reads_as_many_sequences_as_asked(trained: Path) -> None:
-    few, many = (evaluate.main(alone(trained, f"--evaluate.sequences={count}")) for count in (1, 40))
-    assert abs(few - many) > 1e-3
+    of_one = evaluate.main(alone(trained, "--evaluate.sequences=1"))
+    of_forty = evaluate.main(alone(trained, "--evaluate.sequences=40"))
+    assert abs(of_one - of_forty) > 1e-3
 
 
 def test_no_checkpoint_is_an_error(trained: Path, tmp_path: Path) -> None:

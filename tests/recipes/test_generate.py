@@ -26,10 +26,10 @@ def decoder(model: Model, folder: Path | None = None) -> Decoder:
 
 
 def continued(
-    model: Decoder, prompt: list[int], settings: Generate, end: int = -1, longest: int = 64, seed: int = 0
+    model: Decoder, prompt: list[int], settings: Generate, end: int = -1, max_length: int = 64, seed: int = 0
 ) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return generate.continue_text(model, torch.tensor([prompt]), settings, VOCAB, end, longest, generator)
+    return generate.continue_text(model, torch.tensor([prompt]), settings, VOCAB, end, max_length, generator)
 
 
 @torch.no_grad()
@@ -53,66 +53,81 @@ SIZES = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "max_sequence_length"
 )
 def test_the_cache_changes_nothing(model: Model) -> None:
     prompt = [256, 100, 101, 102, 32]
-    wanted = recomputed(decoder(model), prompt, GREEDY.tokens)
-    assert len(set(wanted)) > 3  # a model that repeats one token would show little
-    assert continued(decoder(model), prompt, GREEDY) == wanted
+    expected = recomputed(decoder(model), prompt, GREEDY.tokens)
+    assert len(set(expected)) > 3  # a model that repeats one token would show little
+    assert continued(decoder(model), prompt, GREEDY) == expected
 
 
-def test_it_stops_at_the_end_token_and_at_the_longest_text() -> None:
+def test_it_stops_at_the_end_token() -> None:
     model = Model(**SIZES)
     free = continued(decoder(model), [256], GREEDY)
     end = next(token for token in free if token != free[0])
     assert continued(decoder(model), [256], GREEDY, end=end) == free[: free.index(end) + 1]
-    # The begin token, then 10 of text.
-    assert continued(decoder(model), [256, 1, 2], GREEDY, longest=10) == recomputed(decoder(model), [256, 1, 2], 8)
-    assert continued(decoder(model), [256, *range(10)], GREEDY, longest=10) == []
+
+
+def test_it_stops_at_the_longest_text() -> None:
+    """The begin token, then 10 of text."""
+    model = Model(**SIZES)
+    prompt = [256, 1, 2]
+    assert continued(decoder(model), prompt, GREEDY, max_length=10) == recomputed(decoder(model), prompt, 8)
+    assert continued(decoder(model), [256, *range(10)], GREEDY, max_length=10) == []
 
 
 def test_learned_positions_end_with_their_table() -> None:
     model = Model(family="gpt", **(SIZES | {"max_sequence_length": 12}))
-    assert len(continued(decoder(model), [256, 1, 2], GREEDY, longest=12)) == 10
+    assert len(continued(decoder(model), [256, 1, 2], GREEDY, max_length=12)) == 10
 
 
-def test_sampling_is_repeatable_and_keeps_to_the_top() -> None:
-    model, settings = Model(**SIZES), Generate(tokens=40, temperature=1.5, top_k=3)
-    texts = [continued(decoder(model), [256], settings, seed=seed) for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
+def test_a_seed_repeats_its_text() -> None:
+    model = Model(**SIZES)
+    settings = Generate(tokens=40, temperature=1.5, top_k=3)
+    first = continued(decoder(model), [256], settings, seed=0)
+    assert continued(decoder(model), [256], settings, seed=0) == first
+    assert continued(decoder(model), [256], settings, seed=1) != first
+
+
+def sampled(settings: Generate) -> list[int]:
+    """200 tokens from one set of logits, the highest the last."""
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
     generator = torch.Generator().manual_seed(0)
-    chosen = [generate.choose(logits, settings, generator) for _ in range(200)]
-    assert set(chosen) == {1, 2, 3}
-    assert {generate.choose(logits, Generate(top_k=0, temperature=9.0), generator) for _ in range(200)} == {0, 1, 2, 3}
-    assert {generate.choose(logits, Generate(temperature=0.0), generator)} == {3}
-    cold = [generate.choose(logits, Generate(top_k=0, temperature=0.1), generator) for _ in range(200)]
+    return [generate.sample_token(logits, settings, generator) for _ in range(200)]
+
+
+def test_samples_keep_to_the_top_and_to_the_temperature() -> None:
+    assert set(sampled(Generate(top_k=3, temperature=1.5))) == {1, 2, 3}
+    assert set(sampled(Generate(top_k=0, temperature=9.0))) == {0, 1, 2, 3}
+    assert set(sampled(Generate(temperature=0.0))) == {3}
+    cold = sampled(Generate(top_k=0, temperature=0.1))
     assert cold.count(3) > 190
 
 
 def test_a_checkpoint_of_two_ranks_speaks_on_one_device(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = alone(trained, "--generate.temperature=0", "--generate.prompt=dé≠")
+    prompt = "dé≠"
+    config = alone(trained, "--generate.temperature=0", f"--generate.prompt={prompt}")
     text = generate.main(config)
-    printed = capsys.readouterr().out
-    assert printed == f"--- step 8, 20 tokens at temperature 0 ---\n{text}\n"
-    assert text.startswith("dé≠")
+    assert capsys.readouterr().out == f"--- step 8, 20 tokens at temperature 0 ---\n{text}\n"
     assert generate.main(config) == text
-    wanted = recomputed(decoder(config.model, trained), [256, *"dé≠".encode()], 20)
-    assert text.encode(errors="replace") == ("dé≠" + bytes(wanted).decode(errors="replace")).encode(errors="replace")
-    older = alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000004")
-    generate.main(older)
-    assert capsys.readouterr().out.partition("--- step 8")[2].count("--- step 4, 20 tokens at temperature 0.8 ---") == 1
+    ids = recomputed(decoder(config.model, trained), [256, *prompt.encode()], 20)
+    continuation = bytes(ids).decode(errors="replace")
+    assert text.encode(errors="replace") == (prompt + continuation).encode(errors="replace")
+
+
+def test_a_named_checkpoint_is_used_instead_of_the_newest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate.main(alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000004"))
+    assert capsys.readouterr().out.startswith("--- step 4, 20 tokens at temperature 0.8 ---\n")
 
 
 def test_a_terminal_that_cannot_show_it_all_is_no_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
     generate.main(alone(trained, "--generate.prompt=dé≠"))
     sys.stdout.flush()
-    assert b"\nd??" in shown.getvalue()
+    assert b"\nd??" in terminal.getvalue()
 
 
 def test_no_checkpoint_is_an_error_that_says_where_it_looked(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=f"{tmp_path}/checkpoints holds no checkpoint; name a run folder's config"
-    ):
+    message = f"{tmp_path}/checkpoints holds no checkpoint; name a run folder's config"
+    with pytest.raises(CheckpointError, match=message):
         generate.main(alone(trained, f"--run.folder={tmp_path}"))
     with pytest.raises(CheckpointError, match="step-00000009"):
         generate.main(alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000009"))

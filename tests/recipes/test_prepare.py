@@ -40,18 +40,18 @@ def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
     assert 'tokenizer = "bytes"' in printed
     assert f'[[data.sources]]\nkind = "tokens"\npath = "{tokens}/0-jsonl-a"\nweight = 3.0' in printed
     assert '[[data.sources]]\nkind = "synthetic"\nweight = 1.0' in printed
-    wanted = [json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()]
     corpus = Corpus(tokens / "0-jsonl-a")
-    assert documents(corpus, "train") == wanted
+    assert documents(corpus, "train") == texts
     assert len(corpus.header["shards"]) > 4
     assert documents(Corpus(next(tokens.glob("1-text*"))), "train") == ["a whole file"]
 
-    again = prepare(folder, *options, "--data.validation_fraction=0.0")
-    assert again.stdout.count("it was there already") == 2
-    other = prepare(folder, *options, "--data.validation_fraction=0.5")
-    assert other.returncode == 1
-    assert "holds another corpus" in other.stderr
-    assert documents(Corpus(tokens / "0-jsonl-a"), "train") == wanted
+    repeated = prepare(folder, *options, "--data.validation_fraction=0.0")
+    assert repeated.stdout.count("already there") == 2
+    changed = prepare(folder, *options, "--data.validation_fraction=0.5")
+    assert changed.returncode == 1
+    assert "holds another corpus" in changed.stderr
+    assert documents(Corpus(tokens / "0-jsonl-a"), "train") == texts
 
 
 def test_bad_records_stop_it_or_are_counted(folder: Path) -> None:

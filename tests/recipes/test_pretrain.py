@@ -45,11 +45,18 @@ def test_resumed_on_another_layout_it_reads_the_same_samples(
     for resumed, whole in zip(curve(folder), curve(trained), strict=True):
         # Another order of float32 sums, through four steps of AdamW: 1e-7 has been seen. Other samples: 1e-2.
         assert resumed == pytest.approx(whole, rel=1e-6)
-    states = [
-        json.loads((run / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text()) for run in (folder, trained)
-    ]
-    assert states[0]["data"] == states[1]["data"]
-    assert states[0]["world_size"] == ranks
+    manifest = last_manifest(folder)
+    assert manifest["data"] == last_manifest(trained)["data"]
+    assert manifest["world_size"] == ranks
+
+
+def last_manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text())
+    return manifest
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/*"))
 
 
 def _signal_in_evaluation(recipe: Any, rank: int) -> None:
@@ -67,7 +74,7 @@ def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trai
     # Sent in the evaluation of step 4: the vote of step 5 has it, and is read at step 6.
     assert pretrain(2, tmp_path, change=_signal_in_evaluation) == ["", ""]
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
-    assert [path.name for path in sorted(tmp_path.glob("checkpoints/*"))] == ["step-00000004", "step-00000006"]
+    assert saved_steps(tmp_path) == ["step-00000004", "step-00000006"]
     assert pretrain(2, tmp_path) == ["", ""]
     assert not (tmp_path / "stopped.json").exists()
     assert curve(tmp_path) == curve(trained)

@@ -27,13 +27,13 @@ def pretrain(
     config: Path = ROOT / DEBUG,
     settings: Sequence[str] = SMALL,
 ) -> list[str]:
-    """Train; each rank's UserError, "" where it has none."""
+    """Train on warm ranks, and return each rank's UserError, or "" where it had none."""
     arguments = [str(config), *settings, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
     return workers.run(_pretrain, ranks, _merged(arguments, overrides), free_port(), change)
 
 
 def alone(folder: Path, *overrides: str) -> Config:
-    """The config of a run for the recipes that run in one process."""
+    """Return the config of a run for the recipes that run in one process."""
     return load_config([str(folder / "config.toml"), *overrides], one_device=True)
 
 
@@ -48,7 +48,7 @@ def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # the recipe makes its own
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    kept = dict(vars(recipe))
+    names = dict(vars(recipe))
     with _environment({name: str(value) for name, value in variables.items()}), process_as_it_was():
         try:
             if change is not None:
@@ -58,7 +58,7 @@ def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
         except UserError as error:
             return str(error)
         finally:
-            vars(recipe).update(kept)
+            vars(recipe).update(names)
 
 
 @contextmanager

@@ -1,59 +1,64 @@
-"""Pipeline balance: how long each stage takes, measured, and the split of the blocks that would even it out.
+"""The split of a pipeline's blocks that evens out the measured times of its stages.
 
-The split that a run starts with goes by operations (`planner/split.py`); kernels and machines are not that even. The
-forwards of each stage are timed in the first steps; where the slowest is more than `UNEVEN` over the mean, the blocks
-are split anew, at the next checkpoint, from which the run goes on with the new split: same weights, same samples.
+The split that a run starts with counts operations (`torchllm/spec/stages.py`); kernels and machines are not that even.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 UNEVEN = 0.05
-"""how much the slowest stage may be over the mean"""
+"""stages are uneven if the slowest takes longer than the mean by more than this share"""
 
 
-def better_split(split: Sequence[int], seconds: Sequence[float], ends: tuple[float, float]) -> tuple[int, ...] | None:
-    """The split whose slowest stage is fastest, if it is at least `UNEVEN` / 2 faster; None where all is even.
+class PartialSplit(NamedTuple):
+    """A split of the first blocks over the first stages."""
 
-    split: blocks of each stage. seconds: of each. ends: the embedding's and the head's share of the first and the last
-    stage's, as fractions. A block that moves takes along what the blocks of its stage cost.
+    slowest: float
+    """seconds of the slowest of these stages"""
+    blocks: tuple[int, ...]
+    """of each"""
+
+
+def better_split(
+    split: Sequence[int], stage_seconds: Sequence[float], end_shares: tuple[float, float]
+) -> tuple[int, ...] | None:
+    """Return the split whose slowest stage is fastest; None if stages are even, or it gains less than `UNEVEN` / 2.
+
+    split: blocks of each stage. end_shares: the embedding's fraction of the first stage's time, the head's of the
+    last's. A block that moves is taken to cost what the blocks of its stage cost now.
     """
-    if max(seconds) <= (1 + UNEVEN) * sum(seconds) / len(seconds):
+    mean = sum(stage_seconds) / len(stage_seconds)
+    if max(stage_seconds) <= (1 + UNEVEN) * mean:
         return None
-    fixed = [0.0] * len(split)
-    fixed[0] += ends[0] * seconds[0]
-    fixed[-1] += ends[1] * seconds[-1]
-    blocks = [(s - f) / n for n, s, f in zip(split, seconds, fixed, strict=True) for _ in range(n)]
-    best = partition(blocks, fixed)
-    slowest = max(_stages(best, blocks, fixed))
-    return best if slowest < (1 - UNEVEN / 2) * max(seconds) else None
+    fixed = [0.0] * len(split)  # seconds that stay with a stage when its blocks move
+    fixed[0] += end_shares[0] * stage_seconds[0]
+    fixed[-1] += end_shares[1] * stage_seconds[-1]
+    block_seconds: list[float] = []
+    for blocks, seconds, end_seconds in zip(split, stage_seconds, fixed, strict=True):
+        block_seconds += [(seconds - end_seconds) / blocks] * blocks
+    best = best_partition(block_seconds, fixed)
+    gains = best.slowest < (1 - UNEVEN / 2) * max(stage_seconds)
+    return best.blocks if gains else None
 
 
-def partition(blocks: Sequence[float], fixed: Sequence[float]) -> tuple[int, ...]:
-    """Blocks a stage, one at least, in order, so that the largest sum, `fixed` added, is least."""
-    count, stages = len(blocks), len(fixed)
-    before = [0.0]
-    for cost in blocks:
-        before.append(before[-1] + cost)
-    # best[n]: least largest sum of the first n blocks over the stages so far, and how many of them the last one has
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for stage in range(stages):
-        here: dict[int, tuple[float, int]] = {}
-        for n in range(stage + 1, count - (stages - stage - 1) + 1):
-            ways = [
-                (max(best[-1][m][0], before[n] - before[m] + fixed[stage]), n - m) for m in range(n) if m in best[-1]
-            ]
-            here[n] = min(ways)
-        best.append(here)
-    found, n = [], count
-    for stage in range(stages, 0, -1):
-        found.append(best[stage][n][1])
-        n -= found[-1]
-    return tuple(reversed(found))
+def best_partition(block_seconds: Sequence[float], fixed: Sequence[float]) -> PartialSplit:
+    """Return the split into stages of at least one block whose slowest stage is fastest.
 
-
-def _stages(split: Sequence[int], blocks: Sequence[float], fixed: Sequence[float]) -> list[float]:
-    found, at = [], 0
-    for count, own in zip(split, fixed, strict=True):
-        found.append(sum(blocks[at : at + count]) + own)
-        at += count
-    return found
+    fixed: seconds of each stage beside its blocks. Stages are added one by one; of the ways to give them the first n
+    blocks only the best can be part of the best whole (dynamic programming).
+    """
+    until = [0.0, *accumulate(block_seconds)]  # seconds of the first n blocks
+    best = {0: PartialSplit(0.0, ())}  # by number of blocks
+    for stage, end_seconds in enumerate(fixed):
+        later_stages = len(fixed) - stage - 1  # each needs a block
+        longer = {}
+        for end in range(stage + 1, len(block_seconds) - later_stages + 1):
+            candidates = []
+            for start, partial in best.items():
+                if start < end:
+                    seconds = until[end] - until[start] + end_seconds
+                    candidates.append(PartialSplit(max(partial.slowest, seconds), (*partial.blocks, end - start)))
+            longer[end] = min(candidates, key=lambda candidate: (candidate.slowest, candidate.blocks[-1]))
+        best = longer
+    return best[len(block_seconds)]

@@ -1,4 +1,6 @@
-"""A step put together as recipes/pretrain.py does, and random batches for it: what `tune` and the benchmarks time."""
+"""A step built as recipes/pretrain.py builds it, and random batches for it: what `tune` and the benchmarks time."""
+
+from typing import NamedTuple
 
 import torch
 
@@ -15,32 +17,38 @@ from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.train.step import TrainStep
 
 
-def library_step(
-    config: Config, runtime: Runtime, mesh: Mesh
-) -> tuple[list[Decoder], torch.optim.Optimizer, TrainStep]:
-    """Our stages, optimizer and step, built as pretrain.py builds them."""
+class Trial(NamedTuple):
+    """What takes steps, without data and checkpoints."""
+
+    stages: list[Decoder]
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+
+
+def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
+    """Build stages, optimizer and step on this rank. The order of calls is that of recipes/pretrain.py."""
     device, training = runtime.device, config.training
-    with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk)
     dtype = compute_dtype(training, device)
     length = training.sequence_length
+    with torch.device("meta"):
+        model = build_model(config.model, training.loss_chunk)
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, training, dtype)
-    return stages, optimizer, TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)
+    step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)
+    return Trial(stages, optimizer, step)
 
 
 def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[Batch]:
-    """One rank's micro batches of a step, random and on the device."""
+    """Return the micro batches of a step of one rank: random tokens, on the device."""
     training = config.training
-    shape = (training.micro_batch_size, training.sequence_length)
+    shape = (training.micro_batch_size, training.sequence_length)  # (B, S)
+    positions = torch.arange(training.sequence_length, device=device).expand(shape)
     batches = []
     for _ in range(gradient_accumulation(training, mesh.data_size)):
         tokens, labels = torch.randint(config.model.vocab, (2, *shape), device=device)
-        positions = torch.arange(shape[1], device=device).expand(shape)
-        batches.append(
-            Batch(tokens, labels, positions, torch.zeros_like(tokens) if config.data.document_mask else None)
-        )
+        document_ids = torch.zeros_like(tokens) if config.data.document_mask else None
+        batches.append(Batch(tokens, labels, positions, document_ids))
     return batches

@@ -1,25 +1,27 @@
-"""`[parallel] layout = "tune"`: the planner's best layouts, measured for a few steps each; the fastest trains.
+"""`[parallel] layout = "tune"`: measures the planner's best layouts for a few steps each; the fastest trains.
 
-All in one launch: each is built as the run would build it, takes `STEPS` steps of random tokens, and is taken down
-again. What was measured is kept in tuned.json of the cache folder, by model, batch, machine and versions: the next run
-that could use it measures nothing. A layout that ended a job before it had a time (out of memory) is not tried again.
+All in one launch: each layout is built as the run would build it, takes `STEPS` steps of random tokens, and is taken
+down again. The times are kept in tuned.json of the cache folder, by model, batch, machine and versions: the next run
+measures nothing. A layout that ended a job before it had a time (out of memory) is not tried again.
 """
 
 import gc
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchllm.adapt.trial import library_step, synthetic_batches
+from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.parallel.mesh import build_mesh
@@ -34,36 +36,37 @@ STEPS = 4
 
 
 def fastest(configs: Sequence[C], runtime: Runtime, cache: Path) -> C:
-    """Of configs that differ in their layout, the one whose steps are fastest here; of one, that one, unmeasured.
+    """Return the config whose steps are fastest here, of several that differ in their layouts.
 
-    cache: folder of what was measured before; rank 0's counts. UserError where none could be measured.
+    cache: folder of the times measured before; rank 0's count. UserError if none could be measured.
     """
     if len(configs) == 1:
         return configs[0]
-    known = Known(cache, configs[0], runtime)
-    times = []
+    times = LayoutTimes(cache, configs[0], runtime)
     for config in configs:
-        seconds = known.get(config)
-        if seconds is None:
-            known.put(config, float("inf"))  # so it stays if this ends the job
-            seconds = measure(config, runtime)
-            known.put(config, seconds)
-            log.info("tune: %.4g s a step: %s", seconds, layout_of(config).text())
-        else:
-            log.info("tune: %.4g s a step, known: %s", seconds, layout_of(config).text())
-        times.append(seconds)
-    best = min(range(len(configs)), key=lambda index: times[index])
-    if times[best] == float("inf"):
-        raise UserError(f"parallel.layout: each of the planner's layouts has ended a job; {known.file} remembers it")
-    log.info("tune: the fastest of %d is %s", len(configs), layout_of(configs[best]).text())
-    return configs[best]
+        layout = layout_of(config).text()
+        if layout in times.seconds:
+            log.info("tune: %.4g s per step, measured before: %s", times.seconds[layout], layout)
+            continue
+        times.write(layout, math.inf)  # so it stays if measuring ends the job
+        times.write(layout, measure(config, runtime))
+        log.info("tune: %.4g s per step: %s", times.seconds[layout], layout)
+    best = min(configs, key=lambda config: times.seconds[layout_of(config).text()])
+    layout = layout_of(best).text()
+    if times.seconds[layout] == math.inf:
+        raise UserError(
+            f"parallel.layout: every proposed layout crashed earlier (recorded in {times.file}); delete that file to "
+            "try again"
+        )
+    log.info("tune: the fastest of %d is %s", len(configs), layout)
+    return best
 
 
 def measure(config: Config, runtime: Runtime) -> float:
-    """Seconds of a step of this layout, the slowest rank's median."""
+    """Return the seconds of a step of this layout: the median, on the slowest rank."""
     device = runtime.device
     mesh = build_mesh(config.parallel, device)
-    step = library_step(config, runtime, mesh)[-1]
+    step = build_trial(config, runtime, mesh).step
     batches = synthetic_batches(config, mesh, device)
     seconds = []
     for n in range(1, STEPS + 1):
@@ -71,7 +74,7 @@ def measure(config: Config, runtime: Runtime) -> float:
         start = time.perf_counter()
         float(step(n, batches).loss)  # waits for the device
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(sorted(seconds[1:])[len(seconds[1:]) // 2], dtype=torch.float64)
+    slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=runtime.host_group)
     del step
     gc.collect()
@@ -80,33 +83,30 @@ def measure(config: Config, runtime: Runtime) -> float:
     return float(slowest)
 
 
-class Known:
-    """Times of layouts of one model on one machine; every rank has rank 0's."""
+class LayoutTimes:
+    """Times of layouts of one model on one machine, from and to a file; every rank has rank 0's."""
 
     def __init__(self, cache: Path, config: Config, runtime: Runtime) -> None:
-        self.file, self.is_main = cache / "tuned.json", runtime.is_main
-        device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU x {os.cpu_count()}"
-        training = asdict(config.training) | {"steps": 0, "micro_batch_size": 0}
-        compiled = asdict(config.compile)
-        self.job = digest(asdict(config.model), training, compiled, runtime.world_size, device, torch.__version__)
+        self.file = cache / "tuned.json"
+        self.is_main = runtime.is_main
+        self.job = job_key(config, runtime)
         tables: list[Any] = [self._read()]
         dist.broadcast_object_list(tables, src=0, group=runtime.host_group)
-        self.times: dict[str, float] = tables[0].get(self.job, {})
+        self.seconds: dict[str, float] = tables[0].get(self.job, {})
+        """of a step, by layout; infinite for a layout that ended a job"""
 
-    def get(self, config: Config) -> float | None:
-        """Seconds a step; None: not known."""
-        return self.times.get(layout_of(config).text())
-
-    def put(self, config: Config, seconds: float) -> None:
-        """Remember, on disk at once."""
-        self.times[layout_of(config).text()] = seconds
-        if self.is_main:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.file.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(self._read() | {self.job: self.times}, indent=1) + "\n")
-            temporary.replace(self.file)
+    def write(self, layout: str, seconds: float) -> None:
+        """Set the time of a layout, on disk at once."""
+        self.seconds[layout] = seconds
+        if not self.is_main:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(self._read() | {self.job: self.seconds}, indent=1) + "\n")
+        temporary.replace(self.file)
 
     def _read(self) -> dict[str, Any]:
+        """Return the file's times by job; none if it is missing or damaged."""
         try:
             table = json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -114,6 +114,17 @@ class Known:
         return table if isinstance(table, dict) else {}
 
 
-def digest(*what: object) -> str:
-    """A name for what a time depends on."""
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+def job_key(config: Config, runtime: Runtime) -> str:
+    """Return a name for what the time of a layout depends on, beside the layout."""
+    device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU x {os.cpu_count()}"
+    # The micro batch is part of the layout; a time does not depend on how long the run is.
+    training = asdict(config.training) | {"steps": 0, "micro_batch_size": 0}
+    parts = (
+        asdict(config.model),
+        training,
+        asdict(config.compile),
+        runtime.world_size,
+        device,
+        torch.__version__,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -45,9 +45,9 @@ class DataWaitClock:
 
         total: seconds that this rank has waited for data since the clock was made.
         """
-        now = time.perf_counter()
-        waited = total - self.total, now - self.started
-        self.total, self.started = total, now
+        called = time.perf_counter()
+        waited = total - self.total, called - self.started
+        self.total, self.started = total, called
         # FOOTGUN: decide from gathered figures only. A decision by this rank's own clock would differ between ranks,
         # and the run would hang.
         ranks = [waited] * dist.get_world_size(self.host_group)

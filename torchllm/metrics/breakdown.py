@@ -282,9 +282,9 @@ def computing_parts(
     parts = {}
     for name in COMPUTING:
         ran = launched_in(kernels, phases[name]) if kernels else phases[name]
-        own = difference(intersection(ran, [step]), charged)
-        parts[name] = length(own)
-        charged = union([*charged, *own])
+        computing = difference(intersection(ran, [step]), charged)
+        parts[name] = length(computing)
+        charged = union([*charged, *computing])
     return parts
 
 

@@ -52,20 +52,20 @@ class Goodput:
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
         self.earlier_launches = read_launches(self.file)
-        now = time.time()
-        launched = min(now, float(os.environ.get(LAUNCHED, now)))
+        started = time.time()
+        launched = min(started, float(os.environ.get(LAUNCHED, started)))
         self.launch = Launch(launched, 0, launched)
 
     def begin(self, start: int) -> None:
         """Note that steps begin after step `start`: the time since the launch, or the last `write`, trained nothing."""
-        now = time.time()
-        preparing = now - self.launch.seen
+        begun = time.time()
+        preparing = begun - self.launch.seen
         if "start-up" in self.launch.lost:
             self.charge("rebuild", preparing)
         else:
             self.launch.first = start
             self.charge("start-up", preparing)
-        self.launch.seen, self.launch.step = now, start
+        self.launch.seen, self.launch.step = begun, start
 
     def charge(self, cause: str, seconds: float) -> None:
         """Charge `seconds` of wall time to `cause`."""

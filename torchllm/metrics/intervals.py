@@ -16,21 +16,21 @@ def union(stretches: Iterable[Stretch], bridge: int = 0) -> list[Stretch]:
     return joined
 
 
-def intersection(left: list[Stretch], right: list[Stretch]) -> list[Stretch]:
+def intersection(first: list[Stretch], second: list[Stretch]) -> list[Stretch]:
     """Return what is in both."""
-    return difference(left, difference(left, right))
+    return difference(first, difference(first, second))
 
 
-def difference(left: list[Stretch], right: list[Stretch]) -> list[Stretch]:
-    """Return what is in `left` and not in `right`. Linear: each list is walked once."""
+def difference(first: list[Stretch], second: list[Stretch]) -> list[Stretch]:
+    """Return what is in `first` and not in `second`. Linear: each list is walked once."""
     remaining = []
-    first = 0  # of `right`, that does not end before the current stretch
-    for start, end in left:
-        while first < len(right) and right[first][1] <= start:
-            first += 1
-        index = first
-        while index < len(right) and right[index][0] < end:
-            cut_start, cut_end = right[index]
+    passed = 0  # stretches of `second` that end before the current one begins
+    for start, end in first:
+        while passed < len(second) and second[passed][1] <= start:
+            passed += 1
+        index = passed
+        while index < len(second) and second[index][0] < end:
+            cut_start, cut_end = second[index]
             if cut_start > start:
                 remaining.append((start, cut_start))
             start = max(start, cut_end)

@@ -288,12 +288,11 @@ def measured_peak_flops(dtype: torch.dtype = torch.float32, ranks_on_node: int =
 
 def _fastest_product(size: int, dtype: torch.dtype) -> float:
     """Return the seconds of the fastest of three products of square matrices, after one to warm up."""
-    left = torch.ones(size, size, dtype=dtype)
-    right = torch.ones(size, size, dtype=dtype)
-    torch.mm(left, right)
+    matrix = torch.ones(size, size, dtype=dtype)
+    torch.mm(matrix, matrix)
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        torch.mm(left, right)
+        torch.mm(matrix, matrix)
         times.append(time.perf_counter() - start)
     return min(times)

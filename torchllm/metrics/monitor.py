@@ -137,9 +137,9 @@ class Monitor:
         """Observe step `n`: a context around all that the loop does in it."""
         with self.profiler.step(n):
             yield
-        now = time.perf_counter()
-        self.step_seconds.append(now - self.step_ended)
-        self.step_ended = now
+        ended = time.perf_counter()
+        self.step_seconds.append(ended - self.step_ended)
+        self.step_ended = ended
         self.steps += 1
         if self.steps == TIMED_STEPS + 1:
             self._compare_with_before()
@@ -200,10 +200,10 @@ class Monitor:
 
     def _compare_with_before(self) -> None:
         """Log how much faster the steps are after a change of the config."""
-        before, seconds = self.seconds_before_change, self._usual_seconds()
-        if before is not None:
-            percent = 100 * (seconds / before - 1)
-            log.info("%s: steps took %.3g s, now %.3g s (%+.0f %%)", self.change_reason, before, seconds, percent)
+        old_seconds, seconds = self.seconds_before_change, self._usual_seconds()
+        if old_seconds is not None:
+            percent = 100 * (seconds / old_seconds - 1)
+            log.info("%s: steps took %.3g s, now %.3g s (%+.0f %%)", self.change_reason, old_seconds, seconds, percent)
         self.seconds_before_change = None
 
     def _report(self, profiled: ProfiledStep) -> None:
