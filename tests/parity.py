@@ -29,7 +29,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 from torchllm.train.step import TrainStep
 
 STEPS = 3
@@ -95,7 +95,7 @@ def _reference(key: str, config: Config, ragged: bool) -> Trained:
     initialize([model], config.model, CPU, config.run.seed)
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     groups = [
-        {"params": [p for n, p in named.items() if row_of(n).decayed == decayed], "weight_decay": decay}
+        {"params": [p for n, p in named.items() if rule_of(n).decayed == decayed], "weight_decay": decay}
         for decayed, decay in ((True, config.optimizer.weight_decay), (False, 0.0))
     ]
     o = config.optimizer

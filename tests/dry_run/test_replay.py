@@ -8,8 +8,8 @@ import torch
 from tests.parity import Settings, tiny
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.memory import PURPOSES, largest
-from torchllm.dry_run.replay import keys, replay
-from torchllm.dry_run.run import _keys, kinds, plan
+from torchllm.dry_run.replay import action_keys, replay
+from torchllm.dry_run.run import _keys, plan_trace, rank_kinds
 from torchllm.dry_run.trace import trace
 
 SCALARS = 32
@@ -18,7 +18,7 @@ SCALARS = 32
 
 def test_keys_tell_actions_apart_by_what_comes_before_and_after_on_their_stage() -> None:
     order = ["1UNSHARD", "1F0", "1SEND_F0", "5F0", "1F1", "(1F2;5B0)OVERLAP_F_B", "5I1", "5W1", "1B0", "5REDUCE_GRAD"]
-    assert keys(order, (1, 5)) == [
+    assert action_keys(order, (1, 5)) == [
         ((0, "UNSHARD", "", "F", True, False),),
         ((0, "F", "UNSHARD", "F", False, False),),
         ((0, "SEND_F", "", "", False, False),),
@@ -86,7 +86,7 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     config = tiny({"model.layers": 8, "parallel.pp": pp} | settings)
     parallel = config.parallel
     count = gradient_accumulation(config.training, parallel.dp_shard)
-    short = plan(parallel, kinds(config)[kind], count)
+    short = plan_trace(parallel, rank_kinds(config)[kind], count)
     assert short.micro_batches < count
     with get_context("forkserver").Pool(2, maxtasksperchild=1) as pool:
         arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
@@ -106,17 +106,17 @@ def test_a_short_step_is_traced_whole() -> None:
     for settings, count in (({}, 2), ({"parallel.pp": 2}, 2), ({"parallel.pp": 4, "parallel.schedule": "GPipe"}, 2)):
         parallel = tiny(settings).parallel
         for rank in range(parallel.pp):
-            found = plan(parallel, [rank], count)
+            found = plan_trace(parallel, [rank], count)
             assert found.micro_batches == count
             assert found.pp == parallel.pp or found.micro_batches == count
 
 
 def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:
-    assert kinds(tiny({})) == [[0]]
-    assert kinds(tiny({"model.layers": 16, "parallel.pp": 8, "parallel.split": (2,) * 8})) == [
+    assert rank_kinds(tiny({})) == [[0]]
+    assert rank_kinds(tiny({"model.layers": 16, "parallel.pp": 8, "parallel.split": (2,) * 8})) == [
         [0], [1, 2, 3, 4, 5, 6], [7]
     ]  # fmt: skip
     uneven = {"model.layers": 9, "parallel.pp": 4, "parallel.split": (2, 3, 2, 2)}
-    assert kinds(tiny(uneven)) == [[0], [1], [2], [3]]
+    assert rank_kinds(tiny(uneven)) == [[0], [1], [2], [3]]
     every = {"model.layers": 12, "parallel.pp": 4, "parallel.split": (3,) * 4, "recompute.mode": "every_k"}
-    assert kinds(tiny(every)) == [[0], [1], [2], [3]]  # recomputed: first and third block, or the second
+    assert rank_kinds(tiny(every)) == [[0], [1], [2], [3]]  # recomputed: first and third block, or the second

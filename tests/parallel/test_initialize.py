@@ -18,7 +18,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import _hash, fill, initialize, key_of, normal
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 
 CPU = torch.device("cpu")
 # Odd sizes: no dimension divides evenly by the degrees where it need not.
@@ -110,7 +110,7 @@ def numbers_made() -> tuple[int, int, int]:
         stage = sharded(layout, "none", Compile(), build_mesh(Parallel(**layout[1]), CPU))
     finally:
         torchllm.parallel.initialize.normal = normal
-    random_ones = [p for n, p in stage.named_parameters() if row_of(n).start in ("normal", "residual")]
+    random_ones = [p for n, p in stage.named_parameters() if rule_of(n).start in ("normal", "residual")]
     return made, sum(p.to_local().numel() for p in random_ones), sum(p.numel() for p in random_ones)  # type: ignore[attr-defined]
 
 
@@ -226,7 +226,7 @@ def test_no_correlation_between_elements_parameters_and_seeds() -> None:
 def test_every_parameter_starts_as_the_table_says() -> None:
     model = replace(ODD, hidden=128, ffn=512, head_dim=32, vocab=1024, initial_std=0.5)
     for name, value in [*plain(model).items(), *plain(replace(model, family="gpt")).items()]:
-        start = row_of(name).start
+        start = rule_of(name).start
         if start in ("ones", "zeros"):
             assert torch.equal(value, torch.full_like(value, start == "ones")), name
             continue
@@ -241,7 +241,7 @@ def test_seed_and_name_decide_and_the_rest_of_the_model_does_not() -> None:
     deeper = plain(replace(ODD, layers=ODD.layers + 1))
     for name, value in first.items():
         assert torch.equal(value, same[name])
-        if row_of(name).start == "normal":
+        if rule_of(name).start == "normal":
             assert not torch.equal(value, other[name]), name
             assert torch.equal(value, deeper[name]), name  # (residual ones are scaled by the depth)
 

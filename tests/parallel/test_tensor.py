@@ -17,7 +17,7 @@ from tests.workers import run
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}
@@ -137,7 +137,7 @@ def test_what_a_rank_holds(sequence_parallel: bool) -> None:
             whole |= {"v_proj": (32, 64), "o_proj": (64, 64), "gate_proj": (96, 64), "up_proj": (96, 64)}
             whole |= {"down_proj": (64, 96)}
             full = next((size for module, size in whole.items() if f"{module}.weight" in name), (64,))
-            cut = row_of(canonical_name(name)).cut
+            cut = rule_of(canonical_name(name)).cut
             axis = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}[cut]
             assert shape == tuple(size // 2 if index == axis else size for index, size in enumerate(full)), name
 

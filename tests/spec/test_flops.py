@@ -6,7 +6,7 @@ from torchllm.config import Model, Recompute
 from torchllm.models.decoder import build_model
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.spec.flops import (
-    PEAKS,
+    DEVICE_PEAKS,
     causal_pairs,
     device_peak_flops,
     executed_flops_per_token,
@@ -183,7 +183,7 @@ def test_unknown_device_has_no_peak(name: str) -> None:
 
 
 def test_peaks_are_dense_and_sourced() -> None:
-    for peak in PEAKS:
+    for peak in DEVICE_PEAKS:
         # Every chip here does bfloat16 at twice TF32; a sparse figure slipped into one column would break that.
         # 2 %: data sheets round to whole TFLOP/s.
         assert peak.bfloat16 == pytest.approx(2 * peak.tf32, rel=0.02)

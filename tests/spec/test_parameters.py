@@ -1,4 +1,4 @@
-"""The parameter table: every parameter one row, every wrapper's name canonical."""
+"""The parameter table: every parameter one rule, every wrapper's name canonical."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from torchllm.config import Compile, Model, Recompute
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.recompute import apply_recompute
-from torchllm.spec.parameters import TABLE, canonical_name, row_of
+from torchllm.spec.parameters import PARAMETER_RULES, canonical_name, rule_of
 
 TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
 MODELS = {
@@ -29,32 +29,32 @@ def meta(model: Model) -> Decoder:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_matches_exactly_one_row(name: str) -> None:
     for parameter, _ in meta(MODELS[name]).named_parameters():
-        matching = [row.pattern for row in TABLE if re.fullmatch(row.pattern, parameter)]
+        matching = [rule.pattern for rule in PARAMETER_RULES if re.fullmatch(rule.pattern, parameter)]
         assert len(matching) == 1, (parameter, matching)
-        assert row_of(parameter).pattern == matching[0]
+        assert rule_of(parameter).pattern == matching[0]
 
 
 def test_every_row_has_a_parameter() -> None:
     names = {name for model in MODELS.values() for name, _ in meta(model).named_parameters()}
-    for row in TABLE:
-        assert any(re.fullmatch(row.pattern, name) for name in names), row.pattern
+    for rule in PARAMETER_RULES:
+        assert any(re.fullmatch(rule.pattern, name) for name in names), rule.pattern
 
 
 def test_an_unknown_parameter_is_named() -> None:
     with pytest.raises(KeyError, match=r"torchllm/spec/parameters.py.*layers\.0\.mystery\.weight"):
-        row_of("layers.0.mystery.weight")
+        rule_of("layers.0.mystery.weight")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_agree_with_what_the_parameters_are(name: str) -> None:
     """Matrices but the position table are decayed; vectors start at a constant, matrices at random."""
     for parameter, value in meta(MODELS[name]).named_parameters():
-        row = row_of(parameter)
+        rule = rule_of(parameter)
         matrix = value.dim() == 2
-        assert row.decayed == (matrix and parameter != "embed_positions.weight"), parameter
-        assert (row.start in ("normal", "residual")) == matrix, parameter
-        assert (row.start == "residual") == parameter.endswith(("o_proj.weight", "down_proj.weight")), parameter
-        assert (row.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
+        assert rule.decayed == (matrix and parameter != "embed_positions.weight"), parameter
+        assert (rule.start in ("normal", "residual")) == matrix, parameter
+        assert (rule.start == "residual") == parameter.endswith(("o_proj.weight", "down_proj.weight")), parameter
+        assert (rule.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
 
 
 COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=True), Compile(True, True, True)]

@@ -34,6 +34,10 @@ class Span(NamedTuple):
     """of each purpose, when that was largest"""
     sent: list[Sent]
 
+    def above_start(self, level: Bytes) -> Bytes:
+        """Return what `level`, one of this span's, has over its start."""
+        return plus(level, self.start, -1)
+
 
 def purpose(held: Held, tracker: Tracker) -> str:
     """What a storage is for, which its life tells where nobody has said it."""

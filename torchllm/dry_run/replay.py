@@ -9,8 +9,7 @@ together.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
@@ -18,9 +17,26 @@ from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
 _ACTION = re.compile(r"(\d+)([A-Z_]+)")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
-Key = tuple[tuple[int, str, str, str, bool, bool], ...]
-"""of an action, or of the two that DualPipeV runs as one: position of the stage on its rank, kind, kinds before and
-after it on the stage, first backward of its kind, last one"""
+
+class ActionKind(NamedTuple):
+    """What decides an action's memory and messages. Two actions of one kind cost the same: one of them is traced."""
+
+    stage: int
+    """position of the stage among this rank's stages"""
+    kind: str
+    """F, B, I, W, or a message"""
+    previous: str = ""
+    """kind of the action before it on the same stage: weights may still be gathered; messages do not count"""
+    following: str = ""
+    """kind of the action after it on the same stage: it may gather its weights ahead"""
+    starts_gradients: bool = False
+    """first backward of its kind on the stage: sums of gradients are allocated"""
+    finishes_gradients: bool = False
+    """last backward of the stage: its gradients are reduced"""
+
+
+Key = tuple[ActionKind, ...]
+"""one action, or the two that DualPipeV runs as one"""
 
 
 class Traced(NamedTuple):
@@ -39,7 +55,7 @@ class Traced(NamedTuple):
     """bytes that each forward pass left, for its backward"""
 
 
-class Step(NamedTuple):
+class ReplayedStep(NamedTuple):
     """A whole step of one rank."""
 
     peak: Bytes
@@ -52,54 +68,73 @@ class Step(NamedTuple):
     """axis and kind of collective -> how many, bytes in all"""
 
 
-def keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
-    """Of actions named like 2F0 or (2F1;5B0)OVERLAP_F_B; `stages`: this rank's."""
-    actions = [[(stages.index(int(stage)), kind) for stage, kind in _ACTION.findall(name)] for name in order]
-    total = Counter(action for entry in actions for action in entry)
+def action_keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
+    """Return the key of each action of `order`, which are named like 2F0 or (2F1;5B0)OVERLAP_F_B.
+
+    stages: global indices of this rank's stages.
+    """
+    entries: list[list[tuple[int, str]]] = []
+    """of each entry of the order the position of the stage, and the kind"""
+    for name in order:
+        entries.append([(stages.index(int(stage)), kind) for stage, kind in _ACTION.findall(name)])
+    kinds_of_action = iter(_action_kinds([action for entry in entries for action in entry]))
+    return [tuple(next(kinds_of_action) for _ in entry) for entry in entries]
+
+
+def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
+    """Yield the kind of each (stage, kind) of a rank's step, in its order."""
+    kinds_of_stage: dict[int, list[str]] = defaultdict(list)
+    for stage, kind in actions:
+        if kind not in _MESSAGES:
+            kinds_of_stage[stage].append(kind)
+    total = Counter(actions)
     done: Counter[tuple[int, str]] = Counter()
-    before: dict[int, str] = {}
-    of_stages: dict[int, list[str]] = defaultdict(list)
-    for position, kind in chain(*actions):
-        of_stages[position] += [kind] * (kind not in _MESSAGES)
-    after = {position: kinds[1:] for position, kinds in of_stages.items()}
-    found: list[Key] = []
-    for entry in actions:
-        key = []
-        for action in entry:
-            position, kind = action
-            done[action] += 1
-            if kind in _MESSAGES:
-                key.append((position, kind, "", "", False, False))
-                continue
-            first, last = done[action] == 1, done[action] == total[action]
-            around = before.get(position, ""), after[position].pop(0) if after[position] else ""
-            key.append((position, kind, *around, first and kind != "F", last and kind in ("B", "W")))
-            before[position] = kind
-        found.append(tuple(key))
-    return found
+    computed: Counter[int] = Counter()
+    for stage, kind in actions:
+        if kind in _MESSAGES:
+            yield ActionKind(stage, kind)
+            continue
+        kinds, place = kinds_of_stage[stage], computed[stage]
+        is_first = done[stage, kind] == 0
+        is_last = done[stage, kind] == total[stage, kind] - 1
+        yield ActionKind(
+            stage,
+            kind,
+            previous=kinds[place - 1] if place > 0 else "",
+            following=kinds[place + 1] if place + 1 < len(kinds) else "",
+            starts_gradients=is_first and kind != "F",
+            finishes_gradients=is_last and kind in ("B", "W"),
+        )
+        computed[stage] += 1
+        done[stage, kind] += 1
 
 
-def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> Step:
-    """The step of `order`. KeyError: an action is not like any of the traced ones."""
+def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> ReplayedStep:
+    """Put the step of `order` together from a traced one. KeyError: an action is of no traced kind."""
     begin, *actions, tail = traced.spans
-    costs = dict(zip(traced.keys, actions, strict=True))
-    more = micro_batches - traced.micro_batches
-    level = plus(begin.end, traced.each, more)
-    peaks, most = [plus(begin.peak, traced.each, more)], plus(begin.most, traced.each, more)
+    span_of_key = dict(zip(traced.keys, actions, strict=True))
+    missing = micro_batches - traced.micro_batches
+    level = plus(begin.end, traced.each, missing)
+    peaks = [plus(begin.peak, traced.each, missing)]
+    most = plus(begin.most, traced.each, missing)
     for key in order:
-        cost = costs[key]
-        peaks.append(plus(level, plus(cost.peak, cost.start, -1)))
-        most = each_largest(most, plus(level, plus(cost.most, cost.start, -1)))
-        level = plus(level, plus(cost.end, cost.start, -1))
-    level = plus(plus(level, traced.each, -more), traced.each_tail, more)
-    peaks.append(plus(level, plus(tail.peak, tail.start, -1)))
-    return Step(largest(peaks), most, level, _sum_of_sent([begin, *(costs[key] for key in order), tail]))
+        span = span_of_key[key]
+        peaks.append(plus(level, span.above_start(span.peak)))
+        most = each_largest(most, plus(level, span.above_start(span.most)))
+        level = plus(level, span.above_start(span.end))
+    level = plus(level, traced.each, -missing)
+    level = plus(level, traced.each_tail, missing)
+    peaks.append(plus(level, tail.above_start(tail.peak)))
+    sent = _sum_of_sent([begin, *(span_of_key[key] for key in order), tail])
+    return ReplayedStep(largest(peaks), most, level, sent)
 
 
 def _sum_of_sent(spans: Sequence[Span]) -> dict[tuple[str, str], tuple[int, float]]:
-    found: dict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    """Return how many collectives of an axis and kind there are, and their bytes in all."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
     for span in spans:
-        for one in span.sent:
-            count, total = found[one.axis, one.kind]
-            found[one.axis, one.kind] = count + 1, total + one.bytes
-    return dict(found)
+        for message in span.sent:
+            counts[message.axis, message.kind] += 1
+            sizes[message.axis, message.kind] += message.bytes
+    return {key: (counts[key], sizes[key]) for key in counts}

@@ -22,7 +22,7 @@ TIGHT = 0.9
 """share of a device's memory over which a peak only just fits: the rest goes to what is not counted"""
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """One kind of rank."""
 
     pp_ranks: list[int]
@@ -48,13 +48,13 @@ class Report(NamedTuple):
     axes: list[MeshAxis]
     hardware: Hardware | None
     micro_batches: int
-    kinds: list[Kind]
+    kinds: list[RankKind]
 
     def link(self, axis: MeshAxis) -> Link | None:
         """The slowest link that ranks of an axis meet on; None: not known."""
         return self.hardware.link_among(self.shape, axis.dimensions) if self.hardware else None
 
-    def verdict(self, kind: Kind) -> str:
+    def verdict(self, kind: RankKind) -> str:
         """Whether it fits the device."""
         if self.hardware is None:
             return "unknown"
@@ -206,7 +206,7 @@ def size(bytes: float) -> str:
     return f"{bytes:,.0f} {unit}" if unit == "B" or bytes >= 100 else f"{bytes:.3g} {unit}"
 
 
-def _stages(report: Report, kind: Kind) -> list[str]:
+def _stages(report: Report, kind: RankKind) -> list[str]:
     """The blocks of each stage of the shown rank."""
     parallel = report.config.parallel
     if parallel.pp == 1:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from torchllm.config import Config, Parallel, gradient_accumulation
-from torchllm.dry_run.replay import Key, Step, Traced, keys, replay
-from torchllm.dry_run.report import Kind, Report, as_json, as_text
+from torchllm.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
+from torchllm.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.dry_run.trace import CPU, fake_ranks, trace, true_orders
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import compute_dtype, report_errors
@@ -30,7 +30,7 @@ LONGEST_PIPELINE = 7
 """to trace in place of a longer one: enough for every schedule's actions, with those before them"""
 
 
-class Plan(NamedTuple):
+class TracePlan(NamedTuple):
     """How the pipeline ranks of one kind are traced: as one of them, in a step of fewer ranks and micro batches."""
 
     ranks: list[int]
@@ -58,7 +58,7 @@ def examine(config: Config) -> Report:
     gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
     count = gradient_accumulation(training, parallel.data_ranks)
-    plans = [plan(parallel, ranks, count) for ranks in kinds(config)]
+    plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
     # A process each: DTensor's caches keep process groups by name, and would find those of the last layout. Forked from
     # a server, not from here: a child of a process that has computed with several threads may wait for them for ever.
     processes = multiprocessing.get_context("forkserver")
@@ -70,11 +70,11 @@ def examine(config: Config) -> Report:
         return Report(config, dtype, tuple(mesh.world.shape), list(mesh.axis_of_group.values()), hardware, count, found)
 
 
-def _trace(config: Config, dtype: torch.dtype, one: Plan) -> Traced:
+def _trace(config: Config, dtype: torch.dtype, one: TracePlan) -> Traced:
     return trace(config, dtype, one.rank, one.micro_batches, one.pp, one.place)
 
 
-def kinds(config: Config) -> list[list[int]]:
+def rank_kinds(config: Config) -> list[list[int]]:
     """The pipeline ranks, those together whose stages are alike."""
     parallel = config.parallel
     blocks = balanced_split(config.model, parallel, config.training.sequence_length) if parallel.pp > 1 else (0,)
@@ -94,7 +94,7 @@ def kinds(config: Config) -> list[list[int]]:
     return list(alike.values())
 
 
-def plan(parallel: Parallel, ranks: list[int], micro_batches: int) -> Plan:
+def plan_trace(parallel: Parallel, ranks: list[int], micro_batches: int) -> TracePlan:
     """The shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
     pp = parallel.pp
     needed = set(_keys(parallel, micro_batches, ranks[0]))
@@ -105,10 +105,10 @@ def plan(parallel: Parallel, ranks: list[int], micro_batches: int) -> Plan:
                 like = [r for r in ranks if 0 <= r - place <= pp - length and _ends(r, pp) == _ends(place, length)]
                 try:
                     if like and needed <= set(_keys(replace(parallel, pp=length, split=()), fewer, place)):
-                        return Plan(ranks, like[0], fewer, length, place)
+                        return TracePlan(ranks, like[0], fewer, length, place)
                 except ValueError:  # the schedule wants more micro batches
                     continue
-    return Plan(ranks, ranks[0], micro_batches, pp, ranks[0])
+    return TracePlan(ranks, ranks[0], micro_batches, pp, ranks[0])
 
 
 def _ends(place: int, pp: int) -> tuple[bool, bool]:
@@ -123,15 +123,15 @@ def _orders(parallel: Parallel, micro_batches: int) -> list[list[str]]:
 
 
 def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
-    return keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
+    return action_keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
 
 
-def _highest(parallel: Parallel, one: Plan, traced: Traced, micro_batches: int) -> Kind:
+def _highest(parallel: Parallel, one: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
     """The step of the rank with the highest peak, of those whose every action is in the trace."""
-    steps: list[tuple[int, Step]] = []
+    steps: list[tuple[int, ReplayedStep]] = []
     for rank in one.ranks:
         order = _keys(parallel, micro_batches, rank)
         if set(order) <= set(traced.keys):
             steps.append((rank, replay(traced, order, micro_batches)))
     rank, step = max(steps, key=lambda found: sum(found[1].peak.values()))
-    return Kind(one.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, one.pp))
+    return RankKind(one.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, one.pp))

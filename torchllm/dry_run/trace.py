@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torchllm.config import Compile, Config, Parallel
 from torchllm.data.batch import Batch
 from torchllm.dry_run.memory import left_by_forwards, of_each_micro_batch, spans
-from torchllm.dry_run.replay import Traced, keys
+from torchllm.dry_run.replay import Traced, action_keys
 from torchllm.dry_run.tracker import Tracker
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.grad_norm import gradients
@@ -118,7 +118,7 @@ def _trace(
     rank = line.pp.get_local_rank()
     return Traced(
         spans(tracker),
-        keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
+        action_keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
         micro_batches,
         *of_each_micro_batch(tracker, built, batches[0].tokens.nbytes // parallel.cp, micro_batches),
         left_by_forwards(tracker),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 from torchllm.config import Optimizer as OptimizerConfig
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 
 
 def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -25,7 +25,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     groups: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether they are decayed
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            groups[row_of(canonical_name(name)).decayed].append(parameter)
+            groups[rule_of(canonical_name(name)).decayed].append(parameter)
     settings = []
     for decayed, parameters in groups.items():
         if parameters:

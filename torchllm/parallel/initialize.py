@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchllm.config import Model
 from torchllm.models.decoder import Decoder
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 
 _CUT = 3.0  # in standard deviations
 _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element
@@ -50,7 +50,7 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     shape, offset = local_region(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    start = row_of(name).start
+    start = rule_of(name).start
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return

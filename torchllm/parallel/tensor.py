@@ -35,7 +35,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, row_of
+from torchllm.spec.parameters import canonical_name, rule_of
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -65,7 +65,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     plan: dict[str, ParallelStyle] = {}
     for name, module in stage.named_modules():
         if "weight" in dict(module.named_parameters(recurse=False)):
-            plan[name] = styles[row_of(canonical_name(f"{name}.weight")).cut, type(module)]()
+            plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, type(module)]()
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
         elif name.endswith(".mlp"):

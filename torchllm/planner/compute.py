@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.spec.cluster import Hardware
-from torchllm.spec.software import Attention, Software
+from torchllm.spec.software import AttentionKernel, Software
 
 TILE = 128 * 128
 """elements of a product that one multiprocessor computes at a time (the common tile of cuBLAS and CUTLASS)"""
@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
 class Kernels(NamedTuple):
     """What the run uses, as far as its layout leaves it open."""
 
-    attention: Attention = "flash2"
+    attention: AttentionKernel = "flash2"
     fused_norm: bool = False
     compiled: bool = False
     """blocks compiled: elementwise work is fused"""

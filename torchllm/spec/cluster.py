@@ -41,7 +41,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakRates:
     """Dense matrix products, FLOP/s, by type of the factors; 0: it has no such unit."""
 
     bfloat16: Given = math.inf
@@ -74,7 +74,7 @@ class Hardware:
     """bytes of one GPU that torch can use"""
     memory_bandwidth: Given = math.inf
     """bytes a second of one GPU's memory"""
-    peak: Peak = field(default_factory=Peak)
+    peak: PeakRates = field(default_factory=PeakRates)
     achievable: Given = math.inf
     """FLOP/s that large bfloat16 matrix products reach"""
     attention: AttentionRates = field(default_factory=AttentionRates)
@@ -181,7 +181,7 @@ def _problems(hardware: Hardware, table: dict[str, Any]) -> Iterator[tuple[KeyPa
     """What is left out, or does not fit together."""
     tables: list[tuple[KeyPath, type, dict[str, Any]]] = [
         ((), Hardware, table),
-        (("peak",), Peak, table.get("peak", {})),
+        (("peak",), PeakRates, table.get("peak", {})),
         (("attention",), AttentionRates, table.get("attention", {})),
     ]
     tables += [(("links", str(index)), Link, link) for index, link in enumerate(table.get("links", []))]

@@ -111,7 +111,7 @@ def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length
     return 3 * forward_flops_per_token(model, sequence_length) + again
 
 
-class Peak(NamedTuple):
+class DevicePeak(NamedTuple):
     """Dense matrix-product peak of one kind of GPU, in TFLOP/s."""
 
     name: str
@@ -124,36 +124,36 @@ class Peak(NamedTuple):
 
 # FOOTGUN: data sheets print the figure with 2:4 sparsity, twice the dense one that is here. Names are matched whole: an
 # H100 PCIe is not an H100, a laptop's or a MIG slice's peak is not the card's, an A100 of 64 GB is another chip.
-PEAKS = (
-    Peak(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 312, 156, "NVIDIA A100 data sheet"),
-    Peak(r"A800-SXM4-80GB|A800 80GB PCIe", 312, 156, "NVIDIA A800 data sheet"),
-    Peak(r"A40", 149.7, 74.8, "NVIDIA A40 data sheet"),
-    Peak(r"A10", 125, 62.5, "NVIDIA A10 data sheet"),
-    Peak(r"A10G", 70, 35, "NVIDIA A10G data sheet (AWS)"),
-    Peak(r"H100 80GB HBM3", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
-    Peak(r"H100 PCIe", 756.5, 378, "NVIDIA H100 data sheet of 2022, PCIe"),
-    Peak(r"H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL, one GPU"),
-    Peak(r"H800", 989.5, 494.5, "NVIDIA H800 data sheet, SXM"),
-    Peak(r"H200", 989.5, 494.5, "NVIDIA H200 data sheet, SXM"),
-    Peak(r"H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet, NVL"),
-    Peak(r"GH200 (480|144G)\w*( HBM3e)?", 989.5, 494.5, "NVIDIA GH200 data sheet"),
-    Peak(r"B200", 2250, 1125, "NVIDIA HGX B200 data sheet, an eighth"),
-    Peak(r"GB200", 2500, 1250, "NVIDIA GB200 NVL72 data sheet, one GPU"),
-    Peak(r"L4", 121, 60, "NVIDIA L4 data sheet"),
-    Peak(r"L40", 181, 90.5, "NVIDIA L40 data sheet"),
-    Peak(r"L40S", 362, 183, "NVIDIA L40S data sheet"),
-    Peak(r"RTX A6000", 154.8, 77.4, "NVIDIA RTX A6000 data sheet"),
-    Peak(r"RTX 6000 Ada Generation", 364.2, 182.1, "NVIDIA Ada architecture white paper, appendix"),
-    Peak(r"RTX 3090", 71.2, 35.6, "NVIDIA Ampere GA102 white paper, appendix A"),
-    Peak(r"RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper, appendix A"),
-    Peak(r"RTX 5090", 209.5, 104.8, "NVIDIA RTX Blackwell architecture white paper, appendix A"),
+DEVICE_PEAKS = (
+    DevicePeak(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 312, 156, "NVIDIA A100 data sheet"),
+    DevicePeak(r"A800-SXM4-80GB|A800 80GB PCIe", 312, 156, "NVIDIA A800 data sheet"),
+    DevicePeak(r"A40", 149.7, 74.8, "NVIDIA A40 data sheet"),
+    DevicePeak(r"A10", 125, 62.5, "NVIDIA A10 data sheet"),
+    DevicePeak(r"A10G", 70, 35, "NVIDIA A10G data sheet (AWS)"),
+    DevicePeak(r"H100 80GB HBM3", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
+    DevicePeak(r"H100 PCIe", 756.5, 378, "NVIDIA H100 data sheet of 2022, PCIe"),
+    DevicePeak(r"H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL, one GPU"),
+    DevicePeak(r"H800", 989.5, 494.5, "NVIDIA H800 data sheet, SXM"),
+    DevicePeak(r"H200", 989.5, 494.5, "NVIDIA H200 data sheet, SXM"),
+    DevicePeak(r"H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet, NVL"),
+    DevicePeak(r"GH200 (480|144G)\w*( HBM3e)?", 989.5, 494.5, "NVIDIA GH200 data sheet"),
+    DevicePeak(r"B200", 2250, 1125, "NVIDIA HGX B200 data sheet, an eighth"),
+    DevicePeak(r"GB200", 2500, 1250, "NVIDIA GB200 NVL72 data sheet, one GPU"),
+    DevicePeak(r"L4", 121, 60, "NVIDIA L4 data sheet"),
+    DevicePeak(r"L40", 181, 90.5, "NVIDIA L40 data sheet"),
+    DevicePeak(r"L40S", 362, 183, "NVIDIA L40S data sheet"),
+    DevicePeak(r"RTX A6000", 154.8, 77.4, "NVIDIA RTX A6000 data sheet"),
+    DevicePeak(r"RTX 6000 Ada Generation", 364.2, 182.1, "NVIDIA Ada architecture white paper, appendix"),
+    DevicePeak(r"RTX 3090", 71.2, 35.6, "NVIDIA Ampere GA102 white paper, appendix A"),
+    DevicePeak(r"RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper, appendix A"),
+    DevicePeak(r"RTX 5090", 209.5, 104.8, "NVIDIA RTX Blackwell architecture white paper, appendix A"),
 )
 
 
 def device_peak_flops(name: str, precision: Literal["bfloat16", "tf32"]) -> float | None:
-    """Dense peak of a GPU by the name its driver gives it, in FLOP/s; None for one that is not in `PEAKS`."""
+    """Dense peak of a GPU by the name its driver gives it, in FLOP/s; None for one that is not in `DEVICE_PEAKS`."""
     bare = re.sub(r"^(NVIDIA )?(GeForce )?", "", name.strip())
-    for peak in PEAKS:
+    for peak in DEVICE_PEAKS:
         if re.fullmatch(peak.name, bare, re.IGNORECASE):
             return getattr(peak, precision) * 1e12
     return None

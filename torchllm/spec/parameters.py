@@ -17,7 +17,7 @@ Start = Literal["normal", "residual", "ones", "zeros"]
 """normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for what adds to the residual stream."""
 
 
-class Row(NamedTuple):
+class ParameterRule(NamedTuple):
     """One kind of parameter."""
 
     pattern: str
@@ -26,23 +26,23 @@ class Row(NamedTuple):
     decayed: bool
 
 
-TABLE = (
-    Row(r"embed_tokens\.weight", "vocab", "normal", True),  # (V, D)
-    Row(r"embed_positions\.weight", "whole", "normal", False),  # (S, D)
-    Row(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight", "colwise", "normal", True),  # (H Q, D), (K Q, D)
-    Row(r"layers\.\d+\.self_attn\.[qkv]_proj\.bias", "colwise", "zeros", False),  # (H Q), (K Q)
-    Row(r"layers\.\d+\.self_attn\.[qk]_norm\.weight", "whole_per_head", "ones", False),  # (Q)
-    Row(r"layers\.\d+\.self_attn\.o_proj\.weight", "rowwise", "residual", True),  # (D, H Q)
-    Row(r"layers\.\d+\.self_attn\.o_proj\.bias", "whole", "zeros", False),  # (D): added once, after the sum over tp
-    Row(r"layers\.\d+\.mlp\.(gate|up)_proj\.weight", "colwise", "normal", True),  # (F, D)
-    Row(r"layers\.\d+\.mlp\.(gate|up)_proj\.bias", "colwise", "zeros", False),  # (F)
-    Row(r"layers\.\d+\.mlp\.down_proj\.weight", "rowwise", "residual", True),  # (D, F)
-    Row(r"layers\.\d+\.mlp\.down_proj\.bias", "whole", "zeros", False),  # (D)
-    Row(r"layers\.\d+\.(input|post_attention)_layernorm\.weight", "whole", "ones", False),  # (D)
-    Row(r"layers\.\d+\.(input|post_attention)_layernorm\.bias", "whole", "zeros", False),  # (D)
-    Row(r"norm\.weight", "whole", "ones", False),  # (D)
-    Row(r"norm\.bias", "whole", "zeros", False),  # (D)
-    Row(r"lm_head\.weight", "vocab", "normal", True),  # (V, D)
+PARAMETER_RULES = (
+    ParameterRule(r"embed_tokens\.weight", "vocab", "normal", True),  # (V, D)
+    ParameterRule(r"embed_positions\.weight", "whole", "normal", False),  # (S, D)
+    ParameterRule(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight", "colwise", "normal", True),  # (H Q, D), (K Q, D)
+    ParameterRule(r"layers\.\d+\.self_attn\.[qkv]_proj\.bias", "colwise", "zeros", False),  # (H Q), (K Q)
+    ParameterRule(r"layers\.\d+\.self_attn\.[qk]_norm\.weight", "whole_per_head", "ones", False),  # (Q)
+    ParameterRule(r"layers\.\d+\.self_attn\.o_proj\.weight", "rowwise", "residual", True),  # (D, H Q)
+    ParameterRule(r"layers\.\d+\.self_attn\.o_proj\.bias", "whole", "zeros", False),  # (D): added after the sum
+    ParameterRule(r"layers\.\d+\.mlp\.(gate|up)_proj\.weight", "colwise", "normal", True),  # (F, D)
+    ParameterRule(r"layers\.\d+\.mlp\.(gate|up)_proj\.bias", "colwise", "zeros", False),  # (F)
+    ParameterRule(r"layers\.\d+\.mlp\.down_proj\.weight", "rowwise", "residual", True),  # (D, F)
+    ParameterRule(r"layers\.\d+\.mlp\.down_proj\.bias", "whole", "zeros", False),  # (D)
+    ParameterRule(r"layers\.\d+\.(input|post_attention)_layernorm\.weight", "whole", "ones", False),  # (D)
+    ParameterRule(r"layers\.\d+\.(input|post_attention)_layernorm\.bias", "whole", "zeros", False),  # (D)
+    ParameterRule(r"norm\.weight", "whole", "ones", False),  # (D)
+    ParameterRule(r"norm\.bias", "whole", "zeros", False),  # (D)
+    ParameterRule(r"lm_head\.weight", "vocab", "normal", True),  # (V, D)
 )
 
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -53,9 +53,9 @@ def canonical_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def row_of(name: str) -> Row:
+def rule_of(name: str) -> ParameterRule:
     """The one row that a canonical name matches; KeyError names a parameter that the table forgot."""
-    for row in TABLE:
-        if re.fullmatch(row.pattern, name):
-            return row
+    for rule in PARAMETER_RULES:
+        if re.fullmatch(rule.pattern, name):
+            return rule
     raise KeyError(f"no row of torchllm/spec/parameters.py matches the parameter {name!r}")

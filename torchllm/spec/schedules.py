@@ -49,7 +49,7 @@ def orders(parallel: Parallel, micro_batches: int) -> list[list[Entry]]:
 def rank_order(parallel: Parallel, micro_batches: int, rank: int) -> list[Entry]:
     """One rank's part of `orders`."""
     order_of = {**_SCHEDULES, **PUBLISHED}["1F1B" if parallel.pp == 1 else parallel.schedule]
-    return list(order_of(_Rank(rank, parallel.pp, stage_of_rank(parallel, rank), micro_batches)))
+    return list(order_of(_PipelineRank(rank, parallel.pp, stage_of_rank(parallel, rank), micro_batches)))
 
 
 def flat(order: Iterable[Entry]) -> Iterator[Action]:
@@ -57,7 +57,7 @@ def flat(order: Iterable[Entry]) -> Iterator[Action]:
     return chain.from_iterable(order)
 
 
-class _Rank(NamedTuple):
+class _PipelineRank(NamedTuple):
     """What a rank's order follows from."""
 
     rank: int
@@ -98,26 +98,26 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Sequence[Action]],
     return _alone(chain(forwards[:ahead], *turns, *backwards[together:]))
 
 
-def _gpipe(me: _Rank) -> Iterator[Entry]:
+def _gpipe(me: _PipelineRank) -> Iterator[Entry]:
     return _alone([*me.breadth_first("F"), *me.breadth_first("B")])
 
 
-def _looped_bfs(me: _Rank) -> Iterator[Entry]:
+def _looped_bfs(me: _PipelineRank) -> Iterator[Entry]:
     return _alone([*me.breadth_first("F"), *reversed(me.breadth_first("B"))])
 
 
-def _one_forward_one_backward(me: _Rank) -> Iterator[Entry]:
+def _one_forward_one_backward(me: _PipelineRank) -> Iterator[Entry]:
     return _in_turns(me.breadth_first("F"), [[action] for action in me.breadth_first("B")], me.after)
 
 
-def _interleaved(me: _Rank) -> Iterator[Entry]:
+def _interleaved(me: _PipelineRank) -> Iterator[Entry]:
     """Ahead: a round through all stages but the last, and what fits in while a micro batch goes to the last rank and
     back."""
     ahead = (len(me.stages) - 1) * me.round + 2 * me.after
     return _in_turns(me.depth_first("F"), [[action] for action in me.depth_first("B")], ahead)
 
 
-def _interleaved_zero_bubble(me: _Rank) -> Iterator[Entry]:
+def _interleaved_zero_bubble(me: _PipelineRank) -> Iterator[Entry]:
     """Gradients of weights are `rank` actions behind those of the inputs: so many are left to fill the end."""
     inputs, none = me.depth_first("I"), list[Action]()
     weights = [none] * me.rank + [[action._replace(kind="W")] for action in inputs]
@@ -126,12 +126,12 @@ def _interleaved_zero_bubble(me: _Rank) -> Iterator[Entry]:
     return chain(_in_turns(me.depth_first("F"), backwards, ahead), _alone(chain(*weights[len(inputs) :])))
 
 
-def _zero_bubble_h1(me: _Rank) -> Iterator[Entry]:
+def _zero_bubble_h1(me: _PipelineRank) -> Iterator[Entry]:
     """One stage a rank, as many micro batches in flight as in 1F1B; gradients of weights are `rank` actions late."""
     return _interleaved_zero_bubble(me)
 
 
-def _zero_bubble_h2(me: _Rank) -> Iterator[Entry]:
+def _zero_bubble_h2(me: _PipelineRank) -> Iterator[Entry]:
     """Twice as many in flight fill the start; weights' gradients of the last 2 `rank` micro batches fill the end."""
     inputs = me.breadth_first("I")
     late = inputs[max(0, len(inputs) - 2 * me.rank) :]
@@ -142,15 +142,15 @@ def _zero_bubble_h2(me: _Rank) -> Iterator[Entry]:
     )
 
 
-Plan = list[tuple[tuple[Kind, int], ...]]
+UnnumberedOrder = list[tuple[tuple[Kind, int], ...]]
 """entries without their micro batches: the n-th forward of a stage, and each of its gradients, is of the n-th"""
 
 
-def _plan(*each: tuple[Kind, int]) -> Plan:
+def _one_by_one(*each: tuple[Kind, int]) -> UnnumberedOrder:
     return [(work,) for work in each]
 
 
-def _numbered(plan: Plan) -> Iterator[Entry]:
+def _numbered(plan: UnnumberedOrder) -> Iterator[Entry]:
     numbers: defaultdict[tuple[Kind, int], count[int]] = defaultdict(count)
     for entry in plan:
         actions = []
@@ -161,45 +161,45 @@ def _numbered(plan: Plan) -> Iterator[Entry]:
         yield tuple(actions)
 
 
-def _zero_bubble_v(me: _Rank) -> Iterator[Entry]:
+def _zero_bubble_v(me: _PipelineRank) -> Iterator[Entry]:
     """Return the published order of at least 2 ranks - 1 micro batches; of fewer, that order without the others."""
     down, up = me.stages
     here_on, steps = me.after + 1, max(me.micro_batches, 2 * me.ranks - 1) - me.ranks
-    forward_down, backward_down = _plan(("F", down)), _plan(("I", down), ("W", down))
-    forward_up, backward_up = _plan(("F", up)), _plan(("I", up), ("W", up))
+    forward_down, backward_down = _one_by_one(("F", down)), _one_by_one(("I", down), ("W", down))
+    forward_up, backward_up = _one_by_one(("F", up)), _one_by_one(("I", up), ("W", up))
     fill = forward_down * (2 * here_on - 1) + (forward_up + forward_down) * me.rank
     fill += (forward_up + backward_up) * here_on
     steady = (forward_down + backward_down + forward_up + backward_up) * (steps - me.after)
     steady += (backward_down + forward_up + backward_up) * me.after
-    drain = _plan(("I", down), ("I", up)) * me.rank + backward_down * here_on
-    drain += _plan(("W", up)) * me.rank + _plan(("W", down)) * me.rank
+    drain = _one_by_one(("I", down), ("I", up)) * me.rank + backward_down * here_on
+    drain += _one_by_one(("W", up)) * me.rank + _one_by_one(("W", down)) * me.rank
     return (entry for entry in _numbered(fill + steady + drain) if entry[0].micro_batch < me.micro_batches)
 
 
-def _dual_pipe_v(me: _Rank) -> Iterator[Entry]:
+def _dual_pipe_v(me: _PipelineRank) -> Iterator[Entry]:
     """Of at least twice as many micro batches as ranks. The last `ranks` gradients of weights fill the end."""
     down, up = me.stages
     steps = me.micro_batches - 2 * me.ranks + me.rank + 1
-    forward_down, forward_up = _plan(("F", down)), _plan(("F", up))
-    down_and_back: Plan = [(("F", down), ("B", up))]
-    up_and_back: Plan = [(("F", up), ("B", down))]
+    forward_down, forward_up = _one_by_one(("F", down)), _one_by_one(("F", up))
+    down_and_back: UnnumberedOrder = [(("F", down), ("B", up))]
+    up_and_back: UnnumberedOrder = [(("F", up), ("B", down))]
     fill = forward_down * (2 * me.after) + (forward_down + forward_up) * (me.rank + 1)
-    fill += (_plan(("I", up), ("W", up)) + forward_up) * me.after
+    fill += (_one_by_one(("I", up), ("W", up)) + forward_up) * me.after
     steady = (down_and_back + up_and_back) * steps
     if not me.after:  # the last rank's first backward needs its forward of just before: no use to run them together
-        steady[:1] = _plan(("F", down), ("B", up))
-    steady += (_plan(("B", up)) + up_and_back) * me.after
+        steady[:1] = _one_by_one(("F", down), ("B", up))
+    steady += (_one_by_one(("B", up)) + up_and_back) * me.after
     last = [up, down] * (me.rank + 1) + [down] * me.after
     whole, halved = last[: me.rank + 1], last[me.rank + 1 :]
     weights = iter(halved)
-    drain = _plan(*(("B", stage) for stage in whole), *(("I", stage) for stage in halved[: me.rank + 1]))
+    drain = _one_by_one(*(("B", stage) for stage in whole), *(("I", stage) for stage in halved[: me.rank + 1]))
     for stage in halved[me.rank + 1 :]:
-        drain += _plan(("W", next(weights)), ("I", stage))
-    drain += _plan(*(("W", stage) for stage in weights))
+        drain += _one_by_one(("W", next(weights)), ("I", stage))
+    drain += _one_by_one(*(("W", stage) for stage in weights))
     return _numbered(fill + steady + drain)
 
 
-_SCHEDULES: dict[str, Callable[[_Rank], Iterator[Entry]]] = {
+_SCHEDULES: dict[str, Callable[[_PipelineRank], Iterator[Entry]]] = {
     "GPipe": _gpipe,
     "1F1B": _one_forward_one_backward,
     "Interleaved1F1B": _interleaved,
@@ -209,5 +209,5 @@ _SCHEDULES: dict[str, Callable[[_Rank], Iterator[Entry]]] = {
     "DualPipeV": _dual_pipe_v,
 }
 
-PUBLISHED: dict[str, Callable[[_Rank], Iterator[Entry]]] = {"ZB-H1": _zero_bubble_h1, "ZB-H2": _zero_bubble_h2}
+PUBLISHED: dict[str, Callable[[_PipelineRank], Iterator[Entry]]] = {"ZB-H1": _zero_bubble_h1, "ZB-H2": _zero_bubble_h2}
 """schedules that torch does not have and others have published measurements of (arXiv 2401.10241)"""

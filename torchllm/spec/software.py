@@ -7,7 +7,7 @@ what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
+AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
 """attention kernels: matrices of scores in memory; the same with scale, mask and softmax in one kernel; FlashAttention
 1 and 2; cuDNN's or FlashAttention 3"""
 
@@ -89,7 +89,7 @@ class Software:
     """tensor parallelism's collectives of the backward run beside the gradients of the weights"""
     overlaps_reduction: bool = False
     """gradients are reduced while the last backward computes"""
-    attention: Attention = "flash2"
+    attention: AttentionKernel = "flash2"
     """where a measurement does not say"""
     fused_norm: bool = False
     """RMSNorm in one kernel, where a measurement does not say"""

@@ -17,7 +17,7 @@ from torchllm.planner.evidence.stacks import STACKS, stack_of
 from torchllm.spec.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.schedules import PUBLISHED
-from torchllm.spec.software import Attention
+from torchllm.spec.software import AttentionKernel
 
 CLUSTER_OF_GPU = (
     (r"A100.*40", "mosaic_a100_40gb"),
@@ -174,8 +174,8 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     if kind in ("", "flash"):
         kind = software.attention
         assumed.append(f"attention {kind}")
-    if kind not in get_args(Attention):
-        raise ValueError(f"attn_impl {word!r} is not known ({', '.join([*get_args(Attention), *ATTENTION])})")
+    if kind not in get_args(AttentionKernel):
+        raise ValueError(f"attn_impl {word!r} is not known ({', '.join([*get_args(AttentionKernel), *ATTENTION])})")
     norm = cells.get("rmsnorm_kernel", "")
     kernels = Kernels(
         attention=kind,  # type: ignore[arg-type]
