@@ -34,7 +34,10 @@ def on_all(group: Group, function: Callable[[], T]) -> list[T]:
     outcomes = [local_outcome] * size_of(group)
     if group is not None:
         dist.all_gather_object(outcomes, local_outcome, group=group)
-    errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    errors = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            errors.append(f"rank {rank}: {outcome.error}")
     if errors:
         raise CheckpointError("; ".join(errors))
     return [outcome.value for outcome in outcomes]

@@ -75,7 +75,7 @@ class Checkpointer:
         tensor_io.set_random_state(random)
         log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
         if not random:
-            log_on_first(self._group, f"its random generators belong to {ranks} ranks: they start anew")
+            log_on_first(self._group, f"its random generators are those of {ranks} ranks: starting from run.seed")
         return manifest
 
     def _choose_checkpoint(self) -> tuple[Path, Manifest] | None:

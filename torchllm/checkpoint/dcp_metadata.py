@@ -20,7 +20,6 @@ from torchllm.checkpoint.manifest import CheckpointError, FileRecord
 
 METADATA = ".metadata"
 
-_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _METADATA_CLASSES = (
     "ChunkStorageMetadata",
     "Metadata",
@@ -32,7 +31,7 @@ _METADATA_CLASSES = (
 )
 _ALLOWED = {
     ("torch", "Size"),
-    *(("torch", name) for name in _DTYPES),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     ("torch.serialization", "_get_layout"),  # finds a layout by its name
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -63,8 +62,9 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         raise CheckpointError(f"{path}: damaged: its sha256 is not the manifest's")
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
-        tensors = metadata.state_dict_metadata.values()
-        is_index = isinstance(metadata, Metadata) and all(isinstance(t, TensorStorageMetadata) for t in tensors)
+        is_index = isinstance(metadata, Metadata)
+        for entry in metadata.state_dict_metadata.values():
+            is_index = is_index and isinstance(entry, TensorStorageMetadata)
         named_files = {part.relative_path for part in metadata.storage_data.values()}
     except Exception as error:  # a crafted pickle can fail in any way
         raise CheckpointError(f"{path}: not an index of tensors: {error}") from error

@@ -88,8 +88,13 @@ class _TiedCopy(NamedTuple):
 
 
 def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
+    """Return the tensors of this rank that are copies of a saved tensor, each with that."""
     saved = _by_name(stages)
-    return [_TiedCopy(saved[name], tensor) for name, tensor in _entries(stages) if tensor is not saved[name]]
+    copies = []
+    for name, tensor in _entries(stages):
+        if tensor is not saved[name]:
+            copies.append(_TiedCopy(saved[name], tensor))
+    return copies
 
 
 @torch.no_grad()
@@ -231,8 +236,11 @@ def _unused_keys(group: Group, saved: Mapping[str, TensorStorageMetadata], tenso
     is_loaded = torch.tensor([key in tensors for key in keys], dtype=torch.uint8)
     if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
         dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)
-    unused = [key for key, loaded in zip(keys, is_loaded.tolist(), strict=True) if not loaded]
-    return [f"{key}: in the checkpoint only" for key in unused]
+    lines = []
+    for key, loaded in zip(keys, is_loaded.tolist(), strict=True):
+        if not loaded:
+            lines.append(f"{key}: in the checkpoint only")
+    return lines
 
 
 def _differences(saved: Mapping[str, TensorStorageMetadata], tensors: Mapping[str, Tensor]) -> list[str]:

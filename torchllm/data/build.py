@@ -103,9 +103,14 @@ def write_corpus(
         for shard in results:
             bar.update(shard["rows"])
             shards.append(shard)
+    totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
+    largest_id = 0
     for shard in shards:
+        for key in ("documents", "tokens", "text_bytes"):
+            totals[key] += shard[key]
         skipped.update(shard["skipped"])
+        largest_id = max(largest_id, shard["max_token"])
     loaded = tokenizer.load()
     header = {
         "format": FORMAT,
@@ -113,10 +118,10 @@ def write_corpus(
         "plan": asdict(plan) | {"files": len(plan.files)},
         "dtype": _id_dtype(loaded),
         "tokenizer": loaded.fingerprint,
-        "documents": sum(shard["documents"] for shard in shards),
-        "tokens": sum(shard["tokens"] for shard in shards),
-        "text_bytes": sum(shard["text_bytes"] for shard in shards),
-        "max_token": max((shard["max_token"] for shard in shards), default=0),
+        "documents": totals["documents"],
+        "tokens": totals["tokens"],
+        "text_bytes": totals["text_bytes"],
+        "max_token": largest_id,
         "skipped": dict(skipped),
         "shards": shards,
     }

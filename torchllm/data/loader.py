@@ -150,11 +150,11 @@ class _Steps(torch.utils.data.Dataset[Fields]):
 
     def __getitem__(self, k: int) -> Fields:
         """Return the step's fields (fields, M, B, S) for M micro batches."""
-        locations = []
+        locations: list[Location] = []
         for micro_batch in range(self.accumulation):
             offset = (micro_batch * self.ranks + self.rank) * self.micro_batch_size
             start = self.first + k * self.global_batch_size + offset
-            locations += [self.order.locate(n) for n in range(start, start + self.micro_batch_size)]
+            locations += map(self.order.locate, range(start, start + self.micro_batch_size))
         fields = self.reader.read("train", locations)
         return fields.reshape(len(fields), self.accumulation, self.micro_batch_size, -1)
 
@@ -175,30 +175,35 @@ class TrainLoader:
         self._training = training
         self._workers = data.workers
         self._ranks = ranks
-        self._names = [_name_source(index, source) for index, source in enumerate(data.sources)]
-        self._weights = [source.weight for source in data.sources]
-        length = training.sequence_length
-        self._reader = _Reader(sources, length, data.document_mask)
-        self._order = DataOrder(seed, [source.count("train", length) for source in sources], self._weights)
+        self._names: list[str] = []
+        self._weights: list[float] = []
         self._held_out: dict[int, int] = {}
         """held-out sequences of each source that has any, by its index"""
-        for index, source in enumerate(sources):
-            if count := source.count("validation", length):
-                self._held_out[index] = count
         self._consumed = 0
         self._batches: Iterator[Any] | None = None
-        corpora = [source for source in sources if isinstance(source, Corpus)]
+        length = training.sequence_length
+        sizes, fingerprints, tokenizers = [], [], set()
+        skipped: Counter[str] = Counter()
+        for index, (settings, source) in enumerate(zip(data.sources, sources, strict=True)):
+            self._names.append(_name_source(index, settings))
+            self._weights.append(settings.weight)
+            sizes.append(source.count("train", length))
+            if count := source.count("validation", length):
+                self._held_out[index] = count
+            fingerprints.append([source.fingerprint, settings.weight])
+            if isinstance(source, Corpus):
+                tokenizers.add(source.header["tokenizer"])
+                skipped.update(source.header["skipped"])
+        self.skipped: dict[str, int] = dict(skipped)
+        """records left out of the corpora (data.on_bad_record = "skip"), by their fault"""
+        self._reader = _Reader(sources, length, data.document_mask)
+        self._order = DataOrder(seed, sizes, self._weights)
         self._fingerprint: dict[str, Any] = {
-            "sources": [[source.fingerprint, weight] for source, weight in zip(sources, self._weights, strict=True)],
-            "tokenizer": sorted({corpus.header["tokenizer"] for corpus in corpora}),
+            "sources": fingerprints,
+            "tokenizer": sorted(tokenizers),
             "sequence_length": length,
             "seed": seed,
         }
-        skipped: Counter[str] = Counter()
-        for corpus in corpora:
-            skipped.update(corpus.header["skipped"])
-        self.skipped: dict[str, int] = dict(skipped)
-        """records left out of the corpora (data.on_bad_record = "skip"), by their fault"""
 
     def next_step(self) -> list[Batch]:
         """Return the micro batches of this rank in the next optimizer step."""

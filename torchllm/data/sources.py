@@ -81,6 +81,7 @@ def _stdlib_paths() -> Iterator[str]:
 
 
 def _source_file(path: str) -> SourceFile:
+    """Return size and time of change of a file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -154,7 +155,8 @@ def read_records(dataset: "datasets.Dataset", source: Source, start: int, stop: 
     """Return the records start <= i < stop of a data set that `read_source` returned."""
     columns: dict[str, list[Any]] = dataset[start:stop]
     if source.kind != "hub":
-        return [TextRecord(*values) for values in zip(*(columns[name] for name in TextRecord._fields), strict=True)]
+        fields = zip(columns["text"], columns["where"], columns["fault"], columns["detail"], strict=True)
+        return [TextRecord(*values) for values in fields]
     texts = columns[source.text_key]
     name = f"{source.path}[{source.split}]"
     return [_checked_record(text, f"{name} row {number}") for number, text in enumerate(texts, start=start)]

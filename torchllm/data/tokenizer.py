@@ -171,8 +171,11 @@ class TiktokenTokenizer:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # the regular expression has run out of stack on one huge piece
-            pieces = [text[start : start + _LONG_PIECE] for start in range(0, len(text), _LONG_PIECE)]
-            return np.concatenate([self.encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces])
+            pieces = []
+            for start in range(0, len(text), _LONG_PIECE):
+                piece = text[start : start + _LONG_PIECE]
+                pieces.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
+            return np.concatenate(pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""

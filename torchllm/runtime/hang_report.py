@@ -153,14 +153,20 @@ def _message_peer(record: FlightRecord, group_ranks: Sequence[int]) -> list[int]
 
 def find_culprits(dumps: Sequence[RankDump], operations: Sequence[BlockedOperation], world_size: int) -> list[int]:
     """Return the ranks that hold up the others; none if all have entered an operation that does not end."""
-    silent = set(range(world_size)) - {dump.rank for dump in dumps}
-    waiting = {dump.rank for dump in dumps if dump.in_wait}
+    silent = set(range(world_size))
+    in_wait: set[int] = set()
+    for dump in dumps:
+        silent.discard(dump.rank)
+        if dump.in_wait:
+            in_wait.add(dump.rank)
+    blocked: set[int] = set()
     awaited: set[int] = set()
     for operation in operations:
-        waiting.update(operation.waiting)
+        blocked.update(operation.waiting)
         awaited.update(operation.missing)
+    waiting = blocked | in_wait
     culprits = (awaited - waiting) | silent
-    if not culprits and any(dump.in_wait for dump in dumps):
+    if not culprits and in_wait:
         # They wait for a message, and no record says whose: any rank that does not wait may be the sender.
         culprits = set(range(world_size)) - waiting
     return sorted(culprits or _fewest_that_went_past(operations))
@@ -199,6 +205,7 @@ def skipped_record(dump: RankDump, reference: RankDump, group: str) -> FlightRec
 
 
 def _collectives_by_number(dump: RankDump, group: str) -> dict[int, FlightRecord]:
+    """Return the collectives of a group that a rank has entered, by their number; messages have none."""
     return {record.sequence: record for record in dump.records if record.group == group and record.sequence}
 
 
@@ -254,6 +261,7 @@ def _describe_culprit(
 
 
 def _describe_skipped(dump: RankDump, reference: RankDump, group: str) -> Iterator[str]:
+    """Yield which collective of `group` the rank of `dump` has skipped, if it has skipped one."""
     skipped = skipped_record(dump, reference, group)
     if skipped is not None:
         location = f" at {shorten_path(skipped.where)}" if skipped.where else ""
@@ -266,12 +274,13 @@ def _describe_unrecorded_waits(dumps: Sequence[RankDump]) -> Iterator[str]:
     waiting = [dump for dump in dumps if dump.in_wait and not unfinished_records(dump.records)]
     if waiting:
         first = waiting[0]
-        whose = f" on rank {first.rank}" if len(waiting) > 1 else ""
+        rank = f" on rank {first.rank}" if len(waiting) > 1 else ""
         ranks = _name_ranks([dump.rank for dump in waiting])
-        yield f"{ranks} waited for a message at {shorten_path(first.position)}{whose}"
+        yield f"{ranks} waited for a message at {shorten_path(first.position)}{rank}"
 
 
 def _describe_operation(operation: BlockedOperation) -> str:
+    """Return name, number, ranks and place of an operation."""
     record = operation.record
     number = "" if operation.is_message else f" number {record.sequence}"
     location = f" ({shorten_path(record.where)})" if record.where else ""

@@ -105,6 +105,7 @@ class HangWatch:
         self.thread.join()
 
     def _watch(self) -> None:
+        """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
         while not self.closed.wait(TICK):
             limit_groups(self.timeout + GRACE, self.group_ranks)
             try:
@@ -191,13 +192,17 @@ class HangWatch:
 
         A stopped process, or one stuck outside Python, does not react to SIGTERM: torchrun would wait 30 s for it.
         """
-        silent = [rank for rank in self.siblings if not self._has_published(rank)]
-        lower = [rank for rank in self.siblings if rank < self.rank]
-        if silent and all(rank in silent for rank in lower):
+        silent = []
+        for rank in self.siblings:
+            if not self._has_published(rank):
+                silent.append(rank)
+            elif rank < self.rank:
+                return  # that one does it
+        if silent:
             time.sleep(0.5)  # let the other ranks of this node end first: torchrun reports the first that ended
-            for rank in silent:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
+        for rank in silent:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
 
 
 def _open_siblings(rank: int, processes: list[RankProcess]) -> dict[int, int]:
