@@ -57,11 +57,12 @@ def header_commands(file: Path) -> list[HeaderCommand]:
 
 
 def dry_run_environment(file: Path) -> dict[str, str]:
-    """Return the variables that the header's dry-run command sets, else its first command; by default NPROC."""
+    """Return the variables of the header's dry-run command; without one, those of its first command, or NPROC=2."""
     commands = header_commands(file)
-    for command in sorted(commands, key=lambda command: "--run.dry_run=true" not in command.words):
-        return command.environment or {"NPROC": "2"}
-    return {"NPROC": "2"}
+    for command in commands:
+        if "--run.dry_run=true" in command.words:
+            return command.environment
+    return commands[0].environment if commands and commands[0].environment else {"NPROC": "2"}
 
 
 def load_for_dry_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
