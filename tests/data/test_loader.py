@@ -204,6 +204,7 @@ def validation_stream(
     return stream
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 20), st.integers(0, 9), st.integers(1, 9))
 def test_validation_is_the_same_for_every_layout(
     ranks: int, micro_batch: int, count: int, first: int, second: int

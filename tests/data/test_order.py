@@ -12,6 +12,7 @@ sizes = st.integers(1, 1000)
 seeds = st.integers(0, 2**63 - 1)
 
 
+@settings(deadline=None)
 @given(sizes, seeds)
 def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
     permutation = Permutation(size, seed)
@@ -88,6 +89,7 @@ def test_mixture_counts(weights: list[float], counts: list[int]) -> None:
     assert mixture_counts(weights) == counts
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_a_mixture_is_exact_in_blocks_and_even_within(counts: list[int]) -> None:
     table = mixture_table(counts)
@@ -109,6 +111,7 @@ def test_a_late_sequence_is_located_as_fast_as_an_early_one() -> None:
     assert time.process_time() - start < 0.01
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 80))
 def test_the_first_epoch_has_each_sequence_once(sizes: list[int], count: int) -> None:
     weights = [1.0 + source for source in range(len(sizes))]

