@@ -1,4 +1,4 @@
-"""python recipes/benchmark NAME ...: see settings.py."""
+"""Run `python recipes/benchmark NAME ...`; settings.py says how."""
 
 import sys
 from pathlib import Path
@@ -23,8 +23,9 @@ def main(name: str, config: BenchmarkConfig) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     facts = environment(config, runtime)
-    kind = importlib.import_module(f"benchmark.{name}")  # only this one: the others do without what it imports
-    tables: Tables = getattr(kind, name)(config, runtime)
+    module = importlib.import_module(f"benchmark.{name}")  # only this one: each needs other packages
+    benchmark = getattr(module, name)
+    tables: Tables = benchmark(config, runtime)
     if runtime.is_main and config.benchmark.json:
         print(json.dumps({"benchmark": name, "environment": facts, **tables}))
     elif runtime.is_main:

@@ -1,9 +1,9 @@
-"""benchmark.py checkpoint: what a save takes from training."""
+"""benchmark checkpoint: what a save takes from training."""
 
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,60 +12,103 @@ from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 
-from .tools import Tables, ratio_row, scratch, seconds_of
+from .tools import Tables, Work, ratio_row, scratch, seconds_of
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 
+class Round(NamedTuple):
+    """One synchronous and one asynchronous save."""
+
+    synchronous_ms: float
+    call_ms: float
+    """what the asynchronous save's call takes"""
+    slower_steps_ms: float
+    """what the steps take longer until the checkpoint is there, in all"""
+    step_ms: float
+    """a step with no save under way"""
+    step_beside_ms: float
+    """a step while the checkpoint is written"""
+    steps_beside: int
+    """steps until the checkpoint is there"""
+
+    @property
+    def asynchronous_ms(self) -> float:
+        """What the asynchronous save takes from training."""
+        return self.call_ms + self.slower_steps_ms
+
+
 def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """What a save takes from training: all of a synchronous one; of an asynchronous one its call and slower steps."""
-    device, settings, mesh = runtime.device, config.benchmark, build_mesh(config.parallel, runtime.device)
+    """Measure what a save takes from training: a synchronous one; an asynchronous one's call and slower steps."""
+    device = runtime.device
+    settings = config.benchmark
+    mesh = build_mesh(config.parallel, device)
     stages, optimizer, take_step = build_trial(config, runtime, mesh)
     batches = synthetic_batches(config, mesh, device)
 
     def work() -> None:
         float(take_step(1, batches).loss)  # waits for the device
 
-    def save(checkpoints: Checkpointer, number: int) -> None:
-        runtime.barrier()
-        checkpoints.save(number, {})
-        runtime.barrier()  # the slowest rank's: the others would wait for it in the next step
+    def checkpointer(folder: Path, asynchronous: bool) -> Checkpointer:
+        options = replace(config.checkpoint, keep=1, asynchronous=asynchronous)
+        return Checkpointer(options, folder, stages, optimizer, host_group=runtime.host_group)
 
     seconds_of(work, settings.warmup, device)
-    names = ("synchronous_ms", "call_ms", "slower_steps_ms", "step_ms", "step_beside_ms", "steps_beside")
-    found: dict[str, list[float]] = {name: [] for name in names}
+    rounds = []
     with scratch(runtime) as folder:
-        synchronous, background = (
-            Checkpointer(
-                replace(config.checkpoint, keep=1, asynchronous=asynchronous),
-                folder / str(asynchronous),
-                stages,
-                optimizer,
-                host_group=runtime.host_group,
-            )
-            for asynchronous in (False, True)
-        )
+        synchronous = checkpointer(folder / "synchronous", asynchronous=False)
+        asynchronous = checkpointer(folder / "asynchronous", asynchronous=True)
         for number in range(1, settings.rounds + 1):
-            saves, beside = [], list[float]()
-            free = seconds_of(work, settings.steps, device)
-            for kind in (synchronous, background):
-                saves += [1e3 * seconds for seconds in seconds_of(partial(save, kind, number), 1, torch.device("cpu"))]
-            written = folder / "True" / "checkpoints" / f"step-{number:08d}"
-            # All ranks take as many steps: they stop when rank 0 sees the checkpoint, or any that it will not come.
-            while not runtime.should_stop(background.failed or (runtime.is_main and written.exists())):
-                beside += seconds_of(work, 1, device)
-            runtime.should_stop()  # forgets that vote
-            free_ms, beside_ms = median(free) * 1e3, sum(beside) * 1e3
-            row = (*saves, beside_ms - len(beside) * free_ms, free_ms, beside_ms / len(beside), len(beside))
-            for name, value in zip(names, row, strict=True):
-                found[name].append(value)
-        background.close()
-    added = [call + slower for call, slower in zip(found["call_ms"], found["slower_steps_ms"], strict=True)]
+            step_seconds = median(seconds_of(work, settings.steps, device))
+            synchronous_seconds = save_seconds(synchronous, number, runtime)
+            call_seconds = save_seconds(asynchronous, number, runtime)
+            written = folder / "asynchronous" / "checkpoints" / f"step-{number:08d}"
+            step_times = steps_until_written(work, asynchronous, written, runtime)
+            rounds.append(
+                Round(
+                    synchronous_ms=1e3 * synchronous_seconds,
+                    call_ms=1e3 * call_seconds,
+                    slower_steps_ms=1e3 * (sum(step_times) - len(step_times) * step_seconds),
+                    step_ms=1e3 * step_seconds,
+                    step_beside_ms=1e3 * sum(step_times) / len(step_times),
+                    steps_beside=len(step_times),
+                )
+            )
+        asynchronous.close()
+    saves: dict[str, float] = {}
+    for name in Round._fields:
+        saves[name] = median(getattr(measured, name) for measured in rounds)
+    synchronous_ms = [measured.synchronous_ms for measured in rounds]
+    asynchronous_ms = [measured.asynchronous_ms for measured in rounds]
+    call_ms = [measured.call_ms for measured in rounds]
     return {
-        "saves": [{name: median(values) for name, values in found.items()}],
+        "saves": [dict(saves)],
         "time taken from training": [
-            ratio_row("asynchronous / synchronous", added, found["synchronous_ms"]),
-            ratio_row("its call / synchronous", found["call_ms"], found["synchronous_ms"]),
+            ratio_row("asynchronous / synchronous", asynchronous_ms, synchronous_ms),
+            ratio_row("its call / synchronous", call_ms, synchronous_ms),
         ],
     }
+
+
+def save_seconds(checkpoints: Checkpointer, number: int, runtime: Runtime) -> float:
+    """Return what the call to save checkpoint `number` takes the slowest rank: others would wait for it in a step."""
+
+    def save() -> None:
+        runtime.barrier()
+        checkpoints.save(number, {})
+        runtime.barrier()
+
+    return seconds_of(save, 1, torch.device("cpu"))[0]
+
+
+def steps_until_written(work: Work, checkpoints: Checkpointer, written: Path, runtime: Runtime) -> list[float]:
+    """Take steps until the checkpoint is there; return the seconds of each.
+
+    All ranks take as many: they stop when rank 0 sees the checkpoint, or when any rank's save has failed.
+    """
+    seconds: list[float] = []
+    while not runtime.should_stop(checkpoints.failed or (runtime.is_main and written.exists())):
+        seconds += seconds_of(work, 1, runtime.device)
+    runtime.should_stop()  # forgets that vote
+    return seconds

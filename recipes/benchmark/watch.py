@@ -1,4 +1,4 @@
-"""benchmark.py watch: what profiling a step now and then (`metrics.breakdown_interval`) takes from a run."""
+"""benchmark watch: what profiling a step now and then (`metrics.breakdown_interval`) costs a run."""
 
 import time
 from functools import partial
@@ -20,45 +20,62 @@ if TYPE_CHECKING:
 
 
 def watch(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """`steps` steps of which the first is profiled, split and gathered, and as many without, in turns."""
-    device, settings, mesh = runtime.device, config.benchmark, build_mesh(config.parallel, runtime.device)
+    """Time `steps` steps of which the first is profiled, and as many without a profile, in turns."""
+    device = runtime.device
+    settings = config.benchmark
+    mesh = build_mesh(config.parallel, device)
     if settings.rounds < 2 or not config.metrics.breakdown_interval:
-        raise UserError("benchmark.py watch: needs 2 rounds or more, and metrics.breakdown_interval over 0")
-    work = partial(build_trial(config, runtime, mesh).step, 1, synthetic_batches(config, mesh, device))
+        raise UserError("benchmark watch: needs 2 rounds or more, and metrics.breakdown_interval over 0")
+    take_step = build_trial(config, runtime, mesh).step
+    work = partial(take_step, 1, synthetic_batches(config, mesh, device))
     profiler = StepProfiler(config.metrics.breakdown_interval, mesh, runtime.host_group, device)
     seconds_of(work, settings.warmup, device)
-    between: list[int] = []
+    intervals: list[int] = []
+    """steps from each profile to the next one that is due"""
 
-    def turn(profiling: bool) -> float:
+    def plain_steps(count: int) -> None:
+        for _ in range(count):
+            with profiler.step(0):  # step 0 is never due
+                work()
+
+    def profiled_turn() -> float:
         runtime.barrier()
-        begun = time.perf_counter()
-        if profiling:
-            n = profiler.next
-            with profiler.step(n):
-                work()
-            between.append(profiler.next - n)
-        for _ in range(settings.steps - profiling):
-            with profiler.step(0):  # not due
-                work()
+        start = time.perf_counter()
+        due = profiler.next
+        with profiler.step(due):
+            work()
+        intervals.append(profiler.next - due)
+        plain_steps(settings.steps - 1)
+        return finish(start)
+
+    def plain_turn() -> float:
+        runtime.barrier()
+        start = time.perf_counter()
+        plain_steps(settings.steps)
+        return finish(start)
+
+    def finish(start: float) -> float:
+        """Wait for the device; return the seconds since `start`."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
-    turn(True)  # the first profile is like no other
-    between.clear()
-    profiled, plain = take_turns([partial(turn, True), partial(turn, False)], settings.rounds)
-    extra = [one - other for one, other in zip(profiled, plain, strict=True)]
-    a_step = median(plain) / settings.steps
-    run = mean(between) * a_step
+    profiled_turn()  # the first profile sets the profiler up, and takes longer
+    intervals.clear()
+    profiled, plain = take_turns([profiled_turn, plain_turn], settings.rounds)
+    extra = [slow - fast for slow, fast in zip(profiled, plain, strict=True)]
+    standard_error = stdev(extra) / len(extra) ** 0.5
+    step_seconds = median(plain) / settings.steps
+    run_seconds = mean(intervals) * step_seconds
     return {
-        "a profiled step, over one that is not": [
+        "a profiled step, compared with one that is not": [
             {
-                "step_s": a_step,
+                "step_s": step_seconds,
                 "extra_s": mean(extra),
-                "standard_error_s": stdev(extra) / len(extra) ** 0.5,
-                "steps_from_one_to_the_next": mean(between),
-                "share_of_the_run": mean(extra) / run,
-                "standard_error": stdev(extra) / len(extra) ** 0.5 / run,
+                "standard_error_s": standard_error,
+                "steps_between_profiles": mean(intervals),
+                "share_of_the_run": mean(extra) / run_seconds,
+                "standard_error": standard_error / run_seconds,
             }
         ]
     }

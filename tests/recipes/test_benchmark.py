@@ -169,8 +169,8 @@ def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
 def test_watch_compares_profiled_steps_with_others(tmp_path: Path) -> None:
     ((row,),) = measured("watch", tmp_path).values()
     assert row["step_s"] > 0
-    assert row["steps_from_one_to_the_next"] >= 10  # metrics.breakdown_interval
-    run = row["steps_from_one_to_the_next"] * row["step_s"]
+    assert row["steps_between_profiles"] >= 10  # metrics.breakdown_interval
+    run = row["steps_between_profiles"] * row["step_s"]
     assert row["share_of_the_run"] == pytest.approx(row["extra_s"] / run)
     assert row["standard_error"] > 0
 
