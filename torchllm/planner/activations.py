@@ -1,8 +1,8 @@
-"""What blocks keep of a micro batch for their backward pass, and what a backward needs beside it: bytes. No torch.
+"""Predict the bytes that blocks keep of a micro batch for their backward, and what the backward needs. No torch.
 
-16-bit computation. What is kept of a token in a block with dropout and a fused softmax is Korthikanti et al. 2022
-(arXiv 2205.05198, table 2), general in heads, key-value heads, feed-forward, features and fusion; without either it is
-what autograd keeps, which `tests/planner/test_memory.py` compares with the dry run.
+Computation is in 16 bits. With dropout and a fused softmax, the bytes per token are those of Korthikanti et al. 2022
+(arXiv 2205.05198, table 2), generalized to any heads, key-value heads, feed-forward width, features and fusion; without
+them they are what autograd keeps, which `tests/planner/test_memory.py` compares with the dry run.
 
 Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
 """
@@ -16,27 +16,27 @@ from torchllm.spec.software import Software
 
 
 class Phase(NamedTuple):
-    """When a block's backward may hold most."""
+    """A moment at which a block's backward may hold most."""
 
     more: float
-    """bytes of gradients of activations, less what is kept no longer"""
+    """bytes of gradients of activations, minus the activations that are already freed"""
     gradients: float
-    """parameters whose gradient is there"""
+    """parameters whose gradients exist"""
     last: bool
-    """all of the block's gradients are there, and are reduced"""
+    """all of the block's gradients exist and are being reduced"""
 
 
 class BlockActivations(NamedTuple):
-    """One micro batch in one block on one rank."""
+    """Bytes that one micro batch leaves in one block on one rank."""
 
     norm: float
     """what one norm keeps"""
     entry: float
-    """its input, all that is kept of a block that is recomputed"""
+    """the input, which is all that a recomputed block keeps"""
     attention: float
     """norm, projections and core"""
     core: float
-    """of that: matrices of scores, or a flash kernel's sums"""
+    """part of `attention`: matrices of scores, or a flash kernel's sums"""
     ffn: float
     """between the two products of the feed-forward layer"""
     residual: float
@@ -44,22 +44,22 @@ class BlockActivations(NamedTuple):
     products: float
     """results of matrix products and of attention, the input: what selective recomputation keeps"""
     shared: float
-    """of those, what is there without recomputation too"""
+    """part of `products` that is kept without recomputation too"""
     deferred: float
     """inputs and output gradients of the matrices, where their gradients are put off"""
     phases: tuple["Phase", ...]
-    """of its backward"""
+    """moments of the backward"""
 
     @property
     def whole(self) -> float:
-        """All that is kept if nothing is recomputed."""
+        """Everything that is kept if nothing is recomputed."""
         return self.attention + self.residual + self.ffn
 
 
 def block_activations(
     model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software
 ) -> BlockActivations:
-    """What one block keeps. Sizes of a token first, then times the tokens."""
+    """Return what one block keeps. Bytes per token first, multiplied by the tokens at the end."""
     gated, hidden = model.features.gated_ffn, float(model.hidden)
     wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
     ffn, here = model.ffn / piece.tp, hidden / piece.spread
@@ -107,15 +107,15 @@ def block_activations(
 
 
 SCORES = 10.0
-"""bytes of a score while its gradient is computed: that of the weights in 16 bits and float32, its own in float32"""
+"""bytes per score while its gradient is computed: the weights' gradient in 16 bits and float32, its own in float32"""
 
 
 def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> float:
-    """Of a token, what attention's core keeps beside q, k, v and its result.
+    """Return the bytes per token that attention's core keeps besides q, k, v and its result.
 
     Matrices of scores: a fused softmax keeps its result in 16 bits, and with dropout a mask of a byte and the dropped
     result (Korthikanti et al., 5 a s / h); a plain one keeps it in float32 and in 16 bits. A flash kernel keeps a
-    float32 a head and token.
+    float32 per head and token.
     """
     if kernels.attention in ("eager", "fused_softmax"):
         each = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
@@ -128,15 +128,15 @@ class StageActivations(NamedTuple):
     """What the blocks of a stage keep of one micro batch."""
 
     held: float
-    """till their backward"""
+    """bytes that are kept until the backward"""
     again: float
-    """made again by the backward, a block (or segment) at a time"""
+    """bytes that the backward recomputes, for one block (or segment) at a time"""
 
 
 def stage_activations(
     model: Model, blocks: int, recompute: Recompute, one: BlockActivations, software: Software
 ) -> StageActivations:
-    """Of `blocks` blocks."""
+    """Return what `blocks` blocks keep."""
     match recompute.mode:
         case "full":
             return StageActivations(blocks * one.entry, one.whole)

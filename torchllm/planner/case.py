@@ -1,4 +1,4 @@
-"""One layout of one model on one cluster, under one framework: what everything is predicted from. No torch."""
+"""The input of every prediction: one layout of one model on one cluster, under one framework. No torch."""
 
 from dataclasses import dataclass
 
@@ -30,12 +30,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """All GPUs."""
+        """Number of GPUs."""
         return self.parallel.ranks
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on one data-parallel rank."""
+        """Micro batches of a step on one data-parallel rank."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.data_ranks)
 
     @property

@@ -1,7 +1,7 @@
-"""What collectives cost over the links that they really cross: seconds. No torch.
+"""Predict the seconds of collectives over the links that they cross. No torch.
 
-A ring of n ranks passes n - 1 pieces a gather or reduction, twice as many an all-reduce; all of a node's cards carry a
-group's pieces if that many of its members are in the node, and each only its own where other groups use the others.
+A ring of n ranks passes n - 1 pieces per gather or reduction, and twice as many per all-reduce. Several members of a
+group on one node send over as many of its network cards; the other cards are used by other groups.
 """
 
 import math
@@ -12,41 +12,41 @@ from torchllm.spec.cluster import Hardware
 
 
 class Group(NamedTuple):
-    """Ranks that send to each other: how many, how many of them on one node, at what rate and latency."""
+    """Ranks that send to each other."""
 
     size: int
     on_node: int
     bandwidth: float
-    """bytes a second that a rank sends"""
+    """bytes per second that a rank sends"""
     latency: float
     """seconds of one hop, on average over the ring"""
 
     def gather(self, bytes: float) -> float:
-        """All-gather or reduce-scatter of `bytes`, the whole tensor."""
+        """Return the seconds of an all-gather or reduce-scatter; `bytes`: of the whole tensor."""
         if self.size == 1:
             return 0.0
         return (self.size - 1) / self.size * bytes / self.bandwidth + (self.size - 1) * self.latency
 
     def reduce(self, bytes: float) -> float:
-        """All-reduce of `bytes`: a ring, or a tree where that has fewer hops."""
+        """Return the seconds of an all-reduce of `bytes`: a ring, or a tree where that has fewer hops."""
         if self.size == 1:
             return 0.0
         hops = min(2 * (self.size - 1), 4 * math.ceil(math.log2(self.size)))
         return 2 * (self.size - 1) / self.size * bytes / self.bandwidth + hops * self.latency
 
     def exchange(self, bytes: float) -> float:
-        """All-to-all of `bytes` a rank."""
+        """Return the seconds of an all-to-all of `bytes` per rank."""
         return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency if self.size > 1 else 0.0
 
     def send(self, bytes: float) -> float:
-        """From one rank to the next."""
+        """Return the seconds of sending `bytes` from one rank to the next."""
         return bytes / self.bandwidth + self.latency if self.size > 1 else 0.0
 
 
 def group(shape: Sequence[int], dimensions: Sequence[int], hardware: Hardware, one_card: bool = False) -> Group:
-    """The group of the ranks that differ in `dimensions` of a mesh, numbered row by row.
+    """Return the group of ranks that differ in `dimensions` of a mesh, whose ranks are numbered row by row.
 
-    one_card: of all cards of a node that its ranks there could use it uses one.
+    one_card: the group uses one network card per node, even if several of its ranks are there.
     """
     size = math.prod(shape[axis] for axis in dimensions)
     if size == 1:

@@ -1,7 +1,7 @@
-"""What one micro batch costs a GPU in a block, in the head, in the embedding: seconds, forward and backward. No torch.
+"""Predict the seconds that a GPU computes on one micro batch in a block, the head, the embedding. No torch.
 
-A matrix product takes what its operations take at the rate that its shape reaches, or its bytes at the memory's rate if
-that is longer; elementwise work takes its bytes. Nothing here waits for another GPU: that is `comms`, `predict`.
+A matrix product takes the longer of two times: its operations at the rate that its shape reaches, its bytes at the rate
+of the memory. Elementwise work takes the time of its bytes. Waiting for other GPUs is in `comms` and `predict`.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torchllm.spec.cluster import Hardware
 from torchllm.spec.software import AttentionKernel, Software
 
 TILE = 128 * 128
-"""elements of a product that one multiprocessor computes at a time (the common tile of cuBLAS and CUTLASS)"""
+"""elements of a product that one multiprocessor computes at once (the common tile of cuBLAS and CUTLASS)"""
 WAVE = 0.68
 """rounds of tiles that are lost at the end of a product, when not all multiprocessors have one"""
 DEPTH = 230.0
@@ -27,19 +27,19 @@ class Seconds(NamedTuple):
     attention: float = 0.0
     elementwise: float = 0.0
     kernels: float = 0.0
-    """number of kernels: no time, but none of them starts sooner than the host can"""
+    """number of kernels, not seconds: `total` adds the time to launch them"""
 
     def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """self + times x other."""
+        """Return self + times x other."""
         return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
     def total(self, launch: float) -> float:
-        """Wall time: what the kernels compute, and what each of them takes to start and end."""
+        """Return wall time: what the kernels compute, and `launch` seconds per kernel to start and end."""
         return self.matmul + self.attention + self.elementwise + self.kernels * launch
 
 
 class Kernels(NamedTuple):
-    """What the run uses, as far as its layout leaves it open."""
+    """Which kernels the run uses."""
 
     attention: AttentionKernel = "flash2"
     fused_norm: bool = False
@@ -49,7 +49,7 @@ class Kernels(NamedTuple):
 
 
 def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
-    """Seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline whose rate falls for few or shallow tiles."""
+    """Return the seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline, lower for few or shallow tiles."""
     rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * 0.8 if float8 else 1.0)
     waves = m * n / (TILE * hardware.multiprocessors)
     operations = 2.0 * m * n * k / rate * (1 + WAVE / waves) * (1 + DEPTH / k)
@@ -58,7 +58,7 @@ def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = Fa
 
 
 def products(model: Model, tp: int) -> list[tuple[int, int]]:
-    """(outputs, inputs) of a block's matrices on one of `tp` ranks, those of one input put together."""
+    """Return (outputs, inputs) of a block's matrices on one of `tp` ranks; those that read the same input are one."""
     wide, narrow, ffn = model.heads * model.head_width // tp, model.kv * model.head_width // tp, model.ffn // tp
     gates = 2 if model.features.gated_ffn else 1
     return [(wide + 2 * narrow, model.hidden), (model.hidden, wide), (gates * ffn, model.hidden), (model.hidden, ffn)]
@@ -69,16 +69,16 @@ class Piece(NamedTuple):
 
     sequences: int
     tokens: int
-    """of this rank: sequences x length / cp"""
+    """tokens of this rank: sequences x length / cp"""
     keys: int
-    """that a query can see: the whole length"""
+    """keys that a query can see: the whole length"""
     tp: int
     spread: int
     """ranks that share the tokens between the matrices: tp with sequence parallelism, else 1"""
 
 
 def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
-    """One block."""
+    """Return the time of one block's forward."""
     shapes = products(model, piece.tp)
     time = sum(matmul_seconds(piece.tokens, outs, ins, hardware, kernels.float8) for outs, ins in shapes)
     core = attention(model, piece, kernels, software, hardware, backward=False)
@@ -92,7 +92,7 @@ def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Softwa
 def block_backward(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
 ) -> tuple[Seconds, Seconds]:
-    """One block: gradient of its input, gradient of its weights."""
+    """Return the times of the gradient of a block's input and of the gradient of its weights."""
     shapes = products(model, piece.tp)
     inputs = sum(matmul_seconds(piece.tokens, ins, outs, hardware, kernels.float8) for outs, ins in shapes)
     weights = sum(matmul_seconds(ins, outs, piece.tokens, hardware, kernels.float8) for outs, ins in shapes)
@@ -112,10 +112,10 @@ def _moving(bytes: float, hardware: Hardware) -> float:
 def attention(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> Seconds:
-    """Scores, softmax and their product with the values, of this rank's heads.
+    """Return the time of scores, softmax and their product with the values, of this rank's heads.
 
     Flash kernels compute half of a causal mask's pairs, and in the backward 5 products for the forward's 2 (Dao et al.,
-    arXiv 2205.14135 and 2307.08691); the others move every score through memory some times: counts of reads and writes.
+    arXiv 2205.14135 and 2307.08691); the others move every score through memory several times, counted here in bytes.
     """
     pairs = piece.tokens * piece.keys * model.heads / piece.tp
     operations = 4.0 * pairs * model.head_width
@@ -144,13 +144,13 @@ BACKWARD_RATE = 0.81
 
 FUSED_NORM = (4.0, 12.0)
 UNFUSED_NORM = (80.0, 60.0)
-"""bytes of an element that a norm moves, forward and backward: in one kernel, and as float32 operations one by one"""
+"""bytes per element that a norm moves, forward and backward: in one kernel, and as single float32 operations"""
 
 
 def elementwise(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> Seconds:
-    """Norms, residuals, rotary positions, activation, of one block: bytes read and written, 2 an element."""
+    """Return the time of a block's norms, residuals, rotary positions and activation, by the bytes that they move."""
     features, fused = model.features, kernels.compiled or software.fused_elementwise
     unfused = features.norm == "rms" and not (kernels.fused_norm or kernels.compiled)
     norm = UNFUSED_NORM[backward] if unfused else FUSED_NORM[backward]
@@ -178,7 +178,7 @@ def elementwise(
 def head_seconds(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Last norm, output projection and loss: forward, gradient of the input, gradient of the weights."""
+    """Return the times of last norm, output projection and loss: forward, gradient of the input, of the weights."""
     rows = model.vocab / (piece.tp if software.vocab_parallel else 1)
     loss = (8.0, 8.0) if kernels.compiled else (30.0, 16.0)
     n = int(rows)
@@ -198,7 +198,10 @@ def head_seconds(
 
 
 def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> tuple[Seconds, Seconds]:
-    """The look-up, and its gradient: a whole table of zeros, rows added, then added to the step's."""
+    """Return the times of the look-up and of its gradient.
+
+    The gradient is a whole table of zeros, to which rows are added, and which is then added to the step's sum.
+    """
     table = model.vocab * model.hidden / (piece.tp if software.vocab_parallel else 1)
     rows = 6.0 * piece.tokens * model.hidden
     return Seconds(0.0, 0.0, _moving(rows, hardware), 2), Seconds(
@@ -209,7 +212,7 @@ def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: 
 def recomputed(
     model: Model, recompute: Recompute, forward: Seconds, core: Seconds, around: Seconds, software: Software
 ) -> Seconds:
-    """What of a block's forward the backward runs again, on average over the blocks."""
+    """Return the time of what the backward runs again of a block's forward, on average over the blocks."""
     none = Seconds()
     match recompute.mode:
         case "full" | "segment":

@@ -1,16 +1,16 @@
-"""What a pipeline rank holds at its peak, by purpose: bytes. No torch.
+"""Predict the bytes that a pipeline rank holds at its peak, by purpose. No torch.
 
-A rank's memory is what stands all step long (weights, optimizer, gradients that are summed) and what is under way. Of
-the latter there are a few named moments, and the peak is at the worst of them:
+A rank holds some memory all step long (weights, optimizer, summed gradients) and some for a while. The peak is at the
+worst of a few named moments:
 
-  look-up       the embedding's weights are gathered, of every other micro batch the activations are there
+  look-up       the embedding's weights are gathered, and the activations of all other micro batches are held
   loss          logits in 16 bits and in float32, their softmax; then its gradient
-  head          the head's gradient, whole, and what it is reduced from
-  block         a block's backward: what it makes again, gradients of activations and weights, weights gathered ahead
+  head          the head's whole gradient, and what it is reduced from
+  block         a block's backward: what it recomputes, gradients of activations and weights, weights gathered ahead
   embedding     the same as head, for the embedding
   reduction     of a pipeline, when the gradients of all its micro batches are reduced
 
-How many micro batches are in flight then is the schedule's doing (`moments.py`).
+The schedule decides how many micro batches are in flight then (`moments.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,34 +35,34 @@ class Memory(NamedTuple):
     optimizer: float = 0.0
     """moments, and the float32 weights of a framework that has 16-bit ones beside them"""
     gathered: float = 0.0
-    """weights that are whole for a while, in 16 bits"""
+    """weights that are gathered for a while, in 16 bits"""
     activations: float = 0.0
     logits: float = 0.0
     buffers: float = 0.0
-    """what pipeline stages receive in"""
+    """buffers in which pipeline stages receive"""
     temporary: float = 0.0
     allocator: float = 0.0
-    """cached by the allocator and not in use"""
+    """memory that the allocator caches and nothing uses"""
     reserve: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of all purposes."""
+        """The sum over all purposes."""
         return sum(self)
 
     @property
     def under_way(self) -> float:
-        """Of what comes and goes within a step."""
+        """The part that comes and goes within a step."""
         return self.gathered + self.activations + self.logits + self.buffers + self.temporary
 
     @property
     def live(self) -> float:
-        """Of all that tensors hold: without the allocator's and what is not torch's."""
+        """What tensors hold: without the allocator's cache and memory outside torch."""
         return sum(self[:-2])
 
 
 def counted(memory: Memory, software: Software) -> float:
-    """Of that what a framework's measured peaks count: torch's counters know neither the context nor NCCL."""
+    """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL."""
     return memory.live if software.peaks_allocated else memory.live + memory.allocator
 
 
@@ -75,7 +75,7 @@ class StageSize(NamedTuple):
 
 
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
-    """Parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
+    """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
     sizes = matrices(model)
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
@@ -90,7 +90,7 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
 
 
 class Rank(NamedTuple):
-    """All that the moments of a rank are made from."""
+    """What the moments of a rank are computed from."""
 
     model: Model
     training: Training
@@ -100,10 +100,10 @@ class Rank(NamedTuple):
     piece: Piece
     one: BlockActivations
     zero: int
-    """stage in effect"""
+    """ZeRO stage in effect"""
     micro_batches: int
     sharded: float
-    """parameters of the rank's stages, over the ranks that share them"""
+    """parameters of the rank's stages, divided by the ranks that share them"""
     block: float
     """parameters of a block on a tp rank"""
     table: float
@@ -111,18 +111,18 @@ class Rank(NamedTuple):
 
     @property
     def root(self) -> float:
-        """What is gathered beside blocks and, where it is not tied, the embedding: of GPT the positions too."""
+        """Elements gathered besides the blocks and an untied embedding: a tied embedding, and learned positions."""
         positions = self.model.max_sequence_length * self.model.hidden * self.model.features.learned_positions
         return positions + self.table * self.model.tied_embeddings
 
     @property
     def per_use(self) -> bool:
-        """Weights are gathered each time they are used."""
+        """Whether weights are gathered each time they are used."""
         return self.zero == 3
 
     @property
     def reduces_at_once(self) -> bool:
-        """Gradients are reduced after every micro batch."""
+        """Whether gradients are reduced after every micro batch."""
         return self.zero >= 2 and self.parallel.pp == 1 and self.software.fsdp
 
     @property
@@ -143,7 +143,7 @@ def rank_memory(
     stages: Sequence[StageSize],
     moments: tuple[Moment, ...],
 ) -> Memory:
-    """The peak of a rank that holds these stages. moments: `moments.of_rank`, its stages in the same order."""
+    """Return the peak of a rank that holds these stages. moments: from `moments.of_rank`, stages in the same order."""
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
     count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
@@ -195,7 +195,7 @@ def rank_memory(
 
 
 def reduces(rank: Rank, parameters: Sequence[float], stage: StageSize, shards: int) -> Memory:
-    """When the gradients of a rank's first stage, the last to end, are reduced: the largest unit's first, by a copy."""
+    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, largest first."""
     unit = max(rank.block, rank.table * (stage.first or stage.last))
     of = rank.software.gradients
     gradients = of * (parameters[0] + (sum(parameters[1:]) + unit) / shards)
@@ -205,7 +205,7 @@ def reduces(rank: Rank, parameters: Sequence[float], stage: StageSize, shards: i
 
 
 def stands(rank: Rank, parameters: float, shards: int) -> Memory:
-    """What is there all step long."""
+    """Return the memory that is held all step long."""
     software, zero, parallel = rank.software, rank.zero, rank.parallel
     sharded = parameters / (shards if zero >= 1 else 1)
     if software.fsdp:
@@ -221,19 +221,19 @@ def stands(rank: Rank, parameters: float, shards: int) -> Memory:
 
 
 class Stage(NamedTuple):
-    """What a stage adds: each micro batch in flight, each whose weight gradients are put off, its worst moments."""
+    """Bytes that a stage adds: per micro batch in flight, per one with deferred weight gradients, and while it runs."""
 
     held: float
     ends: float
-    """of that what the last norm and the head keep"""
+    """part of `held` that the last norm and the head keep"""
     logits: float
     deferred: float
     extra: dict[Kind, Memory]
-    """by what it computes"""
+    """memory at the worst moment of each kind of action"""
 
 
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
-    """Of one stage, whose actions are of `kinds`."""
+    """Return what one stage adds; its actions are of `kinds`."""
     model, piece, software = rank.model, rank.piece, rank.software
     blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
     held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
@@ -256,12 +256,12 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
 
 
 def _previous(rank: Rank) -> float:
-    """FSDP keeps what the last reduction of a micro batch was made from, until the next one's first."""
+    """Return the buffer of the last reduction of a micro batch, which FSDP keeps until the next one's first."""
     return rank.software.gradients * rank.table * (rank.reduces_at_once and rank.micro_batches > 1)
 
 
 def _loss(rank: Rank, each: float) -> float:
-    """Logits of a micro batch, or of a chunk of it; each: bytes of a token and row."""
+    """Return the bytes of the logits of a micro batch, or of a chunk of it; each: bytes per token and row."""
     software, piece = rank.software, rank.piece
     rows = rank.model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
     tokens = min(piece.tokens, rank.training.loss_chunk or piece.tokens)
@@ -269,15 +269,15 @@ def _loss(rank: Rank, each: float) -> float:
 
 
 def _ends_gathered(rank: Rank, copies: int) -> float:
-    """Weights of the head, or of the embedding, and of the block beside it, where they are gathered per use.
+    """Return the weights of the head (or the embedding) and of its neighbouring block, if they are gathered per use.
 
-    copies: 2 while what they are gathered in is there too.
+    copies: 2 while the buffer that they are gathered in exists too.
     """
     return rank.software.gathered * (copies * rank.table + rank.block) * rank.per_use
 
 
 def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
-    """Moments of a forward pass, in which a micro batch comes to keep `held`."""
+    """Yield the moments of a forward pass, at whose end a micro batch keeps `held` bytes."""
     software, tied = rank.software, rank.model.tied_embeddings
     previous = _previous(rank)
     if stage.last:
@@ -290,9 +290,9 @@ def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
 
 
 def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
-    """Moments of a backward pass, of both gradients (B), of those of inputs (I) or of weights (W).
+    """Yield the moments of a backward pass, of both gradients (B), of those of inputs (I) or of weights (W).
 
-    What a micro batch has kept goes as its backward goes on, its logits first.
+    What a micro batch has kept is freed as its backward proceeds, its logits first.
     """
     software, block, tied = rank.software, rank.block, rank.model.tied_embeddings
     root = rank.root * (stage.first or (tied and stage.last))

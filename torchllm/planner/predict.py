@@ -1,4 +1,4 @@
-"""One layout's step, before anybody runs it: seconds by term, memory by purpose, MFU and HFU. No torch.
+"""Predict a layout's step: seconds by term, memory by purpose, MFU and HFU. No torch.
 
 stage times (`stage`: compute, tensor- and context-parallel traffic, FSDP's exposed gathers)
   -> the schedule's order, simulated -> the tail of a step (reduction, optimizer, gathers) -> Prediction
@@ -22,14 +22,14 @@ from torchllm.spec.stages import balanced_split, stage_of_rank
 
 
 class Prediction(NamedTuple):
-    """What a step costs."""
+    """What a step is predicted to cost."""
 
     step: float
     """seconds"""
     terms: dict[str, float]
-    """seconds of the rank that computes most, by what they go to; they sum to the step"""
+    """seconds of the rank that computes most, by cause; they sum to the step"""
     memory: Memory
-    """of the rank that needs most"""
+    """memory of the rank that needs most"""
     mfu: float
     hfu: float
     fits: bool
@@ -40,10 +40,10 @@ Pipeline = Callable[[Case, list[StageTimes], float], tuple[float, list[float]]]
 
 
 def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> tuple[float, list[float]]:
-    """From the first forward to the last gradient, and each rank's computing time.
+    """Return the seconds from the first forward to the last gradient, and each rank's computing time.
 
-    A schedule repeats itself after its start: of very many micro batches some are simulated, twice, and the difference
-    is carried on.
+    A schedule repeats itself after its start: with very many micro batches two smaller numbers are simulated, and the
+    difference is extrapolated.
     """
     parallel, m = case.parallel, case.micro_batches
     if parallel.pp == 1:
@@ -65,14 +65,14 @@ def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> t
 def _seconds(
     schedule: PipelineSchedule, pp: int, v: int, count: int, stages: tuple[StageTimes, ...], transfer: float
 ) -> float:
-    """Of so many micro batches; remembered, for of layouts that differ in what happens once a step it is the same."""
+    """Return the seconds of `count` micro batches. Cached: many layouts differ only at the end of a step."""
     order = played(schedule, pp, v, count)
     simulated = simulate_played(order, stages, [transfer] * (len(stages) - 1))
     return max(simulated.spans) if schedule in PUBLISHED else simulated.step
 
 
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
-    """The whole step. `pipeline`: what its schedule takes; `search.at_least` is a bound, and a hundred times faster."""
+    """Predict the whole step. `pipeline`: times the schedule; `bounds.at_least` is a bound, a hundred times faster."""
     parallel, m = case.parallel, case.micro_batches
     split = balanced_split(case.model, parallel, case.training.sequence_length)
     last = parallel.stages - 1
@@ -108,7 +108,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
 
 
 def hardware_flops(case: Case) -> float:
-    """Model FLOPs of a token and what is computed again, as the papers count: whole blocks, attention unmasked."""
+    """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
     sizes = matrices(model)
     core = 4 * model.heads * model.head_width * length
@@ -123,7 +123,7 @@ def hardware_flops(case: Case) -> float:
 
 
 def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str, float]:
-    """Seconds after the last backward: what the data ranks exchange, the optimizer, what nothing explains."""
+    """Return the seconds after the last backward: what the data ranks exchange, and the optimizer."""
     model, parallel, software, hardware = case.model, case.parallel, case.software, case.hardware
     constants = software.constants
     parameters = sum(stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes)
@@ -162,7 +162,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
 
 
 def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
-    """Of one pipeline rank."""
+    """Return the peak memory of one pipeline rank."""
     parallel = case.parallel
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
     mine = [sizes[stage] for stage in stage_of_rank(parallel, rank)]

@@ -1,9 +1,9 @@
-"""What a pipeline schedule costs: step time, idle time, and what waits in memory. No torch.
+"""Simulate a pipeline schedule: step time, idle time, and what is held in memory. No torch.
 
-A rank computes its order (`planner.schedule`) entry by entry. A forward waits for the stage before, a gradient of
-inputs for the stage after, and for the transfer where that stage is on another rank; sending takes no time of a rank
-that computes. The results of a pair leave when both are there, as torch sends them. Nothing else is in it: no gather
-of parameters, no link that two transfers share.
+A rank computes its order (`spec.schedules`) entry by entry. A forward waits for the previous stage, a gradient of
+inputs for the next stage, and for the transfer if that stage is on another rank; sending takes no time of a rank
+that computes. The results of a pair are sent when both are computed, as torch does it. Nothing else is simulated: no
+gather of parameters, no link that two transfers share.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torchllm.spec.schedules import Action, Entry, flat, orders, rank_order
 
 
 class StageTimes(NamedTuple):
-    """What one micro batch takes in one stage, in any one unit of time."""
+    """Times of one micro batch in one stage, in any unit."""
 
     forward: float
     input_gradient: float
@@ -30,7 +30,7 @@ class Simulated(NamedTuple):
     step: float
     """from the first forward to the end of the last gradient, in the unit of the stages' times"""
     busy: tuple[float, ...]
-    """time that each rank computes"""
+    """computing time of each rank"""
     spans: tuple[float, ...]
     """from the first to the last action of each rank: what a step takes where the next one starts without waiting for
     all ranks (arXiv 2401.10241, section 4)"""
@@ -48,19 +48,19 @@ KINDS, NOTHING = "FIWB", -1
 
 
 class Played(NamedTuple):
-    """The orders of all ranks as one list, each action after what it waits for: the same whatever the times are."""
+    """The orders of all ranks as one list, each action after what it waits for. It does not depend on any times."""
 
     steps: list[Step]
     results: int
     firsts: list[int]
-    """of each rank, the result that its first action waits for"""
+    """for each rank, the result that its first action waits for"""
     counts: list[Counter[int]]
-    """of each rank, how many actions of each stage and kind"""
+    """for each rank, its number of actions of each stage and kind"""
 
 
 def play(orders: Sequence[Sequence[Entry]]) -> Played:
-    """Go through the ranks' orders as far as each can. ValueError where ranks wait for each other: never in an order of
-    `planner.schedule`.
+    """Go through the ranks' orders as far as each can. ValueError if ranks wait for each other, which no order of
+    `spec.schedules` makes them do.
 
     A micro batch goes through the stages and back, 2 x stages places: what it brings to place p has the number
     p x micro batches + its own. To place 0 it brings nothing, and nobody waits for what leaves the last.
@@ -115,7 +115,7 @@ def played(schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batch
 
 
 def simulate_played(played: Played, stages: Sequence[StageTimes], transfers: Sequence[float] = ()) -> Simulated:
-    """When everything ends. `transfers`: time between each stage and the next, either way; empty: none."""
+    """Return when everything ends. `transfers`: time between each stage and the next, either way; empty: none."""
     times = [time for f, i, w in stages for time in (f, i, w, i + w)] + [0.0]  # the last: of nothing
     delay = [*(transfers or [0.0] * (len(stages) - 1)), 0.0]  # the last: of what stays on its rank
     arrived, clock = [0.0] * played.results, [0.0] * len(played.counts)
@@ -133,17 +133,17 @@ def simulate_played(played: Played, stages: Sequence[StageTimes], transfers: Seq
 def simulate(
     orders: Sequence[Sequence[Entry]], stages: Sequence[StageTimes], transfers: Sequence[float] = ()
 ) -> Simulated:
-    """One step of these orders: `simulate_played(play(orders), stages, transfers)`."""
+    """Simulate one step of these orders."""
     return simulate_played(play(orders), stages, transfers)
 
 
 def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
-    """What a rank waits in a step of equal stages and no transfers, in the unit of `stage`, one stage's times.
+    """Return how long a rank waits in a step of equal stages without transfers, in the unit of `stage`.
 
-    The papers' closed forms, whatever the micro batches and the stages a rank; over m times a rank's work on one micro
-    batch it is the bubble. With p ranks and B = I + W:
+    `stage`: times of one stage. These are published closed forms, for any number of micro batches and of stages per
+    rank. Divided by m times a rank's work on one micro batch it is the bubble. With p ranks and B = I + W:
 
-    - GPipe, 1F1B, Interleaved1F1B, LoopedBFS: (p - 1) (F + B), so the bubble is (p - 1) / (v m) with v stages a rank
+    - GPipe, 1F1B, Interleaved1F1B, LoopedBFS: (p - 1) (F + B), so the bubble is (p - 1) / (v m) with v stages per rank
       (arXiv 2104.04473, section 2.2).
     - InterleavedZeroBubble: (p - 1) (F + I - W) (arXiv 2401.10241, ZB-H1), where F = I >= W.
     - ZBVZeroBubble: (p - 1) F, before the first action and after the last (the same, section 6), where F = I >= W.
@@ -162,16 +162,16 @@ def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
 
 
 class StagePeak(NamedTuple):
-    """The most that a stage holds at a time."""
+    """The most that a stage holds at once."""
 
     in_flight: int
-    """micro batches whose forward has been and whose gradient of inputs has not: their activations"""
+    """micro batches between their forward and their gradient of inputs: their activations are held"""
     deferred: int
-    """micro batches whose gradient of weights is still to come: the inputs and output gradients of the matrices"""
+    """micro batches between their gradients of inputs and of weights: what the latter need is held"""
 
 
 def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
-    """What each stage of a rank holds at most; the stages' peaks need not be at one time."""
+    """Return the most that each stage of a rank holds; the stages' peaks need not coincide."""
     found: dict[int, StagePeak] = {}
     for action, in_flight, deferred in _held(order):
         stage = action.stage
@@ -184,7 +184,7 @@ def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
 def most_in_flight(
     schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:
-    """Of each of a rank's stages, first to last, the micro batches in flight at its peak.
+    """Return, for each of a rank's stages, first to last, the micro batches in flight at its peak.
 
     They are reached in the first three rounds; GPipe and LoopedBFS keep all.
     """
@@ -197,8 +197,10 @@ def most_in_flight(
 
 
 def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferred: Mapping[int, float]) -> float:
-    """The most that a rank holds at a time, in the unit of what one micro batch leaves in each stage: after its forward
-    (`activations`), and after its gradient of inputs for that of the weights (`deferred`)."""
+    """Return the most that a rank holds at once, in the unit of what one micro batch leaves in each stage.
+
+    `activations`: what it leaves after its forward; `deferred`: after its gradient of inputs, for that of the weights.
+    """
     most = 0.0
     for _, flying, late in _held(order):
         held = sum(count * activations[stage] for stage, count in flying.items())
@@ -207,7 +209,7 @@ def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferr
 
 
 def _held(order: Iterable[Entry]) -> Iterable[tuple[Action, Counter[int], Counter[int]]]:
-    """After each action: micro batches in flight and deferred, by stage (the same counters every time)."""
+    """Yield each action with the micro batches in flight and deferred after it, by stage (always the same counters)."""
     in_flight, deferred = Counter[int](), Counter[int]()
     for action in flat(order):
         in_flight[action.stage] += {"F": 1, "I": -1, "W": 0, "B": -1}[action.kind]

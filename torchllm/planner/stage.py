@@ -1,4 +1,4 @@
-"""What one micro batch costs a pipeline stage: seconds forward and of both gradients, and what they go to. No torch."""
+"""Predict the seconds of one micro batch in a pipeline stage, forward and both gradients, by cause. No torch."""
 
 from typing import NamedTuple
 
@@ -19,29 +19,29 @@ from torchllm.planner.simulate import StageTimes
 
 
 class StageCost(NamedTuple):
-    """One micro batch through one stage."""
+    """Time of one micro batch in one stage."""
 
     times: StageTimes
     terms: dict[str, float]
-    """seconds by what they go to; they sum to the times"""
+    """seconds by cause; they sum to the times"""
 
 
 class Computed(NamedTuple):
-    """What a GPU computes of one micro batch in a block."""
+    """Times of what a GPU computes on one micro batch in a block."""
 
     forward: Seconds
     inputs: Seconds
-    """gradient of its input"""
+    """gradient of the block's input"""
     weights: Seconds
-    """gradient of its weights"""
+    """gradient of the block's weights"""
     core: Seconds
-    """of the forward attention's core"""
+    """part of the forward: attention's core"""
     around: Seconds
-    """and what is elementwise"""
+    """part of the forward: elementwise work"""
 
 
 class BlockCost(NamedTuple):
-    """One micro batch through one block, with what it sends."""
+    """Time of one micro batch in one block, communication included."""
 
     times: StageTimes
     terms: dict[str, float]
@@ -50,13 +50,13 @@ class BlockCost(NamedTuple):
 
 
 def computed(case: Case) -> Computed:
-    """By case.piece and case.kernels, whatever is recomputed and sent."""
+    """Return what a GPU computes; it depends on case.piece and case.kernels, not on what is recomputed or sent."""
     of = case.model, case.piece, case.kernels, case.software, case.hardware
     return Computed(block_forward(*of), *block_backward(*of), attention(*of, False), elementwise(*of, False))
 
 
 def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
-    """known: `computed(case)`, where it has been."""
+    """Return the time of one micro batch in one block. known: `computed(case)`, if the caller has it."""
     forward, inputs, weights, core, around = known or computed(case)
     launch = case.software.constants.launch
     again = recomputed(case.model, case.recompute, forward, core, around, case.software).total(launch)
@@ -80,7 +80,7 @@ def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
 
 
 def stage_cost(case: Case, size: StageSize, known: BlockCost | None = None) -> StageCost:
-    """Its blocks and the ends. known: `cost_of_block(case)`, where it has been."""
+    """Return the time of one micro batch in a stage. known: `cost_of_block(case)`, if the caller has it."""
     block = known or cost_of_block(case)
     meets = case.software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
     ends, ends_tp = end_times(case, size, block.over_tp)
@@ -97,12 +97,12 @@ def stage_cost(case: Case, size: StageSize, known: BlockCost | None = None) -> S
 
 
 def exposed(sent: float, behind: float, share: float) -> float:
-    """What is seen of a transfer that could hide behind a computation: the rest, and a share of what does hide."""
+    """Return the exposed time of a transfer that overlaps a computation: what is longer, and a share of the overlap."""
     return max(0.0, sent - behind) + share * min(sent, behind)
 
 
 def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, float]:
-    """Seconds of a block's collectives over tp: forward, backward, recomputed.
+    """Return the seconds of a block's collectives over tp: forward, backward, recomputed.
 
     Two all-reduces a pass of the hidden states (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
     parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
@@ -121,7 +121,7 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
 
 
 def context_parallel(case: Case, core: float) -> tuple[float, float]:
-    """Seconds of a block's exchanges over cp, forward and backward; `core`: those of its attention.
+    """Return the seconds of a block's exchanges over cp, forward and backward; `core`: seconds of its attention.
 
     Ring: keys and values go round while attention computes on those before; their gradients with them in the backward.
     Ulysses: all-to-alls of queries, keys, values and results, which wait.
@@ -147,7 +147,7 @@ def context_parallel(case: Case, core: float) -> tuple[float, float]:
 
 
 def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds that FSDP's gathers and scatters of one block are seen, forward and backward, beside such compute.
+    """Return the exposed seconds of FSDP's gathers and scatters of one block, forward and backward.
 
     Under pp gradients are reduced once a step (`predict.tail`).
     """
@@ -166,7 +166,7 @@ def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float,
 
 
 def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, float]:
-    """Seconds of the embedding and of the head and loss, and how many of them are tensor parallelism's.
+    """Return the seconds of the embedding, the head and the loss, and how many of them are tensor parallelism's.
 
     over_tp: seconds of one all-reduce of the hidden states: of the embedding's rows that other ranks have, and of the
     head's input gradient.
@@ -193,7 +193,7 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, 
 
 
 def boundary(case: Case) -> float:
-    """Seconds of one micro batch's hidden states from a stage to the next."""
+    """Return the seconds of sending one micro batch's hidden states from a stage to the next."""
     parallel = case.parallel
     if parallel.pp == 1:
         return 0.0

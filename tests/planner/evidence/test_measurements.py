@@ -23,16 +23,16 @@ def test_a_row_is_read() -> None:
     ("cells", "reason"),
     [
         ({"micro_batch": "x"}, "micro_batch = 'x' is not a number"),
-        ({"heads": ""}, "heads is left out"),
+        ({"heads": ""}, "heads is missing"),
         ({"tp": "1.5"}, "tp = 1.5 is not a whole number"),
         (
             {"global_batch_seqs": "30", "micro_batch": "4"},
             "global_batch_seqs 30 does not divide by micro batch 4 x dp 8",
         ),
-        ({"act_ckpt": "sometimes"}, "act_ckpt 'sometimes' is not known"),
-        ({"attn_impl": "magic"}, "attn_impl 'magic' is not known"),
-        ({"schedule": "backwards"}, "schedule 'backwards' is not known"),
-        ({"gpu": "Abacus", "cluster": ""}, "GPU 'Abacus' is not known"),
+        ({"act_ckpt": "sometimes"}, "act_ckpt 'sometimes' is unknown"),
+        ({"attn_impl": "magic"}, "attn_impl 'magic' is unknown"),
+        ({"schedule": "backwards"}, "schedule 'backwards' is unknown"),
+        ({"gpu": "Abacus", "cluster": ""}, "GPU 'Abacus' is unknown"),
         ({"gpus": "12", "dp": "8", "tp": "8", "step_time_s": "1"}, "12 GPUs are not pp 1 x dp 8 x cp 1 x tp 8"),
     ],
 )
@@ -48,8 +48,8 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
     assert row.case.hardware.gpu == "A100-SXM4-80GB"
     assert row.case.software.name == "megatron"
     assert row.assumed == [
-        "stack 'megatron-2030' is not known: as megatron-2022",
-        "cluster 'somewhere' is not known: dgx_a100, for its GPU",
+        "stack 'megatron-2030' is unknown: as megatron-2022",
+        "cluster 'somewhere' is unknown: dgx_a100, for its GPU",
         "vocab 51,200",
         "attention fused_softmax",
     ]

@@ -138,8 +138,8 @@ def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     assert float(first["predicted_low_s"]) < float(first["predicted_step_time_s"]) < float(first["predicted_high_s"])
     assert first["predicted_note"] == "inside the validated range"
     assert second["predicted_step_time_s"] == ""
-    assert second["predicted_note"] == "heads is left out"
-    assert "refused: heads is left out (1 rows)" in said
+    assert second["predicted_note"] == "heads is missing"
+    assert "refused: heads is missing (1 rows)" in said
 
 
 def test_spearman() -> None:

@@ -1,7 +1,8 @@
-"""Fit a framework's six constants to a sweep of one's own. No torch.
+"""Fit a framework's six constants to measurements. No torch.
 
-The least mean of |log(predicted / measured)|, rounded near zero, plus a pull to where the constants were, so that few
-measurements move them little and one that does not matter stays. Coordinate by coordinate, in ever smaller steps.
+It minimizes the mean of |log(predicted / measured)|, smoothed near zero, plus a pull to the original constants, so that
+few measurements move them little and a constant without effect stays. It is a descent by coordinates, in ever smaller
+steps.
 """
 
 import math
@@ -18,17 +19,17 @@ from torchllm.spec.cluster import FOLDER
 from torchllm.spec.software import UNITS, Constants
 
 PULL = 0.001
-"""what a constant that is e times what it was adds to the error"""
+"""added to the error by a constant that has changed by a factor of e"""
 KINK = 0.03
-"""log of a ratio under which errors count by their square: one coordinate at a time gets stuck in kinks"""
+"""log of a ratio below which errors count by their square: a descent by coordinates gets stuck in kinks"""
 STEPS = (2.0, 1024.0)
-"""largest steps, each tried from the start: near by, or far off, as a CPU's waits of milliseconds are"""
+"""largest factors, each tried from the original: for constants nearby, or far off like a CPU's waits of milliseconds"""
 TIMES = ("launch", "traffic", "exposed", "wait", "flush")
-"""constants that a step time shows; those of memory are fitted to peaks"""
+"""constants that affect step times; that of memory is fitted to peaks"""
 
 
 def calibrate(rows: Sequence[MeasuredRow]) -> tuple[Constants, float, float]:
-    """The fitted constants, and the mean error before and after. ValueError where nothing is timed."""
+    """Return the fitted constants, and the mean error before and after. ValueError if no row is timed."""
     timed = [(row.case, row.seconds) for row in rows if row.case is not None and row.seconds]
     if not timed:
         raise ValueError("no row has a step time that can be predicted")
@@ -80,15 +81,15 @@ def _scaled(constants: Constants, key: str, by: float) -> Constants:
 
 
 def with_constants(case: Case, constants: Constants) -> Case:
-    """The same of software with these constants."""
+    """Return the case with other constants of its software."""
     return replace(case, software=replace(case.software, constants=constants))
 
 
 def calibrate_file(source: str, target: str, cluster: str) -> str:
-    """Fit to a CSV file, and write a cluster file that is `cluster` with these constants; what was done, as text.
+    """Fit constants to a CSV file and write a cluster file with them, based on `cluster`. Return a line on the errors.
 
-    cluster: a name or a file; empty: the one that most rows name, or have the GPU of. OSError, ValueError: no such
-    file, nothing timed in it, no such cluster.
+    cluster: a name or a file; empty: the one that most rows name, or whose GPU they have. OSError or ValueError if
+    there is no such file or cluster, or no row is timed.
     """
     rows = read_rows(source, cluster)
     constants, before, after = calibrate(rows)

@@ -1,7 +1,7 @@
-"""Errors on what the constants were not fitted to: one model or one data set left out at a time. No torch.
+"""Compute errors on data that the constants were not fitted to: one model or data set is left out at a time. No torch.
 
-A model is predicted with constants fitted to its data set's other models; a data set with one set of constants fitted
-to all the others, whatever their framework. Facts of a framework stay, and what is in the cluster files.
+A model is predicted with constants fitted to its data set's other models, a data set with constants fitted to all other
+data sets, whatever their framework. Facts about frameworks and the cluster files stay.
 """
 
 import json
@@ -17,19 +17,19 @@ from torchllm.spec.software import Constants
 
 
 class LeftOut(NamedTuple):
-    """What was left out, how many of its rows are timed, and their errors."""
+    """The errors of what was left out."""
 
     name: str
     rows: int
     fitted: float
-    """mean error with the constants as they are"""
+    """mean error with the constants of `STACKS`"""
     mean: float
-    """with constants that never saw it"""
+    """mean error with constants fitted without it"""
     median: float
 
 
 def cross_validate(files: Sequence[str], what: Literal["model", "dataset"], as_json: bool) -> str:
-    """Errors of whole files, a model or a data set left out at a time; minutes. OSError, ValueError: no such tables."""
+    """Return the errors of whole files as text; takes minutes. OSError or ValueError if a file is no such table."""
     rows = [row for file in files for row in read_rows(file)]
     found = leave_out_models(rows) if what == "model" else leave_out_datasets(rows)
     if as_json:
@@ -42,7 +42,7 @@ def cross_validate(files: Sequence[str], what: Literal["model", "dataset"], as_j
 
 
 def leave_out_models(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
-    """Each model of each data set that has others."""
+    """Leave out each model of each data set that has other models."""
     found = []
     for dataset, of_set in _by(rows, "dataset").items():
         models = _by(of_set, "model")
@@ -54,7 +54,7 @@ def leave_out_models(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
 
 
 def leave_out_datasets(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
-    """Each data set."""
+    """Leave out each data set."""
     sets = _by(rows, "dataset")
     found = []
     for dataset, left in sets.items():

@@ -1,4 +1,4 @@
-"""One block alone on its tensor-parallel ranks, as Korthikanti et al. timed it (arXiv 2205.05198, table 4).
+"""Predict one block on its tensor-parallel ranks, as Korthikanti et al. 2022 timed it (arXiv 2205.05198, table 4).
 
 No torch.
 """
@@ -9,6 +9,6 @@ from torchllm.planner.stage import stage_cost
 
 
 def layer_seconds(case: Case) -> tuple[float, float]:
-    """Forward, and backward with what is recomputed, of one micro batch; without embedding and head."""
+    """Return the seconds of one micro batch, forward and backward with recomputation, without embedding and head."""
     times = stage_cost(case, StageSize(1, first=False, last=False)).times
     return times.forward, times.input_gradient + times.weight_gradient

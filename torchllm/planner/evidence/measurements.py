@@ -1,7 +1,7 @@
-"""Measured layouts, one per row of CSV (the columns of `rows.py`), as cases for `predict`. No torch.
+"""Read measured layouts, one per row of a CSV file, as cases for `predict`. No torch.
 
-Published tables leave out much. What a row does not say is taken as its framework's or GPU's default, and said so in
-`MeasuredRow.assumed`; a row that cannot be understood says why.
+The columns are those that recipes/sweep writes. Published tables omit much: a missing cell means the default of the
+row's framework or GPU, which `MeasuredRow.assumed` names. An invalid row says why.
 """
 
 import csv
@@ -28,7 +28,7 @@ CLUSTER_OF_GPU = (
     (r"B200|B300", "hgx_b200"),
     (r"CPU", "this_cpu"),
 )
-"""where a row's cluster is not known: the one its GPU is usually in"""
+"""GPU -> the cluster it is usually in, for rows whose cluster is unknown"""
 MODES = {"": "none", "0": "none", "1": "full", "selective op": "selective", "disabled": "none", "every_layer": "full"}
 ATTENTION = {
     "flash_attn2": "flash2",
@@ -53,31 +53,31 @@ SCHEDULE = {
 
 
 class MeasuredRow(NamedTuple):
-    """One row."""
+    """One row of a table of measurements."""
 
     cells: dict[str, str]
     case: Case | None
     assumed: list[str]
     problem: str
-    """why there is no case; else empty"""
+    """why there is no case; empty if there is one"""
 
     @property
     def seconds(self) -> float | None:
-        """Measured step time, where there is one."""
+        """Measured step time; None if the row has none."""
         if self.cells.get("status", "ok") not in ("", "ok"):
             return None
         return float(self.cells["step_time_s"]) if self.cells.get("step_time_s") else None
 
     @property
     def out_of_memory(self) -> bool | None:
-        """Whether it ran out of memory; None: not known (a crash says nothing)."""
+        """Whether the layout ran out of memory; None if unknown (after a crash)."""
         return {"ok": False, "": False, "oom": True}.get(self.cells.get("status", ""))
 
 
 def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
-    """The rows of a CSV file. OSError if there is none, ValueError if it is not such a table.
+    """Return the rows of a CSV file. OSError if there is no such file, ValueError if it is no table of layouts.
 
-    cluster: a cluster that all of them are of, whatever they say; ValueError if there is none of this name.
+    cluster: replaces the cluster that the rows name; ValueError if there is none of this name.
     """
     if cluster and (unknown := unknown_cluster(cluster)):
         raise ValueError(unknown)
@@ -92,7 +92,7 @@ def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
 
 
 def read_row(cells: dict[str, str]) -> MeasuredRow:
-    """One row as a case."""
+    """Read one row."""
     assumed: list[str] = []
     try:
         return MeasuredRow(cells, _case(cells, assumed), assumed, "")
@@ -101,14 +101,14 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
 
 
 def number(cells: dict[str, str], key: str, default: int | None = None) -> int:
-    """A whole number of a row. ValueError with its column where there is none."""
+    """Return a whole number of a row. ValueError naming the column if the cell is missing or something else."""
     text = cells.get(key, "")
     if not text and default is not None:
         return default
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{key} = {text!r} is not a number" if text else f"{key} is left out") from None
+        raise ValueError(f"{key} = {text!r} is not a number" if text else f"{key} is missing") from None
     if value != int(value) or value < 0:
         raise ValueError(f"{key} = {text} is not a whole number")
     return int(value)
@@ -143,7 +143,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     word = cells.get("schedule", "")
     name = SCHEDULE.get(word, word)
     if name not in SCHEDULES and name not in PUBLISHED:
-        raise ValueError(f"schedule {word!r} is not known ({', '.join([*SCHEDULES, *SCHEDULE])})")
+        raise ValueError(f"schedule {word!r} is unknown ({', '.join([*SCHEDULES, *SCHEDULE])})")
     virtual = number(cells, "interleave_v", 1)
     if name == "1F1B" and virtual > 1:
         name = "Interleaved1F1B"
@@ -164,9 +164,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     mode = cells.get("act_ckpt", "").lower()
     mode = MODES.get(mode, mode)
     if mode not in get_args(Recompute.__annotations__["mode"]):
-        raise ValueError(
-            f"act_ckpt {mode!r} is not known ({', '.join([*get_args(Recompute.__annotations__['mode'])])})"
-        )
+        raise ValueError(f"act_ckpt {mode!r} is unknown ({', '.join([*get_args(Recompute.__annotations__['mode'])])})")
     if mode == "selective" and cells.get("act_ckpt", "").lower() == "selective op":
         software = replace(software, recomputes_attention_only=False)
     word = cells.get("attn_impl", "").lower()
@@ -174,8 +172,8 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     if kind in ("", "flash"):
         kind = software.attention
         assumed.append(f"attention {kind}")
-    if kind not in get_args(AttentionKernel):
-        raise ValueError(f"attn_impl {word!r} is not known ({', '.join([*get_args(AttentionKernel), *ATTENTION])})")
+    if kind not in get_args(Attention):
+        raise ValueError(f"attn_impl {word!r} is unknown ({', '.join([*get_args(Attention), *ATTENTION])})")
     norm = cells.get("rmsnorm_kernel", "")
     kernels = Kernels(
         attention=kind,  # type: ignore[arg-type]
@@ -188,7 +186,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage as Megatron splits them: the same for all, or one less for both ends."""
+    """Return the blocks of each stage as Megatron splits them: equal, or one fewer at both ends; else ()."""
     if layers % stages == 0 or stages == 1:
         return (layers // stages,) * stages
     if (layers + 2) % stages == 0:
@@ -198,20 +196,20 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cluster_of_row(cells: dict[str, str]) -> str:
-    """The cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
+    """Return the cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
     if name.endswith(".toml") or (FOLDER / f"{name}.toml").is_file():
         return name
     for pattern, cluster in CLUSTER_OF_GPU:
         if re.search(pattern, gpu or name, re.IGNORECASE):
             return cluster
-    raise ValueError(f"cluster {name!r} has no file in train_configs/clusters, and GPU {gpu!r} is not known")
+    raise ValueError(f"cluster {name!r} has no file in train_configs/clusters, and GPU {gpu!r} is unknown")
 
 
 def _hardware(cells: dict[str, str], assumed: list[str]) -> Hardware:
     name = cluster_of_row(cells)
     if name != cells.get("cluster", ""):
-        assumed.append(f"cluster {cells.get('cluster', '')!r} is not known: {name}, for its GPU")
+        assumed.append(f"cluster {cells.get('cluster', '')!r} is unknown: {name}, for its GPU")
     if name not in _CLUSTERS:
         found: list[str] = []
         hardware = read_cluster(name, found)
@@ -261,5 +259,5 @@ def _count_in_name(name: str) -> float:
 
 
 def cases(rows: Iterable[MeasuredRow]) -> list[Case]:
-    """Of those rows that can be understood."""
+    """Return the cases of the valid rows."""
     return [row.case for row in rows if row.case is not None]

@@ -1,4 +1,4 @@
-"""A run's config as a row of measurements, in the columns and words that `measurements` reads. No torch."""
+"""Describe a run's config as a row of measurements, in the columns and words that `measurements` reads. No torch."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torchllm.spec.flops import parameter_count
 
 
 def measurement_of(config: Config, gpus: int) -> dict[str, str]:
-    """What a resolved config says of its layout on so many GPUs, by column."""
+    """Return the cells, by column, of a resolved config on `gpus` GPUs."""
     model, training, parallel = config.model, config.training, config.parallel
     dp = parallel.data_ranks
     attention = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}[model.attention]

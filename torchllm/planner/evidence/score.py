@@ -1,8 +1,8 @@
-"""Predicted against measured: errors, ranks, regret, what ran out of memory. No torch.
+"""Compare predictions with measurements: errors, rank correlation, regret, out of memory. No torch.
 
-Errors are of step times, predicted over measured less one; `scaled` ones after one factor a data set, the median. Ties
-count at their worst: of layouts predicted alike, the slowest measured one is taken to be chosen. Rows that cannot be
-predicted are counted and named.
+An error is predicted over measured step time, minus one; `scaled` errors are after dividing by the data set's median
+ratio. Of layouts predicted alike, the one measured slowest counts as chosen. Rows that cannot be predicted are counted
+and named.
 """
 
 import csv
@@ -22,7 +22,7 @@ from torchllm.spec.software import UNITS, Constants
 
 
 class Scored(NamedTuple):
-    """A row and what is predicted of it."""
+    """A row and its prediction."""
 
     row: MeasuredRow
     prediction: Prediction | None
@@ -30,7 +30,7 @@ class Scored(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Of the step time; None where there is nothing to compare."""
+        """Relative error of the step time; None if the row is not timed or not predicted."""
         if self.prediction is None or self.row.seconds is None:
             return None
         return self.prediction.step / self.row.seconds - 1
@@ -46,7 +46,7 @@ def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
 
 
 def predict_file(source: str, target: str) -> str:
-    """Write a table of layouts with what is predicted of each; what was assumed, as text. OSError, ValueError."""
+    """Write a table of layouts with their predictions; return what was assumed, as text. Errors as `read_rows`."""
     scored = score_rows(read_rows(source))
     names = list(dict.fromkeys([*(name for one in scored for name in one.row.cells), *PREDICTED]))
     with open(target, "w", newline="") as opened:
@@ -81,9 +81,9 @@ def _predicted(one: Scored) -> dict[str, str]:
 
 
 def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
-    """Errors of every data set and every group in it. OSError, ValueError for a file that is no such table.
+    """Return the errors of every data set and every group in it, as text. Errors as `read_rows`.
 
-    cluster: one that all rows are of. What a sweep found to be no layout is left out.
+    cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored.
     """
     rows = [row for file in files for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
     scored = score_rows(rows)
@@ -94,11 +94,11 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
     for name, summary in sets.items():
         lines.append(_line(name, summary))
         lines += [_line("  " + group, inner) for group, inner in summary["groups"].items()]
-    return "\n".join([*lines, "", *_constants(scored), "", *_said(scored)])
+    return "\n".join([*lines, "", *LEGEND, "", *_constants(scored), "", *_said(scored)])
 
 
 def _constants(scored: Sequence[Scored]) -> list[str]:
-    """The fitted constants of every framework in these rows, side by side."""
+    """Return lines with the fitted constants of every framework in these rows."""
     software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
     names = [key.name for key in fields(Constants)]
     titles = [f"  {name}, {UNITS[name]}" for name in names]
@@ -110,7 +110,7 @@ def _constants(scored: Sequence[Scored]) -> list[str]:
 
 
 def _said(scored: Sequence[Scored]) -> list[str]:
-    """What cannot be read, and what was assumed, each once with the number of rows."""
+    """Return what was invalid and what was assumed, each once with its number of rows."""
     counted: dict[str, int] = {}
     for one in scored:
         for line in [f"refused: {one.row.problem}"] if one.row.problem else [f"assumed: {x}" for x in one.row.assumed]:
@@ -165,7 +165,7 @@ def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
 
 
 def _layer_errors(one: Scored) -> list[float]:
-    """Of rows that time one layer (Korthikanti et al. 2022), forward and backward."""
+    """Return the errors, forward and backward, of a row that times one layer (Korthikanti et al. 2022)."""
     cells = one.row.cells
     if one.row.case is None or not cells.get("layer_fwd_ms"):
         return []
@@ -184,7 +184,7 @@ def _errors(errors: Sequence[float]) -> dict[str, float]:
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Correlation of the ranks, ties at their mean; None for fewer than three."""
+    """Return Spearman's rank correlation, ties at their mean rank; None for fewer than three values."""
     if len(one) < 3:
         return None
     a, b = _ranks(one), _ranks(other)
@@ -202,8 +202,11 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Of the layout that would be chosen: predicted fastest per sequence among those predicted to fit; its measured MFU
-    and time against the best measured. One that ran out of memory is said so."""
+    """Compare the layout that would be chosen with the best measured one, in time and MFU.
+
+    Chosen is the one predicted fastest per sequence among those predicted to fit. The result says if it ran out of
+    memory.
+    """
     known = [one for one in scored if one.prediction and (one.row.seconds or one.row.out_of_memory)]
     timed = [one for one in known if one.row.seconds]
     admitted = [one for one in known if one.prediction and one.prediction.fits]
@@ -232,11 +235,17 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 _COLUMNS = ("rows", "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
+LEGEND = (
+    "median, mean, p90, bias: error of the step time, in % of the measured one; scaled: its mean, all predictions of a",
+    "data set divided by their median ratio; rho: rank correlation; memory: mean error of the peak, in %; oom: rows in %",
+    "that fit or ran out of memory as predicted; regret: % that the layout predicted fastest is slower than the best",
+)
+"""what the columns say"""
 _HEADER = " " * 54 + "".join(f"{name:>8s}" for name in _COLUMNS)
 
 
 def _line(name: str, of: dict[str, Any]) -> str:
-    """One line: errors, shares and regret in percent."""
+    """Return one line: errors, shares and regret in percent."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}"

@@ -83,12 +83,12 @@ STACKS = {
 
 
 def stack_of(name: str, assumed: list[str]) -> Software:
-    """A framework by name; the closest of its kind, said in `assumed`, where it is not known."""
+    """Return a framework by name. If it is unknown, return the closest of its kind and say so in `assumed`."""
     if name in STACKS:
         return STACKS[name]
     kind = next((known for known in ("megatron", "nanotron", "llm-foundry", "torchtitan") if known in name.lower()), "")
     known = {"megatron": "megatron-2022", "llm-foundry": "llm-foundry-2023", "nanotron": "nanotron-2025"}.get(
         kind, "torchtitan"
     )
-    assumed.append(f"stack {name!r} is not known: as {known}")
+    assumed.append(f"stack {name!r} is unknown: as {known}")
     return STACKS[known]

@@ -1,6 +1,6 @@
-"""`[parallel] layout = "auto"` or "tune": layouts of a run that leaves degrees open, for the machine it is started on.
+"""Choose layouts for a run with `[parallel] layout = "auto"` or "tune", on the machine it is started on. No torch.
 
-A function of the config, the number of ranks and the name of the machine, so that all ranks come to the same. No torch.
+The choice depends only on the config, the number of ranks and the name of the machine, so that all ranks agree.
 """
 
 import re
@@ -28,10 +28,10 @@ NVIDIAS_OWN = ("dgx_", "hgx_")
 
 
 def choose_layouts(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
-    """The config with each of the `count` fastest layouts in it, fastest first, and a line that says which that is.
+    """Return the config with each of the `count` fastest layouts, fastest first, and a line that describes the first.
 
-    written: keys ("parallel.tp", "recompute.mode") that the run gives, which stay; -1 and a default do not count.
-    UserError where nothing fits, or the machine is not known.
+    written: keys ("parallel.tp", "recompute.mode") that the run sets; they stay, unless they are -1 or a default.
+    UserError if nothing fits, or the machine is unknown.
     """
     name = _cluster_of_run(config)
     found: list[str] = []
@@ -46,15 +46,15 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         raise UserError(fits_nowhere(job, result))
     layout, prediction = result.best[0]
     line = (
-        f"{layout.text()}: of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
-        f"{prediction.step:.3g} s a step, {prediction.memory.total / GIB:.3g} GiB"
+        f"{layout.text()}: the best of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
+        f"{prediction.step:.3g} s per step, {prediction.memory.total / GIB:.3g} GiB per GPU"
     )
     chosen = [job.config(config, ranked.layout) for ranked in result.best]
     return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
 
 
 def planned(config: Config) -> Prediction | None:
-    """What the planner expects of a run whose layout is resolved; None where it does not know the machine."""
+    """Predict a run whose layout is resolved. None if no cluster file describes the machine."""
     try:
         name = _cluster_of_run(config)
     except UserError:
@@ -63,7 +63,7 @@ def planned(config: Config) -> Prediction | None:
     if hardware is None:
         return None
     case = case_of(config, hardware)
-    # FOOTGUN: the CPU's figures are of so many ranks that share it.
+    # FOOTGUN: the CPU's figures hold for the number of ranks that shared it when they were measured.
     return None if name == CPU and case.ranks != hardware.gpus_per_node else predict(case)
 
 
@@ -72,14 +72,14 @@ def _cluster_of_run(config: Config) -> str:
 
 
 def case_of(config: Config, hardware: Hardware) -> Case:
-    """A run as the planner sees it: this repository, with the cluster's constants."""
+    """Return a run as the planner sees it: torchllm, with the cluster's constants."""
     software = replace(STACKS["torchllm"], constants=hardware.constants)
     kernels = kernels_of(config.model, config.compile, software)
     return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
 
 
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
-    """What is open and what is not."""
+    """Return what is to be planned: what the run sets is fixed, the rest is open."""
     fixed: dict[str, Any] = {}
     for key in Layout._fields:
         section = {"micro_batch_size": "training", "recompute": "recompute"}.get(key, "parallel")
@@ -91,7 +91,7 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
 
 
 def device() -> str:
-    """The driver's name of this machine's first GPU; empty: it has none."""
+    """Return the driver's name of this machine's first GPU; empty if it has none."""
     for file in sorted(DRIVER.glob("*/information")):
         if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
             return model[1].strip()
@@ -99,7 +99,7 @@ def device() -> str:
 
 
 def cluster_with_gpu(gpu: str) -> str:
-    """The first of train_configs/clusters that has such a GPU, NVIDIA's own systems before others."""
+    """Return the first of train_configs/clusters that has this GPU, NVIDIA's own systems first."""
     if not gpu:
         return CPU
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
@@ -112,8 +112,10 @@ def cluster_with_gpu(gpu: str) -> str:
 
 
 def _same(gpu: str, said: str) -> bool:
-    """Whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB": one chip, and one memory where both
-    name it. A PCIe card is another chip."""
+    """Return whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB".
+
+    They name the same chip, and the same memory if both name one. A PCIe card is another chip.
+    """
     mine, its = ([word for word in re.findall(r"\w+", name.upper()) if word != "NVIDIA"] for name in (gpu, said))
     sizes = [{word for word in words if re.fullmatch(r"\d+GB", word)} for words in (mine, its)]
     return mine[0] == its[0] and not {"PCIE", "NVL"} & set(its) and (sizes[0] == sizes[1] or not all(sizes))

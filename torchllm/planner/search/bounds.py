@@ -1,8 +1,8 @@
-"""What layouts of a job cost at least, while not all of them is decided: what `search` leaves groups of them out by.
+"""Lower bounds on the time and memory of partly decided layouts, by which `search` rejects whole groups. No torch.
 
-Seconds: all ranks' work divided evenly, and the wait for a first micro batch. Bytes: what stands on the first rank all
-step long, and the activations of the micro batches that its schedule keeps. Each is no more than what `predict` says of
-any layout of the group, and is put together from few things that many layouts share. No torch.
+Seconds: all ranks' work divided evenly, and the wait for a first micro batch. Bytes: what the first rank holds all step
+long, and the activations of the micro batches that its schedule keeps. A bound is no more than what `predict` says of
+any layout of the group, and is composed of few parts that many layouts share.
 """
 
 import math
@@ -21,13 +21,15 @@ from torchllm.spec.flops import recompute_interval
 from torchllm.spec.stages import V_SHAPED, balanced_split, stage_of_rank
 
 SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
-"""schedules that may fill the way back with gradients of weights"""
+"""schedules that may fill the wait for the last gradients with gradients of weights"""
 
 
 def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
-    """A bound of `predict.pipeline_seconds`: a rank computes all its work after a first micro batch has come through
-    the ranks before it, and before the last one's gradients have gone back through them. Where the backward is split
-    the way back may be filled."""
+    """Return a bound of `predict.pipeline_seconds`, and each rank's computing time.
+
+    A rank computes all its work after a first micro batch has come through the previous ranks, and before the last
+    one's gradients go back through them. Where the backward is split that last wait may be filled.
+    """
     parallel, m = case.parallel, case.micro_batches
     busy = [m * sum(sum(stages[at]) for at in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
     step = waits = 0.0
@@ -39,18 +41,18 @@ def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple
 
 
 class ScheduleBound(NamedTuple):
-    """A schedule, and what the first rank holds at least."""
+    """A schedule, and the least that its first rank holds."""
 
     schedule: PipelineSchedule
     virtual_stages: int
     graded: bool
-    """at a time with one micro batch less in flight all its stages have gradients"""
+    """whether all its stages have gradients at a time with one micro batch fewer in flight"""
     flying: int
-    """its blocks times the micro batches that they keep, at once"""
+    """blocks times the micro batches that they keep at once"""
     blocks: int
-    """that a micro batch keeps in its largest stage; 0: there is always one in flight"""
+    """blocks of its largest stage, which one micro batch fewer frees; 0 if one is always in flight"""
     ends: int
-    """of its stages, that receive from others"""
+    """ends of its stages that receive from other ranks"""
 
 
 class Sharding(NamedTuple):
@@ -59,17 +61,17 @@ class Sharding(NamedTuple):
     degrees: tuple[int, int, int]
     """dp_replicate, dp_shard, zero_stage"""
     standing: float
-    """bytes that are there all step long, at least"""
+    """lower bound of the bytes held all step long"""
     reserve: float
-    """bytes that are not torch's"""
+    """bytes outside torch"""
     gradients: float
-    """bytes, when all stages have some"""
+    """bytes of the gradients when all stages have some"""
     tail: float
-    """seconds at a step's end, at least"""
+    """lower bound of the seconds at the end of a step"""
 
 
 class Bounds:
-    """Of one job; what is found once is remembered."""
+    """The bounds of one job; what is computed once is cached."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -98,7 +100,7 @@ class Bounds:
         )
 
     def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
-        """Seconds of one micro batch through a block, in the embedding, and in the head."""
+        """Return the seconds of one micro batch in a block, in the embedding, and in the head."""
         gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
         sharding = (layout.pp > 1, layout.dp_shard, layout.zero_stage) if gathers else ()
         key = (*self.block_key(layout), layout.micro_batch_size, *sharding)
@@ -110,14 +112,14 @@ class Bounds:
         return known
 
     def block_cost(self, case: Case) -> BlockCost:
-        """What is computed is the same for many that send and recompute differently."""
+        """Return the time of a block; what it computes is cached for layouts that send and recompute differently."""
         key = case.piece, case.kernels
         if key not in self._computed:
             self._computed[key] = computed(case)
         return cost_of_block(case, self._computed[key])
 
     def ends(self, case: Case, over_tp: float) -> tuple[float, float]:
-        """As `block`, which ends are the same for many of."""
+        """Return the seconds in the embedding and in the head, which many layouts share."""
         key = case.piece, case.kernels
         if key not in self._ends:
             sizes = StageSize(0, True, False), StageSize(0, False, True)
@@ -126,8 +128,11 @@ class Bounds:
         return self._ends[key]
 
     def work(self, layout: Layout, decided: bool = True) -> float:
-        """A bound of the schedule's time, as `at_least`, transfers aside. Where there is no schedule yet: the ranks'
-        average work, and the average wait for a first micro batch, with one block on each rank before."""
+        """Return a bound of the schedule's time, like `at_least` but without transfers.
+
+        Without a schedule (`decided` is False) it is the ranks' average work, and their average wait for a first micro
+        batch if each previous rank had one block.
+        """
         block, embedding, head = self.block(layout)
         m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
         each = sum(block)
@@ -141,8 +146,10 @@ class Bounds:
         return step
 
     def ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
-        """Blocks that are before a rank's first one, its own blocks, whether it has the ends: of ranks that are alike
-        the last, which waits longest."""
+        """Return (blocks before a rank's first one, its own blocks, is first, is last) for each kind of rank.
+
+        Of ranks that are alike it is the last one, which waits longest.
+        """
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._ranks:
             parallel, stages, before = self.job.parallel(layout), self.stages(layout), 0
@@ -156,7 +163,7 @@ class Bounds:
         return self._ranks[key]
 
     def stages(self, layout: Layout) -> list[StageSize]:
-        """What each stage has."""
+        """Return the size of each stage."""
         key = layout.pp, layout.schedule, layout.virtual_stages
         if key not in self._stages:
             split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
@@ -164,7 +171,7 @@ class Bounds:
         return self._stages[key]
 
     def shardings(self, mesh: DegreeMesh) -> list[Sharding]:
-        """What each keeps of a rank's share of the blocks, and what it costs at a step's end, at least."""
+        """Return bounds of what each sharding keeps of a rank's blocks, and of its cost at the end of a step."""
         if mesh not in self._sharded:
             sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
             cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})  # a backward that hides what can be hidden
@@ -184,9 +191,9 @@ class Bounds:
         return self._sharded[mesh]
 
     def cheapest(self, layout: Layout, mesh: DegreeMesh, order: ScheduleBound) -> tuple[Layout, float]:
-        """The layout with the sharding that costs a micro batch least of those that may fit, and the bytes missing.
+        """Return the layout with the cheapest sharding per micro batch that may fit, and the missing bytes.
 
-        Nothing is gathered for a micro batch but with zero_stage 3, and the less, the fewer share.
+        Only zero_stage 3 gathers weights for a micro batch, and the fewer ranks share them the less.
         """
         if mesh not in self._ways:
             shardings = self.shardings(mesh)
@@ -206,13 +213,16 @@ class Bounds:
         return layout, least
 
     def holds(self, layout: Layout, sharding: Sharding, order: ScheduleBound) -> float:
-        """A bound of the first rank's memory."""
+        """Return a bound of the first rank's memory."""
         received, most, later = self.held(layout, order)
         return sharding.standing + sharding.reserve + received + max(most, later + sharding.gradients)
 
     def held(self, layout: Layout, order: ScheduleBound) -> tuple[float, float, float]:
-        """Bytes beside what stands, at least: what a pipeline receives in, and the activations of all micro batches in
-        flight; or, in the middle of a step, of one less, beside the gradients of those before."""
+        """Return bounds of the bytes that vary within a step.
+
+        They are: the buffers in which a pipeline receives; the activations of all micro batches in flight; and those of
+        one micro batch fewer, which are held beside gradients in the middle of a step.
+        """
         received = 0.0
         if layout.pp > 1:
             key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
@@ -225,7 +235,7 @@ class Bounds:
         return received, kept * order.flying, later
 
     def memory(self, layout: Layout, mesh: DegreeMesh) -> float:
-        """A bound of what the first rank holds beside `Sharding.standing`, whatever the sharding."""
+        """Return a bound of what the first rank holds besides `Sharding.standing`, with any sharding."""
         least = math.inf
         for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
             case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=zero))
@@ -235,7 +245,7 @@ class Bounds:
         return least
 
     def kept(self, layout: Layout) -> float:
-        """Bytes that a block keeps of a micro batch."""
+        """Return the bytes that a block keeps of a micro batch."""
         key = self.block_key(layout)
         if key not in self._kept:
             mode = "full" if layout.recompute == "every_k" else layout.recompute  # of one block a stage it is the same
@@ -246,7 +256,7 @@ class Bounds:
         return self._kept[key] * layout.micro_batch_size
 
     def orders(self, layout: Layout, mesh: DegreeMesh) -> list[ScheduleBound]:
-        """The schedules of so many micro batches."""
+        """Return the possible schedules with their bounds."""
         m = self.job.training.global_batch_size // (layout.micro_batch_size * mesh.data)
         if (mesh.pp, m) not in self._orders:
             schedules = self.job.schedules(mesh, layout.micro_batch_size)
@@ -254,7 +264,7 @@ class Bounds:
         return self._orders[mesh.pp, m]
 
     def smallest(self, layout: Layout, mesh: DegreeMesh) -> ScheduleBound:
-        """In each thing at least as small as any of them."""
+        """Return one schedule whose every bound is the smallest of all schedules."""
         key = mesh.pp, layout.micro_batch_size * mesh.data
         if key not in self._smallest:
             orders = self.orders(layout, mesh)
@@ -267,7 +277,7 @@ class Bounds:
         return self._smallest[key]
 
     def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> ScheduleBound:
-        """What is known of a schedule of `m` micro batches without going through it."""
+        """Return the bounds of a schedule of `m` micro batches without simulating it."""
         layers = self.job.model.layers
         if pp == 1:
             return ScheduleBound(name, v, m > 1, layers, 0, 0)

@@ -1,4 +1,4 @@
-"""A run that is out of memory: the settings that would free most, by the planner's figures. No torch."""
+"""Find the settings that would free most memory of a run, by the planner's predictions. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +16,16 @@ class Saver(NamedTuple):
     setting: str
     """as on the command line"""
     freed: float
-    """bytes a rank"""
+    """bytes per rank"""
     slower: float
-    """step time over today's"""
+    """step time over the present one"""
 
     def __str__(self) -> str:
         return f"{self.setting} frees {self.freed / GIB:.3g} GiB per rank; steps take {self.slower:.2f} times as long"
 
 
 def savers(config: Config, count: int = 3) -> list[Saver]:
-    """The `count` settings that free most, each alone; empty where the planner does not know the machine, or none does.
+    """Return the `count` settings that free most, each alone; empty if the machine is unknown or nothing helps.
 
     config: resolved.
     """

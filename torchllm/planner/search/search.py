@@ -1,8 +1,8 @@
-"""The fastest layouts of a job, found without predicting them all. No torch.
+"""Find the fastest layouts of a job without predicting them all. No torch.
 
-Best first: what is still open is in one queue, the least possible step time in front. What comes out of it is decided
-a little further and its parts go back in, until a whole layout comes out with its time predicted: none that is left can
-be faster. What needs too much memory at the least is left out, whole groups at once.
+It is a best-first search. One queue holds partly decided layouts, the least possible step time in front. The first is
+decided one step further and its parts go back into the queue, until a whole layout comes out with its time predicted.
+Groups whose lower bound of memory exceeds a GPU's are rejected at once.
 
     mesh, micro batch, sequence and context parallelism -> recomputation -> schedule -> sharding -> memory -> time
 """
@@ -19,10 +19,10 @@ from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
 
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
-"""memory: the least among the layouts that are at most `SLOWER` slower than the fastest"""
+"""memory: the least among layouts that take at most `SLOWER` times as long as the fastest"""
 SLOWER = 1.05
 CLOUD = 4000
-"""layouts that are remembered for a plot"""
+"""number of layouts that are kept for a plot"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
 
 
@@ -39,43 +39,43 @@ class Miss(NamedTuple):
     layout: Layout
     prediction: Prediction
     over: float
-    """bytes that are missing"""
+    """missing bytes"""
 
 
 @dataclass
 class Found:
-    """What a search comes to."""
+    """The result of a search."""
 
     best: list[Ranked] = field(default_factory=list)
     """best first"""
     misses: list[Miss] = field(default_factory=list)
-    """of the layouts that would be faster than the best but do not fit those that miss by least"""
+    """of the layouts that would be faster than the best but do not fit, those that miss by the fewest bytes"""
     least: Miss | None = None
-    """where nothing fits: what comes closest"""
+    """the closest miss, if nothing fits"""
     layouts: int = 0
-    """that the config accepts"""
+    """number of layouts that the config accepts"""
     rejected: Counter[str] = field(default_factory=Counter)
-    """of these, by reason"""
+    """number of these that were rejected, by reason"""
     refused: Counter[str] = field(default_factory=Counter)
-    """meshes (pp x data x cp x tp) of which the config accepts no layout, by reason"""
+    """number of meshes (pp x data x cp x tp) without a valid layout, by reason"""
     cloud: list[tuple[float, float, bool]] = field(default_factory=list)
-    """bytes, MFU at best, whether it fits, of the layouts that were looked at one by one"""
+    """bytes, upper bound of MFU, whether it fits, of the layouts that were predicted one by one"""
 
 
 class Open(NamedTuple):
-    """Layouts that agree in what is decided so far; the rest of `layout` is what costs least time."""
+    """Layouts that agree in what is decided so far; what is open in `layout` has the values that cost least time."""
 
     layout: Layout
     mesh: DegreeMesh
     decided: int
     """steps of `Search.run`"""
     tail: float = 0.0
-    """bound of what its sharding costs at a step's end"""
+    """bound of what its sharding costs at the end of a step"""
     prediction: Prediction | None = None
 
 
 class Search:
-    """One search. `count`: how many layouts are wanted; `slower`: and all of up to so many times the fastest's step."""
+    """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step."""
 
     def __init__(self, job: Job, count: int = 10, slower: float = 1.0) -> None:
         self.job, self.count, self.slower = job, count, slower
@@ -86,7 +86,7 @@ class Search:
         self._pushed = 0
 
     def run(self) -> Found:
-        """The best layouts, and what became of the others."""
+        """Return the best layouts, and what became of the others."""
         found, enough = self.found, 0.0
         steps = self.recomputations, self.schedules, self.shardings, self.gathers, self.bounded, self.predicted
         for mesh in self.job.meshes:
@@ -109,12 +109,12 @@ class Search:
         return found
 
     def push(self, least: float, node: Open) -> None:
-        """Into the queue."""
-        self._pushed += 1  # of equals the first
+        """Add a node to the queue."""
+        self._pushed += 1  # of equal bounds the first comes out first
         heapq.heappush(self._queue, (least, self._pushed, node))
 
     def starts(self, mesh: DegreeMesh) -> Iterator[Layout]:
-        """All that is not decided costs nothing: no sharding, no recomputation."""
+        """Yield layouts in which everything undecided costs nothing: no sharding, no recomputation."""
         pp, data, cp, tp = mesh
         for size in self.job.pieces(mesh):
             for sp in self.job.sequence_parallel(mesh):
@@ -137,7 +137,7 @@ class Search:
                 self.reject(part, mesh, over, len(orders) * len(bounds.shardings(mesh)))
 
     def schedules(self, node: Open) -> None:
-        """Decide the order of the pipeline."""
+        """Decide the pipeline's schedule."""
         layout, mesh, bounds = node.layout, node.mesh, self.bounds
         for order in bounds.orders(layout, mesh):
             part = layout._replace(schedule=order.schedule, virtual_stages=order.virtual_stages)
@@ -148,7 +148,7 @@ class Search:
                 self.reject(part, mesh, over, len(bounds.shardings(mesh)))
 
     def shardings(self, node: Open) -> None:
-        """Decide what is shared among how many."""
+        """Decide how weights, gradients and optimizer are sharded."""
         layout, mesh, bounds = node.layout, node.mesh, self.bounds
         work, beside = bounds.work(layout), bounds.memory(layout, mesh)
         shardings = bounds.shardings(mesh)
@@ -157,16 +157,16 @@ class Search:
             part = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
             if (over := beside + sharding.standing - self.job.hardware.memory) > 0:
                 self.reject(part, mesh, over, 1)
-                self.found.rejected[MEMORY] += len(shardings) - at - 1  # that need more
+                self.found.rejected[MEMORY] += len(shardings) - at - 1  # the rest need more
                 break
             self.push(work + sharding.tail, Open(part, mesh, 3, sharding.tail))
 
     def gathers(self, node: Open) -> None:
-        """Nothing is left to decide: add what waits for weights and gradients."""
+        """Add the time of gathering weights and gradients, which the bound lacked while the sharding was open."""
         self.push(self.bounds.work(node.layout) + node.tail, node._replace(decided=4))
 
     def bounded(self, node: Open) -> None:
-        """Predict all but the order of the pipeline."""
+        """Predict everything but the pipeline's simulation."""
         case, sizes = self.job.case(node.layout), self.bounds.stages(node.layout)
         held = max(memory_of(case, sizes, rank).total for rank in {0, node.layout.pp - 1})
         if held > self.job.hardware.memory:
@@ -181,12 +181,12 @@ class Search:
             self.reject(node.layout, node.mesh, prediction.memory.total - self.job.hardware.memory, 1)
 
     def predicted(self, node: Open) -> None:
-        """Predict."""
+        """Predict the layout in full."""
         prediction = predict(self.job.case(node.layout))
         self.push(prediction.step, node._replace(decided=6, prediction=prediction))
 
     def reject(self, layout: Layout, mesh: DegreeMesh, over: float, count: int) -> None:
-        """So many layouts do not fit: of those remember the smallest, for it may miss by little."""
+        """Count `count` layouts that do not fit, and remember the closest miss."""
         self.found.rejected[MEMORY] += count
         key = (layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute)
         if over < self._missed.get(key, (math.inf,))[0]:
@@ -195,7 +195,7 @@ class Search:
             self._missed[key] = (over, layout)
 
     def near_misses(self) -> None:
-        """Of what is remembered what would be faster than the best, closest first; three that differ."""
+        """Keep three different misses that would be faster than the best, the closest first."""
         best, seen = self.found.best, set[object]()
         for _, layout in sorted(self._missed.values())[:40]:
             prediction = predict(self.job.case(layout), at_least)
@@ -212,7 +212,7 @@ class Search:
 
 
 def search(job: Job, count: int = 10, objective: Objective = "tokens_per_second") -> Found:
-    """The best `count` layouts. With one number of GPUs most tokens a second and least GPU-hours are the same."""
+    """Return the best `count` layouts. For one number of GPUs, most tokens per second means least GPU-hours too."""
     if objective != "memory":
         return Search(job, count).run()
     found = Search(job, count, slower=SLOWER).run()
