@@ -83,11 +83,11 @@ class SearchResult(NamedTuple):
 
 def main(arguments: Sequence[str]) -> None:
     """Run one subcommand. UserError, OSError or ValueError says what is wrong with the input."""
-    options = parser().parse_args(arguments)
+    options = plan_parser().parse_args(arguments)
     options.run(options)
 
 
-def parser() -> argparse.ArgumentParser:
+def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="rank | predict | score | calibrate")
@@ -172,7 +172,7 @@ def run_rank(options: argparse.Namespace) -> None:
         if len(results) > 1:
             bests = [(result.job, result.best) for result in results]
             print_lines(*scaling(bests, options.tokens), "")
-        print_lines(*heading(model, options.cluster, results[0].job), *assumptions(model, options))
+        print_lines(*heading(model, options.cluster, results[0].job), *assumed_sizes(model, options))
         print_ranking(results[0], options.tokens)
     if options.write:
         write_run(Path(options.write), model, options.cluster, results[0], options.tokens)
@@ -206,7 +206,7 @@ def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
     ]
 
 
-def assumptions(model: PlannedModel, options: argparse.Namespace) -> list[str]:
+def assumed_sizes(model: PlannedModel, options: argparse.Namespace) -> list[str]:
     """Name the sizes that the command line does not give, and where their values come from."""
     lines = []
     for option in ("sequence_length", "global_batch_size"):

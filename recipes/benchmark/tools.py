@@ -239,7 +239,7 @@ def environment(config: Config, runtime: Runtime) -> TableRow:
     }
 
 
-def markdown_table(rows: Sequence[TableRow]) -> str:
+def format_table(rows: Sequence[TableRow]) -> str:
     """Return a Markdown table; the keys of the first row are its heading."""
     heading = list(rows[0])
     lines = [table_line(heading), table_line(["---"] * len(heading))]
@@ -269,4 +269,4 @@ def print_tables(name: str, facts: TableRow, tables: Tables) -> None:
     described = [f"{key} {format_cell(value)}" for key, value in facts.items()]
     print(f"{name}: {', '.join(described)}")
     for title, rows in tables.items():
-        print(f"\n{title}\n\n{markdown_table(rows)}")
+        print(f"\n{title}\n\n{format_table(rows)}")

@@ -98,7 +98,7 @@ def combinations(sweep: Sweep) -> list[Overrides]:
 
 def main(arguments: list[str]) -> None:
     """Measure what is not yet in results.csv, then write the summary."""
-    options = parser().parse_args(arguments)
+    options = sweep_parser().parse_args(arguments)
     sweep_file = find_config(options.sweep)
     sweep = read_sweep(sweep_file)
     config = os.path.normpath(Path(sweep_file).parent / sweep.config)
@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> None:
         print(file)
 
 
-def parser() -> argparse.ArgumentParser:
+def sweep_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", metavar="SWEEP.toml")
