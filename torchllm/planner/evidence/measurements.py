@@ -172,8 +172,8 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
     if kind in ("", "flash"):
         kind = software.attention
         assumed.append(f"attention {kind}")
-    if kind not in get_args(Attention):
-        raise ValueError(f"attn_impl {word!r} is unknown ({', '.join([*get_args(Attention), *ATTENTION])})")
+    if kind not in get_args(AttentionKernel):
+        raise ValueError(f"attn_impl {word!r} is unknown ({', '.join([*get_args(AttentionKernel), *ATTENTION])})")
     norm = cells.get("rmsnorm_kernel", "")
     kernels = Kernels(
         attention=kind,  # type: ignore[arg-type]

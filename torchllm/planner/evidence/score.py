@@ -236,7 +236,7 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
 
 _COLUMNS = ("rows", "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
 LEGEND = (
-    "median, mean, p90, bias: error of the step time, in % of the measured one; scaled: mean error when the predictions",
+    "median, mean, p90, bias: error of the step time, in % of the measured; scaled: mean error when the predictions",
     "of a data set are divided by their median ratio; rho: rank correlation; memory: mean error of the peak, in %;",
     "oom: % of rows that fit or ran out of memory as predicted; regret: % that the layout predicted fastest is slower",
     "than the one measured fastest",
