@@ -187,7 +187,8 @@ def stepper(case: ScheduleCase, runtime: Runtime) -> Callable[[], float]:
     owned: Any = stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages
     schedule = schedule_class(owned, case.micro_batches, loss_fn=total, scale_grads=False)
     inputs = (torch.zeros(case.micro_batches, WIDTH),) if 0 in held else ()
-    target = torch.zeros(case.micro_batches) if parallel.stages - 1 in held else None
+    last_stage = parallel.stages - 1
+    target = torch.zeros(case.micro_batches) if last_stage in held else None
 
     def step() -> float:
         runtime.barrier()
