@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
-    manifest = _parse(content, path)
+    manifest = _parse_manifest(content, path)
     for name in manifest.files:
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise CheckpointError(f"{path}: {name!r} is not the plain name of a file in the folder")
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(content: bytes, path: Path) -> Manifest:
+def _parse_manifest(content: bytes, path: Path) -> Manifest:
     """Return the manifest that is serialized as exactly `content`, or raise CheckpointError, naming `path`."""
     damaged = CheckpointError(f"{path}: damaged: it is not what was written")
     try:
