@@ -67,7 +67,7 @@ def main(config: PrepareConfig) -> None:
         if is_raw(source):
             folder = root / folder_name(index, source)
             plan = plan_corpus(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
-            report(folder, prepare(plan, spec, folder, processes))
+            print_corpus(folder, prepare(plan, spec, folder, processes))
             table = Source(kind="tokens", path=str(folder), weight=source.weight)
         tables.append(table)
     print("\nTo train on it:\n")
@@ -101,7 +101,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
     return Prepared(header, time.perf_counter() - start)
 
 
-def report(folder: Path, prepared: Prepared) -> None:
+def print_corpus(folder: Path, prepared: Prepared) -> None:
     """Print what the corpus in `folder` holds."""
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header['text_bytes'] / 1e6 / seconds:,.1f} MB/s"

@@ -222,3 +222,27 @@ def test_the_package_itself_holds_its_version_and_nothing_else() -> None:
     assert isinstance(version, ast.Assign)
     assert ast.unparse(version.targets[0]) == "__version__"
     assert isinstance(version.value, ast.Constant)
+
+
+REPEATED = {"main": "what runs when a recipe or the console command is started"}
+"""public names that may be defined in several files, and why"""
+
+
+def public_definitions(file: Path) -> set[str]:
+    """Return the public classes and functions at the top level of a file."""
+    names = set()
+    for node in tree(file).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not _private(node.name):
+            names.add(node.name)
+    return names
+
+
+def test_a_public_name_means_one_thing() -> None:
+    """A reader who meets a class or function in a traceback finds it by its name."""
+    files_of: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in public_definitions(file):
+            files_of.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    assert len(files_of["main"]) > 1
+    repeated = {name: files for name, files in files_of.items() if len(files) > 1 and name not in REPEATED}
+    assert not repeated, f"rename all but one of each: {repeated}"

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command in recipes():
         start([sys.executable, str(recipes()[command]), *rest])
     else:
-        refuse(f"{command}: unknown command; torchllm --help lists them")
+        exit_refused(f"{command}: unknown command; torchllm --help lists them")
 
 
 def usage() -> str:
@@ -87,18 +87,18 @@ def copy(arguments: Sequence[str]) -> None:
         print("\n".join(sources))
         return
     if len(arguments) > 2 or arguments[0].startswith("-"):
-        refuse("usage: torchllm copy NAME [TARGET]")
+        exit_refused("usage: torchllm copy NAME [TARGET]")
     name = arguments[0]
     if name not in sources:
         close = difflib.get_close_matches(name, sources, n=1)
         hint = f"; did you mean {close[0]}?" if close else "; torchllm copy lists the names"
-        refuse(f"copy: {name}: nothing of this name{hint}")
+        exit_refused(f"copy: {name}: nothing of this name{hint}")
     source = sources[name]
     target = Path(arguments[1] if len(arguments) > 1 else source.name)
     if target.is_dir() and source.is_file():
         target /= source.name
     if target.exists():
-        refuse(f"copy: {target} exists already; name another target")
+        exit_refused(f"copy: {target} exists already; name another target")
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     else:
@@ -113,7 +113,7 @@ def copyable() -> dict[str, Path]:
     return recipes() | {str(file.relative_to(HOME)): file for file in files}
 
 
-def refuse(message: str) -> NoReturn:
+def exit_refused(message: str) -> NoReturn:
     """End with exit status 2: nothing was touched."""
     print(f"torchllm: {message}", file=sys.stderr)
     raise SystemExit(2)
