@@ -1,8 +1,9 @@
 """From what a tracker noted to memory by purpose: at the start, the end and the peak of every action of a step."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from torchllm.dry_run.tracker import NEVER, Held, Sent, Tracker
 
@@ -40,7 +41,7 @@ class Span(NamedTuple):
 
 
 def purpose(held: Held, tracker: Tracker) -> str:
-    """What a storage is for, which its life tells where nobody has said it."""
+    """Return what a storage is for; its life tells where nobody has claimed it."""
     if held.kind:
         return held.kind
     if held.born < tracker.marks[0][0]:
@@ -53,83 +54,131 @@ def purpose(held: Held, tracker: Tracker) -> str:
 
 
 def spans(tracker: Tracker) -> list[Span]:
-    """The step as marked, first mark to last; what came before the first mark and still lives is in its start."""
-    births: dict[int, list[Held]] = {}
-    deaths: dict[int, list[Held]] = {}
-    purposes = {}
+    """Return the step as marked, first mark to last. The first span starts with all that was made before and lives."""
     first = tracker.marks[0][0]
     level: Bytes = Counter()
+    changes: list[_Change] = []
     for held in tracker.held:
         if held.died < first:
             continue
-        purposes[held] = purpose(held, tracker)
+        kind = purpose(held, tracker)
         if held.born < first:
-            level[purposes[held]] += held.bytes
+            level[kind] += held.bytes
         else:
-            births.setdefault(held.born, []).append(held)
-        deaths.setdefault(held.died, []).append(held)
-    times = sorted(births.keys() | deaths.keys() - {NEVER})
-    sent = iter([*(one for one in tracker.sent if one.time >= first), None])
-    next_sent = next(sent)
-    found: list[Span] = []
-    at = 0
-    for (_, name), end in zip(tracker.marks, [time for time, _ in tracker.marks[1:]] + [NEVER], strict=True):
-        start, peak, most, highest, messages = level.copy(), level.copy(), level.copy(), sum(level.values()), []
-        while at < len(times) and times[at] < end:
-            for held in births.get(times[at], ()):
-                level[purposes[held]] += held.bytes
-                most[purposes[held]] = max(most[purposes[held]], level[purposes[held]])
-            if (total := sum(level.values())) > highest:
-                peak, highest = level.copy(), total
-            for held in deaths.get(times[at], ()):
-                level[purposes[held]] -= held.bytes
-            at += 1
-        while next_sent is not None and next_sent.time < end:
-            messages.append(next_sent)
-            next_sent = next(sent)
-        found.append(Span(name, start, level.copy(), peak, most, messages))
+            changes.append(_Change(held.born, _MADE, kind, held.bytes))
+        if held.died < NEVER:
+            changes.append(_Change(held.died, _FREED, kind, -held.bytes))
+    changes.sort(key=lambda change: (change.time, change.order))
+    sent = [message for message in tracker.sent if message.time >= first]
+    starts = [time for time, _ in tracker.marks]
+    ends = [*starts[1:], NEVER]
+    found = []
+    for (start, name), end in zip(tracker.marks, ends, strict=True):
+        changes_within = _between(changes, start, end)
+        sent_within = _between(sent, start, end)
+        span = _span(name, level, changes_within, sent_within)
+        found.append(span)
+        level = span.end
     return found
 
 
-def of_each_micro_batch(tracker: Tracker, since: int, at_least: int, count: int) -> tuple[Bytes, Bytes]:
-    """What one of `count` micro batches adds from the first action of the step on, and in its tail.
+_MADE, _FREED = range(2)
+"""of what happens at one time: all that is made is there before anything is freed"""
+
+
+class _Change(NamedTuple):
+    """A storage is made or freed."""
+
+    time: int
+    order: int
+    """_MADE or _FREED"""
+    kind: str
+    """its purpose"""
+    bytes: int
+    """negative where it is freed"""
+
+
+Timed = TypeVar("Timed", _Change, Sent)
+
+
+def _between(events: Sequence[Timed], start: int, end: int) -> Sequence[Timed]:
+    """Return the events, sorted by time, of start <= time < end."""
+    return events[bisect_left(events, start, key=_time) : bisect_left(events, end, key=_time)]
+
+
+def _time(event: _Change | Sent) -> int:
+    return event.time
+
+
+def _span(name: str, start: Bytes, changes: Sequence[_Change], sent: Sequence[Sent]) -> Span:
+    """Return the span from one mark to the next, which begins with `start` and goes through `changes`."""
+    level, peak, highest_by_purpose = start.copy(), start.copy(), start.copy()
+    total = peak_total = sum(start.values())
+    for index, change in enumerate(changes):
+        level[change.kind] += change.bytes
+        total += change.bytes
+        highest_by_purpose[change.kind] = max(highest_by_purpose[change.kind], level[change.kind])
+        is_last_made = index + 1 == len(changes) or changes[index + 1][:2] != change[:2]
+        if change.order == _MADE and is_last_made and total > peak_total:
+            peak, peak_total = level.copy(), total
+    return Span(name, start.copy(), level, peak, highest_by_purpose, list(sent))
+
+
+class PerMicroBatch(NamedTuple):
+    """What one micro batch adds to the memory of a step."""
+
+    actions: Bytes
+    """from the first action of the step on"""
+    tail: Bytes
+    """after the last action"""
+
+
+def of_each_micro_batch(tracker: Tracker, since: int, at_least: int, count: int) -> PerMicroBatch:
+    """Return what one of `count` micro batches adds to the step.
 
     That is: tokens and the like, and what was made after `since` and is there before any action; what is smaller than
     `at_least` is a sum over micro batches.
     """
-    first_action, tail = tracker.marks[1][0], tracker.marks[-1][0]
+    first_action, tail_begins = tracker.marks[1][0], tracker.marks[-1][0]
     actions: Bytes = Counter()
-    after: Bytes = Counter()
+    tail: Bytes = Counter()
     for held in tracker.held:
-        if not (held.born < first_action <= held.died and held.bytes >= at_least):
+        there_at_first_action = held.born < first_action <= held.died
+        if not there_at_first_action or held.bytes < at_least:
             continue
         kind = purpose(held, tracker)
         if kind == "inputs" or (held.born > since and kind in ("buffers", "temporary")):
             actions[kind] += held.bytes
-            after[kind] += held.bytes * (held.died >= tail)
-    return tuple(Counter({kind: total // count for kind, total in of.items()}) for of in (actions, after))  # type: ignore[return-value]
+            tail[kind] += held.bytes if held.died >= tail_begins else 0
+    return PerMicroBatch(_divided(actions, count), _divided(tail, count))
+
+
+def _divided(level: Bytes, count: int) -> Bytes:
+    return Counter({kind: total // count for kind, total in level.items()})
 
 
 def left_by_forwards(tracker: Tracker) -> list[int]:
-    """Bytes that each forward pass made and left: what its backward needs, and its result."""
+    """Return the bytes that each forward pass made and left: what its backward needs, and its result."""
     first = tracker.marks[0][0]
-    left = {number: 0 for number, end in enumerate(tracker.forward_ends) if end > first}
+    saved = {number: 0 for number, end in enumerate(tracker.forward_ends) if end > first}
     for held in tracker.held:
-        if held.window in left and purpose(held, tracker) in ("activations", "logits"):
-            left[held.window] += held.bytes * (held.died > tracker.forward_ends[held.window])
-    return list(left.values())
+        if held.window not in saved or held.died <= tracker.forward_ends[held.window]:
+            continue
+        if purpose(held, tracker) in ("activations", "logits"):
+            saved[held.window] += held.bytes
+    return list(saved.values())
 
 
 def largest(levels: Iterable[Bytes]) -> Bytes:
-    """The one with the largest sum."""
+    """Return the level with the largest sum."""
     return max(levels, key=lambda level: sum(level.values()))
 
 
-def each_largest(one: Bytes, other: Bytes) -> Bytes:
-    """The larger of two, purpose by purpose."""
-    return Counter({kind: max(one[kind], other[kind]) for kind in one.keys() | other.keys()})
+def each_largest(a: Bytes, b: Bytes) -> Bytes:
+    """Return the larger of two, purpose by purpose."""
+    return Counter({kind: max(a[kind], b[kind]) for kind in a.keys() | b.keys()})
 
 
-def plus(one: Bytes, other: Bytes, times: int = 1) -> Bytes:
-    """one + times x other; unlike Counter's own sum it keeps what is not positive."""
-    return Counter({kind: one[kind] + times * other[kind] for kind in one.keys() | other.keys()})
+def plus(a: Bytes, b: Bytes, times: int = 1) -> Bytes:
+    """Return a + times x b; unlike Counter's own sum it keeps what is not positive."""
+    return Counter({kind: a[kind] + times * b[kind] for kind in a.keys() | b.keys()})
