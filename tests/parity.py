@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,89 +53,111 @@ def tiny(settings: Settings) -> Config:
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """A config with some keys changed."""
-    sections: dict[str, Settings] = {}
+    """Return the config with some keys changed."""
+    values_of_section: dict[str, Settings] = {}
     for key, value in settings.items():
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    changed: Any = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
-    return dataclasses.replace(config, **changed)
+        values_of_section.setdefault(section, {})[name] = value
+    sections: dict[str, Any] = {}
+    for section, values in values_of_section.items():
+        sections[section] = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **sections)
 
 
 def world_size(config: Config) -> int:
-    """Ranks of a config's layout."""
+    """Return the number of ranks of a config's layout."""
     return config.parallel.ranks
 
 
 def step_batch(config: Config, step: int, ragged: bool) -> Batch:
-    """All sequences of a step: random tokens in two documents; ragged: very unequal numbers of targets a sequence."""
+    """Return all sequences of a step: random tokens, in two documents under data.document_mask.
+
+    ragged: the sequences have very unequal numbers of targets, and the first one has none.
+    """
     generator = torch.Generator().manual_seed(step)
-    shape = (config.training.global_batch_size, config.training.sequence_length)
+    sequences, length = config.training.global_batch_size, config.training.sequence_length
+    shape = (sequences, length)
     tokens = torch.randint(config.model.vocab, shape, generator=generator)
     labels = torch.randint(config.model.vocab, shape, generator=generator)
     if ragged:
-        kept = torch.rand(shape, generator=generator) < torch.linspace(0.0, 1.0, shape[0]).unsqueeze(1)
-        labels = labels.masked_fill(~kept, -100)  # the first sequence has no target at all
-    position = torch.arange(shape[1]).expand(shape)
+        share_of_targets = torch.linspace(0.0, 1.0, sequences).unsqueeze(1)
+        has_target = torch.rand(shape, generator=generator) < share_of_targets
+        labels = labels.masked_fill(~has_target, -100)
+    position = torch.arange(length).expand(shape)
     if not config.data.document_mask:
         return Batch(tokens, labels, position, None)
-    border = torch.randint(1, shape[1], (shape[0], 1), generator=generator)
-    return Batch(
-        tokens, labels, torch.where(position < border, position, position - border), (position >= border).long()
-    )
+    border = torch.randint(1, length, (sequences, 1), generator=generator)
+    position_in_document = torch.where(position < border, position, position - border)
+    return Batch(tokens, labels, position_in_document, (position >= border).long())
 
 
 class Trained(dict[str, Any]):
-    """losses, norms (per step), gradients (per step, by name), parameters (by name); numpy and floats only."""
+    """Results of a training: losses, norms (per step), gradients (per step, by name), parameters (by name).
+
+    numpy arrays and floats only, so that ranks can send it.
+    """
 
 
 @functools.lru_cache(maxsize=4)
 def _reference(key: str, config: Config, ragged: bool) -> Trained:
+    """Train in one plain process. key: tells configs apart for the cache."""
     model = build_model(config.model)
     initialize([model], config.model, CPU, config.run.seed)
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-    groups = [
-        {"params": [p for n, p in named.items() if rule_of(n).decayed == decayed], "weight_decay": decay}
-        for decayed, decay in ((True, config.optimizer.weight_decay), (False, 0.0))
-    ]
-    o = config.optimizer
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(groups, o.learning_rate, (o.beta1, o.beta2), o.epsilon)
-        if o.name == "adamw"
-        else torch.optim.SGD(groups, o.learning_rate, o.momentum)
-    )
-    rate = LearningRate(config.schedule, o.learning_rate, config.training.steps)
-    out = Trained(losses=[], norms=[], gradients=[])
+    parameters: dict[str, Any] = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    optimizer = _plain_optimizer(parameters, config.optimizer)
+    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    trained = Trained(losses=[], norms=[], gradients=[])
     for step in range(1, STEPS + 1):
         batch = step_batch(config, step, ragged)
         count = int((batch.labels != -100).sum())
         loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels) / count
         loss.backward()
-        grads = {name: parameter.grad for name, parameter in named.items()}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-        out["losses"].append(loss.item())
-        out["norms"].append(norm)
-        out["gradients"].append({name: g.numpy().copy() for name, g in grads.items()})
-        for parameter in named.values():
-            parameter.grad.mul_(min(1.0, config.training.max_grad_norm / norm))
+        step_gradients = {name: parameter.grad for name, parameter in parameters.items()}
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in step_gradients.values()))
+        trained["losses"].append(loss.item())
+        trained["norms"].append(norm)
+        trained["gradients"].append(_copies(step_gradients))
+        for gradient in step_gradients.values():
+            gradient.mul_(min(1.0, config.training.max_grad_norm / norm))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
-    out["parameters"] = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
-    return out
+    trained["parameters"] = _copies(parameters)
+    return trained
+
+
+def _plain_optimizer(parameters: dict[str, Any], config: c.Optimizer) -> torch.optim.Optimizer:
+    """Return torch's own optimizer."""
+    decayed, undecayed = [], []
+    for name, parameter in parameters.items():
+        group = decayed if rule_of(name).decayed else undecayed
+        group.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, config.learning_rate, (config.beta1, config.beta2), config.epsilon)
+    return torch.optim.SGD(groups, config.learning_rate, config.momentum)
+
+
+def _copies(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
 
 
 def reference(settings: Settings, ragged: bool = False) -> Trained:
-    """One plain process, the whole batch at once, nothing recomputed, compiled or chunked."""
-    kept = {k: v for k, v in settings.items() if k.split(".")[0] not in ("parallel", "recompute", "compile")}
-    kept |= {"training.loss_chunk": 0, "training.micro_batch_size": 1}
-    config = tiny(kept)
-    return _reference(repr(sorted(kept.items())), config, ragged)
+    """Train in one plain process: the whole batch at once, nothing recomputed, compiled or chunked."""
+    plain: Settings = {}
+    for key, value in settings.items():
+        if not key.startswith(("parallel.", "recompute.", "compile.")):
+            plain[key] = value
+    plain |= {"training.loss_chunk": 0, "training.micro_batch_size": 1}
+    return _reference(repr(sorted(plain.items())), tiny(plain), ragged)
 
 
 def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, list[Decoder]]:
-    """On every rank of a layout: the mesh and the parallelized, initialised stages."""
+    """Return, on every rank of a layout, the mesh and the parallelized, initialised stages."""
     mesh = build_mesh(config.parallel, CPU)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
@@ -146,98 +168,132 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
 
 
 def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batch]:
-    """This rank's micro batches of a step."""
-    batch, size = step_batch(config, step, ragged), config.training.micro_batch_size
-    first_ones = range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size)
-    return [Batch(*(x if x is None else x[first : first + size] for x in batch)) for first in first_ones]
+    """Return this rank's micro batches of a step."""
+    batch = step_batch(config, step, ragged)
+    size = config.training.micro_batch_size
+    batches = []
+    for first in range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size):
+        rows = slice(first, first + size)
+        documents = None if batch.document_ids is None else batch.document_ids[rows]
+        batches.append(Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents))
+    return batches
 
 
 def train(settings: Settings, ragged: bool = False) -> Trained | None:
-    """On every rank of a layout: three steps with the library; the whole tensors on rank 0, None on the others."""
+    """Take three steps with the library, on every rank of a layout; returns the whole tensors on rank 0 alone."""
     config = tiny(settings)
     mesh, stages = build(config)
     optimizer = build_optimizer(stages, config.optimizer)
-    out = Trained(losses=[], norms=[], gradients=[])
-
-    plain = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    trained = Trained(losses=[], norms=[], gradients=[])
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
 
     def record_gradients(batches: Any, scale: Tensor) -> Tensor:
-        loss = plain(batches, scale)
-        out["gradients"].append(of_all_stages(stages, lambda parameter: parameter.grad))
+        loss = forward_backward(batches, scale)
+        trained["gradients"].append(of_all_stages(stages, lambda parameter: parameter.grad))
         return loss
 
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    step_fn = TrainStep(stages, record_gradients, optimizer, rate, mesh, config.training, CPU)
+    train_step = TrainStep(stages, record_gradients, optimizer, rate, mesh, config.training, CPU)
     for step in range(1, STEPS + 1):
-        result = step_fn(step, my_batches(config, mesh, step, ragged))
-        out["losses"].append(result.loss.item())
-        out["norms"].append(result.grad_norm.item())
-    out["parameters"] = of_all_stages(stages, lambda parameter: parameter)
+        result = train_step(step, my_batches(config, mesh, step, ragged))
+        trained["losses"].append(result.loss.item())
+        trained["norms"].append(result.grad_norm.item())
+    trained["parameters"] = of_all_stages(stages, lambda parameter: parameter)
     assert all(gradient is None for gradient in gradients(stages))
-    return out if torch.distributed.get_rank() == 0 else None
+    return trained if torch.distributed.get_rank() == 0 else None
+
+
+class Part(NamedTuple):
+    """The part of one tensor that one rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    """of the whole tensor"""
+    offset: tuple[int, ...]
+    """where the part begins"""
+    values: np.ndarray
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.values.shape, strict=True))
 
 
 def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> dict[str, np.ndarray]:
-    """A tensor of every parameter of the whole model, by canonical name; a tied one's copies must be equal."""
-    got = [(canonical_name(name), get(parameter)) for stage in stages for name, parameter in stage.named_parameters()]
-    missing = [name for name, tensor in got if tensor is None]
+    """Return a tensor of every parameter of the whole model, by canonical name. get: the tensor of a parameter.
+
+    Asserts that every element is on some rank, and that ranks which hold the same element agree, as must both copies of
+    a tied embedding.
+    """
+    tensors: list[tuple[str, Any]] = []
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            tensors.append((canonical_name(name), get(parameter)))
+    missing = [name for name, tensor in tensors if tensor is None]
     assert not missing, f"nothing there: {missing}"
-    # One exchange of what each rank holds: a gather of each tensor by torch costs as much as a step.
-    mine = [(name, tuple(tensor.shape), *_held(tensor.detach())) for name, tensor in got]
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, mine)
-    found: dict[str, np.ndarray] = {}
-    seen: dict[str, np.ndarray] = {}
-    for name, shape, offset, held in itertools.chain(*of_ranks):
-        here = tuple(slice(first, first + size) for first, size in zip(offset, held.shape, strict=True))
-        known = seen.setdefault(name, np.zeros(shape, dtype=bool))[here]
-        values = found.setdefault(name, np.empty(shape, dtype=held.dtype))[here]
-        assert np.array_equal(values[known], held[known], equal_nan=True), f"{name}: ranks differ"
-        values[...], known[...] = held, True
-    for name, known in seen.items():
-        assert known.all(), f"{name}: {(~known).sum()} elements are nowhere"
-    return found
+    # One exchange of every rank's parts: a gather of each tensor by torch costs as much as a step.
+    parts = [_part(name, tensor.detach()) for name, tensor in tensors]
+    parts_of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts_of_ranks, parts)
+    whole_tensors: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for part in itertools.chain(*parts_of_ranks):
+        if part.name not in filled:
+            whole_tensors[part.name] = np.empty(part.shape, dtype=part.values.dtype)
+            filled[part.name] = np.zeros(part.shape, dtype=bool)
+        values = whole_tensors[part.name][part.region]
+        is_filled = filled[part.name][part.region]
+        assert np.array_equal(values[is_filled], part.values[is_filled], equal_nan=True), f"{part.name}: ranks differ"
+        values[...] = part.values
+        is_filled[...] = True
+    for name, is_filled in filled.items():
+        assert is_filled.all(), f"{name}: {(~is_filled).sum()} elements are nowhere"
+    return whole_tensors
 
 
-def _held(tensor: Tensor) -> tuple[tuple[int, ...], np.ndarray]:
-    """Where this rank's part of a tensor begins, and the part."""
+def _part(name: str, tensor: Tensor) -> Part:
+    """Return this rank's part of a tensor."""
     _, offset = local_region(tensor)
-    return offset, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return Part(name, tuple(tensor.shape), offset, local.numpy())
 
 
 def whole(tensor: Tensor) -> np.ndarray:
-    """The full tensor, gathered from all ranks if it is a DTensor."""
+    """Return the full tensor, gathered from all ranks if it is a DTensor."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().copy()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.numpy().copy()
 
 
-def compare(got: Trained, want: Trained) -> float:
-    """Assert that two trainings are one; returns the worst relative gradient error."""
+def compare(trained: Trained, expected: Trained) -> float:
+    """Assert that two trainings are the same; returns the worst relative gradient error."""
     worst = 0.0
-    for step, (mine, theirs) in enumerate(zip(got["gradients"], want["gradients"], strict=True)):
-        assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
-        for name, expected in theirs.items():
-            error, largest = np.abs(mine[name] - expected).max(), np.abs(expected).max()
+    steps = zip(trained["gradients"], expected["gradients"], strict=True)
+    for step, (of_step, expected_of_step) in enumerate(steps, start=1):
+        assert of_step.keys() == expected_of_step.keys(), of_step.keys() ^ expected_of_step.keys()
+        for name, expected_gradient in expected_of_step.items():
+            error = np.abs(of_step[name] - expected_gradient).max()
+            largest = np.abs(expected_gradient).max()
             head_norm = name.replace("k_proj.bias", "k_norm.weight")
-            if name.endswith("k_proj.bias") and head_norm not in theirs:
+            if name.endswith("k_proj.bias") and head_norm not in expected_of_step:
                 # It shifts every score of a query alike: zero in theory, rounding in practice.
-                assert max(np.abs(mine[name]).max(), largest) <= 1e-8, (step, name, largest)
+                assert max(np.abs(of_step[name]).max(), largest) <= 1e-8, (step, name, largest)
                 continue
             assert error <= GRADIENT_TOLERANCE * largest, (
-                f"step {step + 1}, {name}: gradient differs by {error:.1e} of {largest:.1e}"
+                f"step {step}, {name}: gradient differs by {error:.1e} of {largest:.1e}"
             )
             worst = max(worst, float(error / largest))
-    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-6)
-    # the norm is float64 over float32 gradients, each good to 1e-6 or so
-    np.testing.assert_allclose(got["norms"], want["norms"], rtol=GRADIENT_TOLERANCE)
-    for name, expected in want["parameters"].items():
+    np.testing.assert_allclose(trained["losses"], expected["losses"], rtol=1e-6)
+    # The norm is float64 over float32 gradients, each good to about 1e-6.
+    np.testing.assert_allclose(trained["norms"], expected["norms"], rtol=GRADIENT_TOLERANCE)
+    for name, expected_parameter in expected["parameters"].items():
         # Three updates of at most the learning rate 2e-3 each, of gradients good to 1e-5: with epsilon 1e-3 AdamW
         # does not amplify rounding. float32 itself is good to 6e-8 near the norms' 1.
-        np.testing.assert_allclose(got["parameters"][name], expected, atol=6e-7, err_msg=name)
+        np.testing.assert_allclose(trained["parameters"][name], expected_parameter, atol=6e-7, err_msg=name)
     return worst
 
 
 def check(settings: Settings, ragged: bool = False) -> float:
     """Train under a layout and compare with one process; returns the worst relative gradient error."""
-    got = run(train, world_size(tiny(settings)), settings, ragged)[0]
-    return compare(got, reference(settings, ragged))
+    trained = run(train, world_size(tiny(settings)), settings, ragged)[0]
+    return compare(trained, reference(settings, ragged))
