@@ -64,7 +64,10 @@ SIZES: Settings = {"training.global_batch_size": 24, "training.sequence_length":
 
 
 def choices(key: str, layout: Layout) -> tuple[Any, ...]:
-    """The values of a setting that make a difference in a layout, which has those before it; () if none does."""
+    """Return the values of a setting that have an effect in a layout; () if none has.
+
+    layout: has the settings that come before this one.
+    """
     pp, replicas, shard, cp, tp = (layout.get(axis, 1) for axis in AXES)
     values = (LAYOUT | OPTIONS)[key]
     match key:
@@ -92,23 +95,26 @@ def choices(key: str, layout: Layout) -> tuple[Any, ...]:
 
 
 def combinations(keys: Sequence[str], layout: Layout) -> Iterator[Layout]:
-    """`layout` with every combination of the settings `keys`."""
+    """Yield `layout` with every combination of the settings `keys`."""
     if not keys:
         yield layout
         return
-    values = choices(keys[0], layout)
-    for more in [{keys[0]: value} for value in values] or [{}]:
-        yield from combinations(keys[1:], {**layout, **more})
+    key, *following = keys
+    values = choices(key, layout)
+    if not values:
+        yield from combinations(following, layout)
+    for value in values:
+        yield from combinations(following, {**layout, key: value})
 
 
 def settings_of(layout: Layout) -> Settings:
-    """What `parity.tiny` needs: the layout, the sizes, and 4 blocks or as many more as its stages need."""
+    """Return the settings for `parity.tiny`: the layout, the sizes, and 4 blocks, or 8 where it has more stages."""
     stages = layout["parallel.pp"] * layout.get("parallel.virtual_stages", 1)
     return {**SIZES, "model.layers": 4 if stages <= 4 else 8, **layout}
 
 
 def is_valid(layout: Layout) -> bool:
-    """What the library says of a layout, with or without options."""
+    """Return whether the library accepts a layout, with or without options."""
     config = with_settings(_TINY, settings_of(layout))
     return not any(problems(config, world_size(config)))
 
@@ -117,61 +123,67 @@ _TINY = tiny({})
 
 
 class Lattice(NamedTuple):
-    """What is valid and what is not."""
+    """The valid layouts, and why the others are refused."""
 
     layouts: list[Layout]
     refusals: Counter[str]
-    """how many are refused for each reason, the numbers in it written #"""
+    """number of layouts refused for each reason, with # for the numbers in its text"""
 
 
 @functools.cache
 def lattice() -> Lattice:
-    """Every combination of LAYOUT on up to 8 ranks."""
-    found = Lattice([], Counter())
-    last = [key for key in LAYOUT if not key.startswith("parallel.")]
-    for layout in combinations([key for key in LAYOUT if key not in last], {}):
-        config = tiny(settings_of(layout))
-        for more in combinations(last, {}):
-            reasons = list(problems(with_settings(config, more), world_size(config)))
-            found.refusals.update({re.sub(r"\d+", "#", f"{reason.key}: {reason.message}") for reason in reasons})
+    """Return every combination of LAYOUT on up to 8 ranks."""
+    layouts: list[Layout] = []
+    refusals: Counter[str] = Counter()
+    parallel_keys = [key for key in LAYOUT if key.startswith("parallel.")]
+    model_keys = [key for key in LAYOUT if not key.startswith("parallel.")]
+    for parallel in combinations(parallel_keys, {}):
+        config = tiny(settings_of(parallel))
+        for model in combinations(model_keys, {}):
+            reasons = list(problems(with_settings(config, model), world_size(config)))
+            refusals.update({re.sub(r"\d+", "#", f"{reason.key}: {reason.message}") for reason in reasons})
             if not reasons:
-                found.layouts.append({**layout, **more})
-    return found
+                layouts.append({**parallel, **model})
+    return Lattice(layouts, refusals)
 
 
 class Failed(AssertionError):
-    """A layout that trains another model, or none: what was wrong, and the TOML and command to see it again."""
+    """A layout trains another model, or fails. The text has the reason, and the TOML and command to reproduce it."""
 
 
 def compare(layout: Layout) -> float:
-    """Train a layout and one process, with very unequal numbers of targets; the worst relative gradient error."""
+    """Train a layout and one process, with very unequal numbers of targets; returns the worst gradient error."""
     try:
         return check(settings_of(layout), ragged=True)
     except Exception as error:
         toml = dump_toml(tiny(settings_of(layout)))
-        again = "to see it again: python -m tests.lattice FILE.toml, with this file:"
-        raise Failed(f"{describe(layout)}\n{error}\n{again}\n\n{toml}") from error
+        command = "to reproduce it: python -m tests.lattice FILE.toml, with this file:"
+        raise Failed(f"{describe(layout)}\n{error}\n{command}\n\n{toml}") from error
 
 
 def describe(layout: Layout) -> str:
-    """A layout in one line."""
-    return " ".join(f"{key.split('.')[1]}={value}" for key, value in layout.items() if not (key in AXES and value == 1))
+    """Return a layout in one line, without the degrees that are 1."""
+    words = []
+    for key, value in layout.items():
+        if key not in AXES or value > 1:
+            words.append(f"{key.split('.')[1]}={value}")
+    return " ".join(words)
 
 
 def read_settings(file: str) -> Settings:
-    """What a TOML file sets that the tiny config has otherwise. ValueError if something is wrong with it."""
-    found: list[str] = []
+    """Return the settings of a TOML file that differ from the tiny config's. ValueError if the file is invalid."""
+    errors: list[str] = []
     faults: list[Fault] = []
-    config: Config = read_table(Config, read_files(file, found).table, faults)
-    if found or faults:
-        raise ValueError(f"{file}: {found} {faults}")
-    plain, given = asdict(tiny({})), asdict(config)
-    return {
-        f"{section}.{key}": getattr(getattr(config, section), key)
-        for section, keys in plain.items()
-        for key, value in keys.items()
-        if given[section][key] != value
-    }
+    config: Config = read_table(Config, read_files(file, errors).table, faults)
+    if errors or faults:
+        raise ValueError(f"{file}: {errors} {faults}")
+    defaults, values = asdict(tiny({})), asdict(config)
+    settings: Settings = {}
+    for section, default_values in defaults.items():
+        for key, default in default_values.items():
+            if values[section][key] != default:
+                settings[f"{section}.{key}"] = getattr(getattr(config, section), key)
+    return settings
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What composes with what: results of the lattice's layouts, summed up as the table of docs/prove.md.
+"""Sums up the results of the lattice's layouts as the table of docs/prove.md: what composes with what.
 
-pytest -m lattice --count=all-meshes --report=report.jsonl        # adds one line a layout
+pytest -m lattice --count=all-meshes --report=report.jsonl        # appends one line per layout
 python -m tests.lattice_report report.jsonl [...]                 # sums up into tests/lattice_results.json, and prints
 """
 
@@ -25,35 +25,51 @@ REST = ["full", "segment", "every_k", "ffn", "selective", "tied", "GPT", "docume
 
 
 def features(layout: Layout) -> list[str]:
-    """The rows and columns of the table that a layout counts in."""
-    found = [layout.get("parallel.schedule", "no pipeline"), layout["recompute.mode"]]
-    replicas, stage = layout["parallel.dp_replicate"] > 1, layout.get("parallel.zero_stage", 0)
-    if stage > 0:
-        found += [f"ZeRO {stage}"] + ["HSDP"] * replicas
-    elif replicas or "parallel.zero_stage" in layout:
-        found.append("DDP")
+    """Return the rows and columns of the table that a layout counts in."""
+    names = [layout.get("parallel.schedule", "no pipeline"), layout["recompute.mode"]]
+    has_replicas = layout["parallel.dp_replicate"] > 1
+    zero_stage = layout.get("parallel.zero_stage", 0)
+    if zero_stage > 0:
+        names.append(f"ZeRO {zero_stage}")
+        if has_replicas:
+            names.append("HSDP")
+    elif has_replicas or "parallel.zero_stage" in layout:
+        names.append("DDP")
     if layout["parallel.cp"] > 1:
-        found.append({"ring": "ring", "ulysses": "Ulysses"}[layout["parallel.cp_method"]])
+        names.append({"ring": "ring", "ulysses": "Ulysses"}[layout["parallel.cp_method"]])
     if layout["parallel.tp"] > 1:
-        found.append("TP + SP" if layout["parallel.sequence_parallel"] else "TP")
-    found += ["tied"] * layout["model.tied_embeddings"] + ["GPT"] * (layout["model.family"] == "gpt")
-    return found + ["documents"] * layout["data.document_mask"]
+        names.append("TP + SP" if layout["parallel.sequence_parallel"] else "TP")
+    if layout["model.tied_embeddings"]:
+        names.append("tied")
+    if layout["model.family"] == "gpt":
+        names.append("GPT")
+    if layout["data.document_mask"]:
+        names.append("documents")
+    return names
 
 
 def read(report: str) -> list[dict[str, Any]]:
-    """The last record of each layout of a report file; not of those that the config refuses by now."""
-    lines = Path(report).read_text().splitlines() if Path(report).is_file() else []
-    last = {json.dumps(record["layout"], sort_keys=True): record for record in map(json.loads, lines)}
-    return [record for record in last.values() if is_valid(record["layout"])]
+    """Return the last record of each layout of a report file, without those that the config has come to refuse."""
+    if not Path(report).is_file():
+        return []
+    last_record = {}
+    for line in Path(report).read_text().splitlines():
+        record = json.loads(line)
+        last_record[json.dumps(record["layout"], sort_keys=True)] = record
+    return [record for record in last_record.values() if is_valid(record["layout"])]
 
 
 def sum_up(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of records {layout, error or failed, seconds, torch}, one a layout: figures, and how many have both of a pair."""
+    """Sum up records {layout, error or failed, seconds, torch}, one per layout.
+
+    "together": how many layouts have both features of a pair.
+    """
     records = list(records)
     passed = [record for record in records if "error" in record]
     together: Counter[str] = Counter()
     for record in passed:
-        together.update(" & ".join(sorted(pair)) for pair in itertools.combinations(features(record["layout"]), 2))
+        for pair in itertools.combinations(features(record["layout"]), 2):
+            together[" & ".join(sorted(pair))] += 1
     return {
         "layouts": len(passed),
         "failed": len(records) - len(passed),
@@ -64,22 +80,25 @@ def sum_up(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """The page's lines, of what `sum_up` returned: how many layouts had both, – where there is none to have."""
+def markdown_table(results: dict[str, Any]) -> str:
+    """Return the page's table of what `sum_up` returned: how many layouts have both features, – where none can."""
     columns = SHARING + REST
     lines = [["", *columns], ["---"] + ["--:"] * len(columns)]
     for row in PIPELINES + SHARING:
-        cells = [str(results["together"].get(" & ".join(sorted((row, column))), "–")) for column in columns]
-        lines.append([row, *cells])
+        cells = [row]
+        for column in columns:
+            pair = " & ".join(sorted((row, column)))
+            cells.append(str(results["together"].get(pair, "–")))
+        lines.append(cells)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main(reports: Iterable[str]) -> None:
-    """Sum up report files."""
+    """Sum up report files, write the results and print the table."""
     results = sum_up(record for report in reports for record in read(report))
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     print({key: value for key, value in results.items() if key != "together"})
-    print(BEGIN + table(results) + END)
+    print(BEGIN + markdown_table(results) + END)
 
 
 if __name__ == "__main__":

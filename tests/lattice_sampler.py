@@ -1,6 +1,6 @@
-"""Draws of the lattice's layouts: few that cover every pair of settings, every mesh, or any.
+"""Draws layouts from the lattice: a few that cover every pair of settings, one per mesh, or any.
 
-Greedy: the next layout is the one that has most pairs of settings never drawn before, for what it costs to train.
+Greedy: the next layout is the one with the most pairs of settings never drawn before, for what it costs to train.
 """
 
 import functools
@@ -15,16 +15,17 @@ from tests.lattice import AXES, LAYOUT, MICRO_BATCH, OPTIONS, SIZES, Layout, cho
 
 
 def cost(layout: Layout) -> float:
-    """Seconds that `parity.check` takes on two idle cores, roughly (fitted to 18 layouts)."""
-    ranks, sharing = math.prod(layout[axis] for axis in AXES), layout["parallel.cp"] * layout["parallel.tp"]
+    """Return the seconds that `parity.check` takes on two idle cores, roughly (fitted to 18 layouts)."""
+    ranks = math.prod(layout[axis] for axis in AXES)
+    sharing = layout["parallel.cp"] * layout["parallel.tp"]
     layers = settings_of(layout)["model.layers"]
-    passes = 24 / layout.get(MICRO_BATCH, 6) * layers * sharing
-    each = 0.03 if sharing > 1 else 0.005
-    return 0.4 + 0.05 * ranks + 0.06 * ranks * layers / layout["parallel.pp"] + each * passes
+    block_passes = 24 / layout.get(MICRO_BATCH, 6) * layers * sharing
+    seconds_per_pass = 0.03 if sharing > 1 else 0.005
+    return 0.4 + 0.05 * ranks + 0.06 * ranks * layers / layout["parallel.pp"] + seconds_per_pass * block_passes
 
 
-# Numbers instead of values, so that all layouts are looked through at once. Every pair of settings has a number; 0 is a
-# pair of which one does nothing.
+# Settings are numbers here, not values, so that numpy can go through all layouts at once. Every pair of settings has a
+# number; 0 is a pair of which one setting has no effect.
 
 KEYS = [*LAYOUT, *OPTIONS]
 _COUNTS = np.array([2 if key == MICRO_BATCH else len(values) for key, values in (LAYOUT | OPTIONS).items()])
@@ -36,26 +37,27 @@ THRIFT = 0.4
 
 
 class Pair(NamedTuple):
-    """Two settings: places in KEYS, and numbers of their values."""
+    """Two settings: indices of their keys in KEYS, and numbers of their values."""
 
     a: int
-    value: int
+    value_a: int
     b: int
-    other: int
+    value_b: int
 
 
 def pair_of(number: int) -> Pair:
-    """The reverse of what `Sampler.pairs` does."""
-    place = int(np.searchsorted(_FIRST, number, side="right")) - 1
-    value, other = divmod(number - int(_FIRST[place]), int(_COUNTS[_B[place]]))
-    return Pair(int(_A[place]), value, int(_B[place]), other)
+    """Return the pair of a number: the reverse of `pairs`."""
+    index = int(np.searchsorted(_FIRST, number, side="right")) - 1
+    a, b = int(_A[index]), int(_B[index])
+    value_a, value_b = divmod(number - int(_FIRST[index]), int(_COUNTS[b]))
+    return Pair(a, value_a, b, value_b)
 
 
 class Sampler:
-    """Draws of some layouts, and options for them, those first whose pairs of settings have been drawn least.
+    """Draws layouts, and options for them; those first whose pairs of settings have been drawn least often.
 
-    Every value is a setting of its own, but of the micro batches in a step only whether they are one or several, and of
-    the degrees, unless `exact`, whether they are 1, 2 or more.
+    Every value is a setting of its own, with two exceptions: of the micro batches in a step it only counts whether they
+    are one or several; and of the degrees, unless `exact`, whether they are 1, 2 or more.
     """
 
     def __init__(self, layouts: Sequence[Layout], seed: int, exact: bool) -> None:
@@ -70,7 +72,7 @@ class Sampler:
         self.worth[0] = 0.0
 
     def number(self, key: str, layout: Layout) -> int:
-        """Of a setting's value, -1 where it does nothing."""
+        """Return the number of a setting's value, -1 where the setting has no effect."""
         if key not in layout:
             return -1
         if key == MICRO_BATCH:  # one in a step, or several
@@ -80,39 +82,58 @@ class Sampler:
         return min(number, 2) if key in AXES and not self.exact else number
 
     def numbers(self, layout: Layout) -> list[int]:
-        """Of all of a layout's values, in the order of KEYS."""
+        """Return the numbers of all of a layout's values, in the order of KEYS."""
         return [self.number(key, layout) for key in KEYS]
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """Which pairs occur together in some valid layout, with some options; (PAIRS,) bool."""
-        found = np.zeros(PAIRS, dtype=bool)
-        found[self.pairs] = True
-        # Enough for options: recompute, family and tied embeddings, of which one is taken at random, do not matter.
-        order = self.random.permutation(len(self.layouts))
-        few = np.array(list({tuple(self.layouts[index].items())[:-3]: index for index in order}.values()))
+        """Return which pairs occur together in some valid layout, with some options; (PAIRS,) bool."""
+        possible = np.zeros(PAIRS, dtype=bool)
+        possible[self.pairs] = True
+        # For options one layout per choice of the parallel settings is enough, taken at random: recompute mode, family
+        # and tied embeddings, a layout's last three settings, do not matter to them.
+        representatives = {}
+        for index in self.random.permutation(len(self.layouts)):
+            parallel = tuple(self.layouts[index].items())[:-3]
+            representatives[parallel] = index
+        among = np.array(list(representatives.values()))
         for number in range(1, PAIRS):
-            found[number] = found[number] or any(True for _ in self.having(number, few))
-        found[0] = False
-        return found
+            if not possible[number]:
+                possible[number] = any(True for _ in self.having(number, among))
+        possible[0] = False
+        return possible
 
     def having(self, number: int, among: np.ndarray) -> Iterator[Layout]:
-        """The valid layouts among these with a pair of settings, of which at least one is an option."""
+        """Yield the valid layouts among these with a pair of settings, of which at least one is an option."""
         pair = pair_of(number)
-        wanted = {KEYS[k]: value for k, value in (pair[:2], pair[2:]) if KEYS[k] in OPTIONS}
-        if len(wanted) == 1:
-            among = among[self.values[among, pair.a] == pair.value]
-        for index in among if wanted else ():
+        number_of_option = {}
+        for key_index, value_number in ((pair.a, pair.value_a), (pair.b, pair.value_b)):
+            if KEYS[key_index] in OPTIONS:
+                number_of_option[KEYS[key_index]] = value_number
+        if not number_of_option:
+            return
+        if len(number_of_option) == 1:  # options come last in KEYS: the other setting is the first of the pair
+            among = among[self.values[among, pair.a] == pair.value_a]
+        for index in among:
             layout = self.layouts[index]
-            options = [
-                [(key, value) for value in choices(key, layout) if self.number(key, {**layout, key: value}) == number]
-                for key, number in wanted.items()
+            candidates = [
+                [
+                    {key: value}
+                    for value in choices(key, layout)
+                    if self.number(key, {**layout, key: value}) == wanted_number
+                ]
+                for key, wanted_number in number_of_option.items()
             ]
-            valid = filter(is_valid, ({**layout, **dict(chosen)} for chosen in itertools.product(*options)))
-            yield from itertools.islice(valid, 1)
+            for options in itertools.product(*candidates):
+                candidate = dict(layout)
+                for option in options:
+                    candidate |= option
+                if is_valid(candidate):
+                    yield candidate
+                    break
 
     def complete(self, layout: Layout) -> Layout:
-        """A layout with options where it has none yet, those of most worth."""
+        """Return a layout with a value for every option that it lacks, each the valid one of most worth."""
         for key in [key for key in OPTIONS if key not in layout]:
             candidates = [{**layout, key: value} for value in choices(key, layout)]
             candidates.sort(key=lambda candidate: -self.worth_of(candidate))
@@ -120,31 +141,31 @@ class Sampler:
         return {key: layout[key] for key in KEYS if key in layout}
 
     def best(self, layouts: Iterable[Layout]) -> Layout:
-        """Of these, with options, the one of most worth for its cost; drawn."""
+        """Complete these layouts with options; draw and return the one of most worth for its cost."""
         complete = [self.complete(layout) for layout in layouts]
         best = max(complete, key=lambda layout: self.worth_of(layout) / cost(layout) ** THRIFT)
         self.count(best)
         return best
 
     def count(self, layout: Layout) -> None:
-        """A layout is drawn."""
+        """Note that a layout is drawn."""
         drawn = pairs(self.numbers(layout))
         self.drawn[drawn] += 1
         self.worth[drawn] = 1e-3 / self.drawn[drawn]
         self.worth[0] = 0.0
 
     def worth_of(self, layout: Layout) -> float:
-        """Of its pairs together."""
+        """Return the sum of the worth of a layout's pairs."""
         return float(self.worth[pairs(self.numbers(layout))].sum())
 
     def promising(self, indices: np.ndarray, count: int = 8) -> list[Layout]:
-        """The layouts of most worth for their cost among these, before they have options."""
+        """Return the layouts of most worth for their cost among these, before they have options."""
         worth = self.worth[self.pairs[indices]].sum(-1) / self.costs[indices] ** THRIFT
         order = np.argsort(-worth * self.random.uniform(1.0, 1.001, len(indices)))
         return [self.layouts[index] for index in indices[order[:count]]]
 
     def cover(self) -> list[Layout]:
-        """Layouts until every possible pair of settings has been drawn, cheap ones where there is a choice."""
+        """Draw layouts until every possible pair of settings has been drawn, cheap ones where there is a choice."""
         rows = []
         while (missing := np.flatnonzero(self.possible & (self.drawn == 0))).size:
             of_layouts = [pair for pair in missing if pair_of(pair).b < len(LAYOUT)]
@@ -157,13 +178,15 @@ class Sampler:
 
 
 def pairs(numbers: Any) -> np.ndarray:
-    """The numbers of the pairs of settings in `Sampler.numbers`, (..., keys) -> (..., keys (keys - 1) / 2)."""
-    one, other = np.asarray(numbers)[..., _A], np.asarray(numbers)[..., _B]
-    return np.where((one < 0) | (other < 0), 0, _FIRST[:-1] + one * _COUNTS[_B] + other)
+    """Return the numbers of the pairs of settings: `Sampler.numbers` (..., keys) -> (..., keys (keys - 1) / 2)."""
+    value_a = np.asarray(numbers)[..., _A]
+    value_b = np.asarray(numbers)[..., _B]
+    has_no_effect = (value_a < 0) | (value_b < 0)
+    return np.where(has_no_effect, 0, _FIRST[:-1] + value_a * _COUNTS[_B] + value_b)
 
 
 def covering(seed: int) -> list[Layout]:
-    """Few layouts with every possible pair of settings."""
+    """Return a few layouts that have every possible pair of settings among them."""
     return Sampler(lattice().layouts, seed, exact=False).cover()
 
 
@@ -172,9 +195,9 @@ MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_par
 
 
 def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
-    """Every mesh x schedule x cp method x sequence parallelism; then every pair of settings that this left out.
+    """Draw every mesh x schedule x cp method x sequence parallelism, then every pair of settings still missing.
 
-    Without those that are `done`.
+    done: layouts that need not be drawn.
     """
     sampler = Sampler(lattice().layouts, seed, exact=True)
     groups: dict[Any, list[int]] = {}
@@ -187,7 +210,7 @@ def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
 
 
 def at_random(count: int, seed: int) -> list[Layout]:
-    """`count` of all layouts, each as likely, their options in turn."""
+    """Draw `count` of all layouts, each as likely, with options that have been drawn least often."""
     sampler = Sampler(lattice().layouts, seed, exact=True)
     indices = sampler.random.choice(len(sampler.layouts), count, replace=False)
     return [sampler.best([sampler.layouts[index]]) for index in indices]

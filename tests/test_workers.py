@@ -72,22 +72,22 @@ def test_a_failing_function_fails_only_its_test(pool: Pool, rank: int) -> None:
 
 
 def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
-    before = processes(pool)
+    first_processes = processes(pool)
     with pytest.raises(WorkerFailed, match="rank 1 of 2:\nthe process died"):
         pool.run(dies_on, 2, 1)
-    assert not set(before) & set(processes(pool))
+    assert not set(first_processes) & set(processes(pool))
 
 
 def test_a_rank_that_hangs_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = processes(pool)
+    first_processes = processes(pool)
     monkeypatch.setattr(workers, "TIMEOUT", 1.0)
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 of 2:\nno answer within 1 s"):
         pool.run(hangs_on, 2, 1)
     assert time.monotonic() - start < 20
     monkeypatch.undo()
-    assert not set(before) & set(processes(pool))
-    for process in before:
+    assert not set(first_processes) & set(processes(pool))
+    for process in first_processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
 
@@ -108,8 +108,9 @@ def _open_files() -> int:
 def test_nothing_leaks(pool: Pool) -> None:
     for _ in range(3):
         pool.run(resources, 2)
-    before = [_open_files(), *itertools.chain(*pool.run(resources, 2))]
+    resources_at_first = [_open_files(), *itertools.chain(*pool.run(resources, 2))]
     for _ in range(20):
         pool.run(resources, 2)
-    after = [_open_files(), *itertools.chain(*pool.run(resources, 2))]
-    assert all(b < a + 5 for a, b in zip(before, after, strict=True)), (before, after)  # a leak would add 20 or more
+    resources_at_last = [_open_files(), *itertools.chain(*pool.run(resources, 2))]
+    for at_first, at_last in zip(resources_at_first, resources_at_last, strict=True):
+        assert at_last < at_first + 5, (resources_at_first, resources_at_last)  # a leak would add 20 or more

@@ -66,6 +66,6 @@ def curve(folder: Path) -> list[tuple[Any, ...]]:
 def tensor_files(folder: Path, step: int) -> dict[str, Any]:
     """Size and sha256 of the files with a checkpoint's tensors (weights, optimizer, random generators)."""
     files = json.loads((folder / f"checkpoints/step-{step:08d}/manifest.json").read_text())["files"]
-    found = {name: record for name, record in files.items() if name.endswith(".distcp")}
-    assert found
-    return found
+    tensors = {name: record for name, record in files.items() if name.endswith(".distcp")}
+    assert tensors
+    return tensors

@@ -37,10 +37,10 @@ class Pool:
     def _rank(self, rank: int) -> Connection:
         process, connection = self.ranks.get(rank, (None, None))
         if process is None or not process.is_alive():
-            connection, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(theirs, rank), daemon=False)
+            connection, child_connection = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(child_connection, rank), daemon=False)
             process.start()
-            theirs.close()
+            child_connection.close()
             self.ranks[rank] = (process, connection)
         return connection
 

@@ -43,8 +43,8 @@ def norms(layouts: dict[str, Settings]) -> dict[str, dict[str, float]]:
         stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
         initialize(stages, config.model, CPU, config.run.seed)
         batch = step_batch(config, 1, ragged=True)
-        mine = Batch(*(x if x is None else x[mesh.data_rank :: mesh.data_size] for x in batch))
-        OneStage(stages, config.parallel)([mine], torch.tensor(1e-2))
+        rank_batch = Batch(*(x if x is None else x[mesh.data_rank :: mesh.data_size] for x in batch))
+        OneStage(stages, config.parallel)([rank_batch], torch.tensor(1e-2))
 
         def whole() -> float:
             full = [g.full_tensor() for g in gradients(stages) if isinstance(g, DTensor)]  # noqa: B023
@@ -67,18 +67,19 @@ def norms(layouts: dict[str, Settings]) -> dict[str, dict[str, float]]:
 
 def test_norm_and_clipping_in_every_layout() -> None:
     by_rank = run(norms, 4, LAYOUTS)
-    assert all(found == by_rank[0] for found in by_rank)  # bitwise the same on all ranks
-    for name, found in by_rank[0].items():
-        assert found["norm"] > 0
-        assert found["norm"] == pytest.approx(found["expected"], rel=1e-12), name  # both float64 over the same numbers
-        assert found["left"] == found["below"] == found["expected"], name  # untouched to the bit
+    assert all(results == by_rank[0] for results in by_rank)  # bitwise the same on all ranks
+    for name, results in by_rank[0].items():
+        assert results["norm"] > 0
+        # both float64 over the same numbers
+        assert results["norm"] == pytest.approx(results["expected"], rel=1e-12), name
+        assert results["left"] == results["below"] == results["expected"], name  # untouched to the bit
         # clipped in float32 to the norm / (norm + 1e-6)
-        assert found["clipped"] == pytest.approx(0.25 * found["expected"], rel=1e-5), name
-        assert found["huge"] == pytest.approx(0.25e30 * found["expected"], rel=1e-5), (
+        assert results["clipped"] == pytest.approx(0.25 * results["expected"], rel=1e-5), name
+        assert results["huge"] == pytest.approx(0.25e30 * results["expected"], rel=1e-5), (
             name
         )  # its squares overflow float32
         config = tiny({**UNEVEN, **LAYOUTS[name]})
-        assert found["parameters"] == len(list(build_model(config.model).parameters()))
+        assert results["parameters"] == len(list(build_model(config.model).parameters()))
     same = [by_rank[0][name]["norm"] for name in ("fsdp4", "dp4", "fsdp2xtp2", "fsdp2xtp2+sp", "tp4")]
     assert same == pytest.approx([same[0]] * 5, rel=1e-5)  # one model, one batch: rounding of the gradients
 

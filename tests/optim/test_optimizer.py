@@ -110,9 +110,9 @@ def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     optimizer = build_optimizer([model], settings)
     for step, rate in enumerate(RATES):
         give_gradients(model, step, poison=step == SKIPPED)
-        before = bits(model, optimizer)
+        initial_bits = bits(model, optimizer)
         apply_if_finite(optimizer, rate, YES if step != SKIPPED else NO)
-        changed = [a != b for a, b in zip(before, bits(model, optimizer), strict=True)]
+        changed = [a != b for a, b in zip(initial_bits, bits(model, optimizer), strict=True)]
         assert any(changed) == (step != SKIPPED), step
     return optimizer
 
@@ -142,10 +142,10 @@ def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
 
 
 def test_sharded_parameters() -> None:
-    found = run(train_sharded, 4, list(OPTIMIZERS))[0]
+    sharded = run(train_sharded, 4, list(OPTIMIZERS))[0]
     for name, settings in OPTIMIZERS.items():
         for parameter, value in expected_parameters(settings).items():
-            got = torch.from_numpy(found[name][parameter])
+            got = torch.from_numpy(sharded[name][parameter])
             torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
 
 
@@ -168,12 +168,12 @@ def test_groups_follow_the_table(family: str, tied: bool) -> None:
     with torch.device("meta"):
         decoder = build_model(model)
     initialize([decoder], model, CPU, seed=0)
-    decayed, kept = build_optimizer([decoder], OPTIMIZERS["adamw"]).param_groups
+    decayed, undecayed = build_optimizer([decoder], OPTIMIZERS["adamw"]).param_groups
     names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    assert [decayed["weight_decay"], kept["weight_decay"]] == [0.3, 0.0]
+    assert [decayed["weight_decay"], undecayed["weight_decay"]] == [0.3, 0.0]
     assert all(names[id(p)].endswith(DECAYED) for p in decayed["params"])
-    assert not any(names[id(p)].endswith(DECAYED) for p in kept["params"])
-    assert sorted(names) == sorted(id(p) for group in (decayed, kept) for p in group["params"])  # each once
+    assert not any(names[id(p)].endswith(DECAYED) for p in undecayed["params"])
+    assert sorted(names) == sorted(id(p) for group in (decayed, undecayed) for p in group["params"])  # each once
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
@@ -181,8 +181,8 @@ def test_a_parameter_without_a_gradient_stays() -> None:
         model = plain()
         optimizer = build_optimizer([model], settings)
         assert model.embed_tokens is not None
-        before = model.embed_tokens.weight.detach().clone()
+        initial_weight = model.embed_tokens.weight.detach().clone()
         give_gradients(model, 0, poison=False)
         model.embed_tokens.weight.grad = None
         apply_if_finite(optimizer, 0.1, YES)
-        assert torch.equal(model.embed_tokens.weight, before)
+        assert torch.equal(model.embed_tokens.weight, initial_weight)

@@ -20,15 +20,15 @@ def rates(**settings: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_corners_and_monotony(name: str) -> None:
-    found = rates(name=name)
-    assert found[0] == pytest.approx(PEAK / WARMUP)  # the first step already learns
-    assert found[WARMUP - 1] == PEAK
-    assert found[-1] == pytest.approx(PEAK if name == "constant" else 0.1 * PEAK, rel=1e-12)
-    warming, decaying = found[:WARMUP], found[WARMUP - 1 :]
+    curve = rates(name=name)
+    assert curve[0] == pytest.approx(PEAK / WARMUP)  # the first step already learns
+    assert curve[WARMUP - 1] == PEAK
+    assert curve[-1] == pytest.approx(PEAK if name == "constant" else 0.1 * PEAK, rel=1e-12)
+    warming, decaying = curve[:WARMUP], curve[WARMUP - 1 :]
     assert warming == pytest.approx([PEAK * step / WARMUP for step in range(1, WARMUP + 1)])
     assert decaying == sorted(decaying, reverse=True)
-    assert max(found) == PEAK
-    assert min(found) > 0
+    assert max(curve) == PEAK
+    assert min(curve) > 0
 
 
 def test_shapes_half_way() -> None:
@@ -41,9 +41,9 @@ def test_shapes_half_way() -> None:
 
 
 def test_wsd_is_constant_and_then_falls_linearly() -> None:
-    found = rates(name="wsd", decay_steps=20, final_fraction=0.0)
-    assert found[WARMUP - 1 : 80] == [PEAK] * 71  # steps 10 .. 80
-    assert found[80:] == pytest.approx([PEAK * (1 - step / 20) for step in range(1, 21)], abs=1e-18)
+    curve = rates(name="wsd", decay_steps=20, final_fraction=0.0)
+    assert curve[WARMUP - 1 : 80] == [PEAK] * 71  # steps 10 .. 80
+    assert curve[80:] == pytest.approx([PEAK * (1 - step / 20) for step in range(1, 21)], abs=1e-18)
     assert rates(name="wsd")[:90] == rates(name="wsd", decay_steps=10)[:90]  # 0: a tenth
     assert rates(name="wsd")[90] < PEAK
 
@@ -57,9 +57,9 @@ def test_wsd_whose_warmup_reaches_into_the_decay_does_not_jump() -> None:
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, STEPS])
 def test_edges_of_the_warmup(name: str, warmup: int) -> None:
-    found = rates(name=name, warmup_steps=warmup)
-    assert found[max(warmup, 1) - 1] == pytest.approx(PEAK, rel=0.02)  # without a warmup step 1 is already one down
-    assert found[-1] == pytest.approx(PEAK if warmup == STEPS else 0.1 * PEAK)
+    curve = rates(name=name, warmup_steps=warmup)
+    assert curve[max(warmup, 1) - 1] == pytest.approx(PEAK, rel=0.02)  # without a warmup step 1 is already one down
+    assert curve[-1] == pytest.approx(PEAK if warmup == STEPS else 0.1 * PEAK)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.parallel.trace import Sent, Trace, module_named, traced
+from tests.parallel.trace import Collective, Trace, module_named, traced
 from tests.parity import Settings, build, check, my_batches, tiny
 from tests.workers import run
 from torchllm.config import Parallel
@@ -97,12 +97,12 @@ COUNTS: dict[str, tuple[Settings, tuple[int, int, int]]] = {
 
 
 def count_all() -> dict[str, tuple[int, ...]]:
-    found = {}
+    sizes = {}
     for name, (settings, _) in COUNTS.items():
         events = traced({**TWO_MICRO_BATCHES, **settings})
-        kinds = [event.kind for event in events if isinstance(event, Sent)]
-        found[name] = tuple(kinds.count(kind) for kind in ("gather", "scatter", "reduce"))
-    return found
+        kinds = [event.kind for event in events if isinstance(event, Collective)]
+        sizes[name] = tuple(kinds.count(kind) for kind in ("gather", "scatter", "reduce"))
+    return sizes
 
 
 def test_collectives_of_a_step() -> None:
@@ -113,7 +113,7 @@ def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:
     hsdp = {**THREE, "parallel.dp_replicate": 2, "parallel.dp_shard": 2}  # two micro batches
     ddp = {**THREE, "parallel.dp_shard": 4, "parallel.zero_stage": 0}
     parameters = sum(p.numel() for p in build_model(tiny(THREE).model).parameters())
-    across: dict[str, list[Sent]] = {}
+    across: dict[str, list[Collective]] = {}
     for name, settings in (("hsdp", hsdp), ("ddp", ddp)):
         events = run(traced, 4, settings)[0]
         across[name] = [e for e in events if e.axis in ("dp_replicate", "loss")]
@@ -127,10 +127,10 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
     """With bfloat16 computation: the types of everything that has one."""
     config = tiny(settings)
     mesh, stages = build(config, torch.bfloat16)
-    seen: dict[str, Any] = {}
+    types: dict[str, Any] = {}
 
     def see(name: str, value: torch.Tensor) -> None:
-        seen.setdefault(name, set()).add(str(value.dtype))
+        types.setdefault(name, set()).add(str(value.dtype))
 
     def see_weight(module: Any, args: Any) -> None:
         see("weights in the forward", module.weight)
@@ -149,7 +149,7 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
         loss = OneStage(stages, config.parallel)(batches, torch.tensor(1 / 64))
     for kind in ("gather", "scatter", "reduce"):
         for event in trace.sent("fsdp", kind) + trace.sent("dp_replicate", kind):
-            seen.setdefault(kind, set()).add(str(event.dtype))
+            types.setdefault(kind, set()).add(str(event.dtype))
     apply_if_finite(optimizer, 1e-2, torch.tensor(True))
     for parameter in stages[0].parameters():
         assert isinstance(parameter, DTensor)
@@ -157,13 +157,13 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
         see("gradients", parameter.grad)
         for name, value in optimizer.state[parameter].items():
             see(f"optimizer {name}", value)
-    return {**{name: sorted(types) for name, types in seen.items()}, "value": loss.item()}
+    return {**{name: sorted(types) for name, types in types.items()}, "value": loss.item()}
 
 
 @pytest.mark.parametrize("zero_stage", [3, 1, 0])
 def test_bfloat16_computes_over_float32_weights_and_reductions(zero_stage: int) -> None:
     settings = {**TWO_MICRO_BATCHES, "parallel.zero_stage": zero_stage}
-    found = run(types_of_a_step, 2, settings)[0]
+    types = run(types_of_a_step, 2, settings)[0]
     low, full = ["torch.bfloat16"], ["torch.float32"]
     expected = {
         "weights in the forward": low,
@@ -176,8 +176,8 @@ def test_bfloat16_computes_over_float32_weights_and_reductions(zero_stage: int) 
         "optimizer step": full,
     }
     expected |= {"reduce": full} if zero_stage == 0 else {"gather": low, "scatter": full}
-    value = found.pop("value")
-    assert found == expected
+    value = types.pop("value")
+    assert types == expected
     # bfloat16 has 8 bits: a relative error of 2e-3 a number, of which a mean over 64 tokens keeps less
     in_float32 = run(loss_of_a_step, 2, settings)[0]
     assert value == pytest.approx(in_float32, rel=2e-3)

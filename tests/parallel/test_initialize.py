@@ -86,13 +86,13 @@ def start_everywhere(layouts: dict[str, Layout]) -> dict[str, dict[str, np.ndarr
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layouts_start_bitwise_equal_for_every_recompute_and_compile(ranks: int) -> None:
-    found = run(start_everywhere, ranks, LAYOUTS[ranks])[0]
+    started = run(start_everywhere, ranks, LAYOUTS[ranks])[0]
     for name, (model, _) in LAYOUTS[ranks].items():
         expected = plain(model)
-        assert found[name].keys() == expected.keys()
+        assert started[name].keys() == expected.keys()
         for parameter, value in expected.items():
-            assert np.array_equal(found[name][parameter], value.numpy()), (name, parameter)
-            assert np.isfinite(found[name][parameter]).all()
+            assert np.array_equal(started[name][parameter], value.numpy()), (name, parameter)
+            assert np.isfinite(started[name][parameter]).all()
 
 
 def numbers_made() -> tuple[int, int, int]:
@@ -205,8 +205,8 @@ def test_moments_and_distribution(name: str) -> None:
     assert float(x.pow(4).mean()) == pytest.approx(FOURTH, abs=4 * math.sqrt(96) * error)
     # Kolmogorov-Smirnov at 0.1 %: the largest distance from the distribution function
     cumulative = (torch.special.ndtr(x.sort().values) - torch.special.ndtr(torch.tensor(-3.0).double())) / _INSIDE
-    place = (torch.arange(COUNT) + 0.5) / COUNT
-    assert float((cumulative - place).abs().max()) < 1.95 * error
+    expected = (torch.arange(COUNT) + 0.5) / COUNT
+    assert float((cumulative - expected).abs().max()) < 1.95 * error
 
 
 def test_no_correlation_between_elements_parameters_and_seeds() -> None:
@@ -215,12 +215,12 @@ def test_no_correlation_between_elements_parameters_and_seeds() -> None:
     for lag in (1, 2, 3, 64, 1000, 4096):  # neighbours in a row, and in a column of that width
         assert abs(correlation(x[:-lag], x[lag:])) < limit, lag
         assert abs(correlation(x[:-lag].abs(), x[lag:].abs())) < limit, lag
-    others = [stream("layers.0.mlp.gate_proj.weight"), stream("layers.1.mlp.up_proj.weight")]
-    others += [stream("layers.0.mlp.up_proj.weight", seed) for seed in (1, 2, 2**62)]
-    for other in others:
-        assert abs(correlation(x, other)) < limit
-        assert abs(correlation(x[1:], other[:-1])) < limit
-        assert not torch.isin(x[:1000], other).any()
+    unrelated = [stream("layers.0.mlp.gate_proj.weight"), stream("layers.1.mlp.up_proj.weight")]
+    unrelated += [stream("layers.0.mlp.up_proj.weight", seed) for seed in (1, 2, 2**62)]
+    for stranger in unrelated:
+        assert abs(correlation(x, stranger)) < limit
+        assert abs(correlation(x[1:], stranger[:-1])) < limit
+        assert not torch.isin(x[:1000], stranger).any()
 
 
 def test_every_parameter_starts_as_the_table_says() -> None:
@@ -237,12 +237,12 @@ def test_every_parameter_starts_as_the_table_says() -> None:
 
 
 def test_seed_and_name_decide_and_the_rest_of_the_model_does_not() -> None:
-    first, same, other = plain(ODD, 7), plain(ODD, 7), plain(ODD, 8)
+    first, same, other_seed = plain(ODD, 7), plain(ODD, 7), plain(ODD, 8)
     deeper = plain(replace(ODD, layers=ODD.layers + 1))
     for name, value in first.items():
         assert torch.equal(value, same[name])
         if rule_of(name).start == "normal":
-            assert not torch.equal(value, other[name]), name
+            assert not torch.equal(value, other_seed[name]), name
             assert torch.equal(value, deeper[name]), name  # (residual ones are scaled by the depth)
 
 

@@ -35,7 +35,7 @@ from tests.lattice import (
     read_settings,
     settings_of,
 )
-from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, read, sum_up, table
+from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_table, read, sum_up
 from tests.lattice_sampler import MESH, at_random, covering, every_mesh
 from tests.parity import Settings, check, tiny
 from tests.workers import run
@@ -66,18 +66,18 @@ REFUSALS = {
 
 
 def test_all_layouts() -> None:
-    found = lattice()
-    assert len(found.layouts) == 52_944
-    assert len({frozenset(layout.items()) for layout in found.layouts}) == 52_944
-    assert set(found.refusals) == REFUSALS
+    all_layouts = lattice()
+    assert len(all_layouts.layouts) == 52_944
+    assert len({frozenset(layout.items()) for layout in all_layouts.layouts}) == 52_944
+    assert set(all_layouts.refusals) == REFUSALS
 
 
 def test_the_sample_has_every_pair_of_settings() -> None:
     def settings(layout: Layout) -> frozenset[Any]:
         """Degrees over 2 are one setting, and so are several micro batches."""
         of_rank = SIZES["training.global_batch_size"] // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
-        one = layout.get(MICRO_BATCH, 1) == of_rank
-        return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: one}.items())
+        is_single = layout.get(MICRO_BATCH, 1) == of_rank
+        return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: is_single}.items())
 
     def pairs(several: Iterable[Layout]) -> set[frozenset[Any]]:
         return {frozenset(pair) for some in set(map(settings, several)) for pair in itertools.combinations(some, 2)}
@@ -149,11 +149,11 @@ def test_a_failure_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.
     (layout,) = at_random(1, seed=3)
     with pytest.raises(Failed, match=r"step 1, lm_head\.weight") as failure:
         compare(layout)
-    said, toml = str(failure.value).split("\n\n", 1)
-    assert "python -m tests.lattice FILE.toml" in said
+    message, toml = str(failure.value).split("\n\n", 1)
+    assert "python -m tests.lattice FILE.toml" in message
     (tmp_path / "FILE.toml").write_text(toml)
-    again = tiny(read_settings(str(tmp_path / "FILE.toml")))
-    assert again == tiny(settings_of(layout))
+    config = tiny(read_settings(str(tmp_path / "FILE.toml")))
+    assert config == tiny(settings_of(layout))
 
 
 def rows_misplaced(ranks: int, vocabularies: Sequence[int]) -> list[int]:
@@ -196,23 +196,23 @@ def test_uneven_vocabularies_that_let_copies_drift_are_refused() -> None:
 
 def test_results_are_summed_up() -> None:
     base = dict.fromkeys(AXES, 1) | {"recompute.mode": "none", "model.family": "gpt", "model.tied_embeddings": False}
-    one = {**base, "parallel.dp_shard": 2, "parallel.zero_stage": 2, "data.document_mask": True}
-    two = {**base, "parallel.dp_replicate": 2, "recompute.mode": "full", "data.document_mask": False}
-    three = {
-        **two,
+    sharded = {**base, "parallel.dp_shard": 2, "parallel.zero_stage": 2, "data.document_mask": True}
+    replicated = {**base, "parallel.dp_replicate": 2, "recompute.mode": "full", "data.document_mask": False}
+    pipelined = {
+        **replicated,
         "parallel.pp": 2,
         "parallel.schedule": "GPipe",
         "parallel.tp": 2,
         "parallel.sequence_parallel": True,
     }
-    four = {**two, "parallel.cp": 2, "parallel.cp_method": "ulysses", "parallel.zero_stage": 1}
-    of = {"seconds": 1.6, "torch": "2.13.0"}
+    ulysses = {**replicated, "parallel.cp": 2, "parallel.cp_method": "ulysses", "parallel.zero_stage": 1}
+    run_of = {"seconds": 1.6, "torch": "2.13.0"}
     results = sum_up(
         [
-            {"layout": one, "error": 1e-6, **of},
-            {"layout": two, "error": 3e-6, **of},
-            {"layout": three, "error": 2e-6, **of},
-            {"layout": four, "failed": "why", **of},
+            {"layout": sharded, "error": 1e-6, **run_of},
+            {"layout": replicated, "error": 3e-6, **run_of},
+            {"layout": pipelined, "error": 2e-6, **run_of},
+            {"layout": ulysses, "failed": "why", **run_of},
         ]
     )
     assert results.pop("together") == {
@@ -246,17 +246,19 @@ def test_results_are_summed_up() -> None:
         "seconds": 6,
         "torch": ["2.13.0"],
     }
-    assert features(four) == ["no pipeline", "full", "ZeRO 1", "HSDP", "Ulysses", "GPT"]
-    lines = table({"together": {"GPipe & ZeRO 3": 7, "DDP & TP": 5}}).splitlines()
+    assert features(ulysses) == ["no pipeline", "full", "ZeRO 1", "HSDP", "Ulysses", "GPT"]
+    lines = markdown_table({"together": {"GPipe & ZeRO 3": 7, "DDP & TP": 5}}).splitlines()
     heads, gpipe, ddp = (lines[row].split(" | ") for row in (0, 3, 10))
     assert (gpipe[0], gpipe[heads.index("ZeRO 3")], gpipe[heads.index("ring")]) == ("| GPipe", "7", "–")
     assert (ddp[0], ddp[heads.index("TP")]) == ("| DDP", "5")
 
 
 def test_a_report_has_the_last_record_of_each_valid_layout(tmp_path: Path) -> None:
-    one, two = at_random(2, seed=4)
-    refused = {**one, "parallel.tp": 5}
-    records = [{"layout": layout, "seconds": second} for second, layout in enumerate((one, two, refused, one))]
+    layout_a, layout_b = at_random(2, seed=4)
+    refused = {**layout_a, "parallel.tp": 5}
+    records = [
+        {"layout": layout, "seconds": second} for second, layout in enumerate((layout_a, layout_b, refused, layout_a))
+    ]
     (tmp_path / "report.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert read(str(tmp_path / "report.jsonl")) == [records[3], records[1]]
     assert read(str(tmp_path / "none.jsonl")) == []
@@ -265,4 +267,4 @@ def test_a_report_has_the_last_record_of_each_valid_layout(tmp_path: Path) -> No
 @pytest.mark.skipif(not RESULTS.exists(), reason="the lattice has not been run yet")
 def test_the_readme_shows_what_composes() -> None:
     _, rest = PAGE.read_text().split(BEGIN)
-    assert rest.split(END)[0] == table(json.loads(RESULTS.read_text()))
+    assert rest.split(END)[0] == markdown_table(json.loads(RESULTS.read_text()))

@@ -35,8 +35,8 @@ def test_every_axis_at_once() -> None:
         with on_rank(rank, 8, dp_replicate=2, dp_shard=2, tp=2) as mesh:
             assert ranks_of(mesh.tp) == [rank - tp, rank - tp + 1]
             assert mesh.fsdp.shape == (2, 2)
-            assert ranks_of(mesh.fsdp, 0) == [4 * other + 2 * shard + tp for other in range(2)]  # replicate
-            assert ranks_of(mesh.fsdp, 1) == [4 * replica + 2 * other + tp for other in range(2)]  # shard
+            assert ranks_of(mesh.fsdp, 0) == [4 * index + 2 * shard + tp for index in range(2)]  # replicate
+            assert ranks_of(mesh.fsdp, 1) == [4 * replica + 2 * index + tp for index in range(2)]  # shard
             assert ranks_of(mesh.loss) == list(range(tp, 8, 2))
             assert dist.get_process_group_ranks(mesh.loss_group) == ranks_of(mesh.loss)
             assert (mesh.data_rank, mesh.data_size) == (2 * replica + shard, 4)

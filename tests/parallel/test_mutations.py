@@ -43,8 +43,8 @@ def _replaced(target: Any, name: str, change: Callable[[Any], Any]) -> Iterator[
         yield
 
 
-def _parameter(stages: Any, wanted: str) -> DTensor:
-    return next(p for stage in stages for n, p in stage.named_parameters() if canonical_name(n) == wanted)
+def _parameter(stages: Any, canonical: str) -> DTensor:
+    return next(p for stage in stages for n, p in stage.named_parameters() if canonical_name(n) == canonical)
 
 
 def all_reduce_over_replicas_dropped() -> Any:
@@ -100,9 +100,9 @@ def mean_of_means() -> Any:
     return _replaced(torchllm.train.step.dist, "all_reduce", change)
 
 
-def _on_reductions_of_the_step(kept: Callable[[Tensor], bool]) -> Any:
+def _on_reductions_of_the_step(is_reduced: Callable[[Tensor], bool]) -> Any:
     def change(all_reduce: Any) -> Any:
-        return lambda tensor, *args, **kwargs: all_reduce(tensor, *args, **kwargs) if kept(tensor) else None
+        return lambda tensor, *args, **kwargs: all_reduce(tensor, *args, **kwargs) if is_reduced(tensor) else None
 
     return _replaced(torchllm.train.step.dist, "all_reduce", change)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.parallel.trace import Sent, traced
+from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings, build, check, my_batches, of_all_stages, step_batch, tiny, whole
 from tests.workers import run
 from torchllm.config import SCHEDULES
@@ -58,11 +58,11 @@ def test_adds_the_scaled_gradient_of_the_sum(zero_stage: int) -> None:
 def told_to_fsdp(settings: Settings) -> dict[str, list[bool]]:
     config = tiny(settings)
     mesh, stages = build(config)
-    told: dict[str, list[bool]] = {}
+    calls: dict[str, list[bool]] = {}
     names = ("is_last_backward", "requires_gradient_sync", "requires_all_reduce", "reshard_after_backward")
     patches = [
         mock.patch.object(
-            FSDPModule, f"set_{name}", lambda module, value, name=name: told.setdefault(name, []).append(value)
+            FSDPModule, f"set_{name}", lambda module, value, name=name: calls.setdefault(name, []).append(value)
         )
         for name in names
     ]
@@ -72,14 +72,14 @@ def told_to_fsdp(settings: Settings) -> dict[str, list[bool]]:
         OneStage(stages, config.parallel)(my_batches(config, mesh, 1, ragged=False)[:3], torch.tensor(1.0))
     finally:
         mock.patch.stopall()
-    return told
+    return calls
 
 
 @pytest.mark.parametrize("zero_stage", [3, 2, 1, 0])
 def test_what_waits_for_the_last_micro_batch(zero_stage: int) -> None:
-    told = run(told_to_fsdp, 2, {**SMALL, "parallel.zero_stage": zero_stage})[0]
+    calls = run(told_to_fsdp, 2, {**SMALL, "parallel.zero_stage": zero_stage})[0]
     last, always = [False, False, True], [True, True, True]
-    assert told == {
+    assert calls == {
         "is_last_backward": last,
         "requires_gradient_sync": always if zero_stage >= 2 else last,
         "requires_all_reduce": last,
@@ -89,8 +89,8 @@ def test_what_waits_for_the_last_micro_batch(zero_stage: int) -> None:
 
 def test_where_nothing_is_sharded_stage_3_is_stage_1() -> None:
     last = [False, False, True]
-    told = run(told_to_fsdp, 2, {"model.layers": 1, "parallel.dp_replicate": 2})[0]
-    assert told["requires_gradient_sync"] == told["reshard_after_backward"] == last
+    calls = run(told_to_fsdp, 2, {"model.layers": 1, "parallel.dp_replicate": 2})[0]
+    assert calls["requires_gradient_sync"] == calls["reshard_after_backward"] == last
     assert run(told_to_fsdp, 1, {"model.layers": 1})[0] == {}  # one rank in float32 has no FSDP
 
 
@@ -179,12 +179,12 @@ def two_pipelined_steps(settings: Settings) -> tuple[float, list[dict[str, Any]]
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=True)
     loss = step(batches, torch.tensor(SCALE))
-    after = [of_all_stages(stages, lambda parameter: parameter.grad)]
+    gradients = [of_all_stages(stages, lambda parameter: parameter.grad)]
     norm = grad_norm(stages, CPU).item()
     alone = [step.loss_sum(batch).item() for batch in batches]
     step(batches, torch.tensor(SCALE))
-    after.append(of_all_stages(stages, lambda parameter: parameter.grad))
-    return loss.item(), after, norm, alone
+    gradients.append(of_all_stages(stages, lambda parameter: parameter.grad))
+    return loss.item(), gradients, norm, alone
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_pipeline_returns_what_the_plain_step_does(settings: Settings) -> No
 
 def sent(settings: Settings, axis: str, kind: str = "") -> list[tuple[str, int]]:
     # one number is torch's vote on its first step: does every stage know its shapes?
-    events = [event for event in traced(settings) if isinstance(event, Sent) and event.elements > 1]
+    events = [event for event in traced(settings) if isinstance(event, Collective) and event.elements > 1]
     return [(event.kind, event.elements) for event in events if event.axis == axis and kind in ("", event.kind)]
 
 
@@ -264,6 +264,6 @@ def count_fsdp(settings: Settings) -> tuple[int, int]:
 def test_weights_are_gathered_as_zero_stage_says_and_gradients_reduced_once(schedule: str, zero_stage: int) -> None:
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.zero_stage": zero_stage}
     settings["training.global_batch_size"] = 16  # 8 micro batches on each data-parallel rank
-    found = run(count_fsdp, 4, settings)
+    counts = run(count_fsdp, 4, settings)
     units = {0: 4, 1: 2} if schedule == "ZBVZeroBubble" else {0: 3, 1: 3}
-    assert found == [(GATHERS[schedule, zero_stage][rank // 2], units[rank // 2]) for rank in range(4)]
+    assert counts == [(GATHERS[schedule, zero_stage][rank // 2], units[rank // 2]) for rank in range(4)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.parallel.trace import Sent, traced
+from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings
 from tests.workers import run
 from torchllm.config import Model, Recompute
@@ -67,15 +67,15 @@ def inputs(model: Model) -> tuple[Tensor, Tensor, None, Tensor]:
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt", "eager")])
 def test_gradients_are_the_same_bits(family: str, attention: str) -> None:
     model = replace(SMALL, family=family, attention=attention)
-    found = []
+    results = []
     for recompute in MODES:
         decoder = built(model, recompute)
         loss = decoder(*inputs(model))
         loss.backward()
-        found.append((loss, {canonical_name(name): p.grad for name, p in decoder.named_parameters()}))
-    (expected_loss, expected), *others = found
+        results.append((loss, {canonical_name(name): p.grad for name, p in decoder.named_parameters()}))
+    (expected_loss, expected), *recomputed = results
     assert all(gradient is not None for gradient in expected.values())
-    for recompute, (loss, gradients) in zip(MODES[1:], others, strict=True):
+    for recompute, (loss, gradients) in zip(MODES[1:], recomputed, strict=True):
         assert torch.equal(loss, expected_loss), recompute
         assert gradients.keys() == expected.keys()
         assert all(torch.equal(gradients[name], expected[name]) for name in expected), recompute
@@ -91,12 +91,12 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs_of_op = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if key in self.known or key in given:  # known, or of a parameter or input
+                if key in self.known or key in inputs_of_op:  # known, or of a parameter or input
                     continue
                 self.known.add(key)
                 self.now += size
@@ -118,19 +118,19 @@ def memory(model: Model, recompute: Recompute) -> tuple[int, int]:
     batch = inputs(model)
     with Live() as live:
         loss = decoder(*batch)
-        kept = live.now
+        saved = live.now
         loss.backward()
-    return kept, live.most
+    return saved, live.most
 
 
 def test_each_mode_keeps_less_than_the_one_before() -> None:
     model = replace(SMALL, layers=8)
     order = [Recompute(), Recompute("ffn"), Recompute("every_k", 2), Recompute("full"), Recompute("segment", 4)]
-    kept = [memory(model, recompute)[0] for recompute in order]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == len(kept), kept
+    saved = [memory(model, recompute)[0] for recompute in order]
+    assert saved == sorted(saved, reverse=True)
+    assert len(set(saved)) == len(saved), saved
     selective = memory(model, Recompute("selective"))[0]
-    assert memory(model, Recompute("full"))[0] < selective < kept[0]
+    assert memory(model, Recompute("full"))[0] < selective < saved[0]
 
 
 def test_kept_bytes_of_full_and_segment() -> None:
@@ -145,18 +145,18 @@ def test_segments_take_memory_that_grows_with_the_root_of_the_layers() -> None:
     layers = (4, 16, 36)
     assert [recompute_interval(Recompute("segment"), count) for count in layers] == [2, 4, 6]
     pairs = [memory(replace(SMALL, layers=count), Recompute("segment")) for count in layers]
-    kept, most = ([b - a for a, b in itertools.pairwise(values)] for values in zip(*pairs, strict=True))
-    assert kept == [2 * HIDDEN_BYTES] * 2
+    saved, peaks = ([b - a for a, b in itertools.pairwise(values)] for values in zip(*pairs, strict=True))
+    assert saved == [2 * HIDDEN_BYTES] * 2
     # linear in sqrt(L), to the byte: each step is two inputs and two blocks, which may share a tensor at their border
     a_block = memory(replace(SMALL, layers=8), Recompute())[0] - memory(replace(SMALL, layers=4), Recompute())[0]
-    assert most[0] == most[1]
-    assert 2 * a_block // 4 <= most[0] <= 2 * (a_block // 4 + HIDDEN_BYTES)
+    assert peaks[0] == peaks[1]
+    assert 2 * a_block // 4 <= peaks[0] <= 2 * (a_block // 4 + HIDDEN_BYTES)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute("full")], ids=ids)
 def test_without_segments_it_grows_with_the_layers(recompute: Recompute) -> None:
-    most = [memory(replace(SMALL, layers=count), recompute)[1] for count in (4, 8, 16)]
-    assert most[2] - most[1] == 2 * (most[1] - most[0]) > 0
+    peaks = [memory(replace(SMALL, layers=count), recompute)[1] for count in (4, 8, 16)]
+    assert peaks[2] - peaks[1] == 2 * (peaks[1] - peaks[0]) > 0
 
 
 # forwards in a step of 5 blocks: of whole blocks, attention cores, and feed-forward layers
@@ -195,7 +195,9 @@ def sent_over_tp(layout: Settings) -> dict[str, int]:
     """Collectives of a step, by mode."""
     modes = ("none", "selective", "full", "segment", "ffn")
     events = {mode: traced({**layout, "recompute.mode": mode}) for mode in modes}
-    return {mode: sum(isinstance(e, Sent) and e.axis == "tp" for e in found) for mode, found in events.items()}
+    return {
+        mode: sum(isinstance(e, Collective) and e.axis == "tp" for e in recorded) for mode, recorded in events.items()
+    }
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

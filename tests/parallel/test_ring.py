@@ -76,9 +76,9 @@ def whole_inputs(dtype: torch.dtype) -> Inputs:
 def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
     """Return a rank's two pieces, by index: not in the library's way."""
     size = LENGTH // (2 * ranks)
-    early = range(rank * size, (rank + 1) * size)
-    late = range(LENGTH - (rank + 1) * size, LENGTH - rank * size)
-    return x[:, [*early, *late]]
+    first_piece = range(rank * size, (rank + 1) * size)
+    last_piece = range(LENGTH - (rank + 1) * size, LENGTH - rank * size)
+    return x[:, [*first_piece, *last_piece]]
 
 
 def forward_backward(core: Any, inputs: Inputs, mask: Any) -> Results:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.trace import Sent, Trace, module_named, traced
+from tests.parallel.trace import Collective, Trace, module_named, traced
 from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.models.decoder import Decoder
@@ -35,16 +35,16 @@ def mark_products(trace: Trace, stage: Decoder) -> None:
     module_named(stage, "lm_head").register_forward_hook(trace.mark("loss"))
 
 
-def sent_of_a_step(settings: Settings) -> list[Sent | str]:
+def sent_of_a_step(settings: Settings) -> list[Collective | str]:
     return [event for event in traced(settings, mark_products) if isinstance(event, str) or event.axis == "tp"]
 
 
 @functools.cache
-def sent_under(name: str) -> list[Sent | str]:
+def sent_under(name: str) -> list[Collective | str]:
     return run(sent_of_a_step, 2, {"tp": ONE, "tp+sp": SP}[name])[0]
 
 
-def words(events: list[Sent | str]) -> list[str]:
+def words(events: list[Collective | str]) -> list[str]:
     """Collectives of the hidden states as words; the others with their number of elements."""
     size = TOKENS * HIDDEN
     return [
@@ -81,7 +81,9 @@ def test_collectives_of_sequence_parallelism() -> None:
 
 
 def test_sequence_parallelism_sends_the_same_bytes() -> None:
-    tp, sp = ([e for e in sent_under(name) if isinstance(e, Sent) and e.elements != HIDDEN] for name in ("tp", "tp+sp"))
+    tp, sp = (
+        [e for e in sent_under(name) if isinstance(e, Collective) and e.elements != HIDDEN] for name in ("tp", "tp+sp")
+    )
     assert sum(e.bytes(2) for e in tp) == sum(e.bytes(2) for e in sp)
     # two ranks send a float32 tensor's size in an all-reduce: per block two forward and two backward; the two ends; and
     # the loss (the maximum is counted with the two sums)
@@ -91,7 +93,7 @@ def test_sequence_parallelism_sends_the_same_bytes() -> None:
 def test_logits_are_never_sent() -> None:
     chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
     for events, computed in ((sent_under("tp"), 1), (sent_under("tp+sp"), 1), (chunked, 2)):  # chunks: computed twice
-        sent = [event.elements for event in events if isinstance(event, Sent)]
+        sent = [event.elements for event in events if isinstance(event, Collective)]
         assert max(sent) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
         of_loss = [elements for elements in sent if elements not in (TOKENS * HIDDEN, HIDDEN)]
         assert sum(of_loss) == 3 * TOKENS * computed
@@ -101,20 +103,20 @@ def local_shapes(settings: Settings) -> tuple[dict[str, set[Any]], dict[str, Any
     """Shapes that the norms and the attention cores get, and of every parameter's shard."""
     config = tiny(settings)
     _, (stage,) = build(config)
-    seen: dict[str, set[Any]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
+    shapes: dict[str, set[Any]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
     kinds = {"input_layernorm": "norm", "post_attention_layernorm": "norm", "norm": "norm", "core": "attention"}
     kinds |= {"down_proj": "mlp"}
     for name, module in stage.named_modules():
         kind = kinds.get(name.rpartition(".")[2])
         if kind is not None:
             module.register_forward_pre_hook(
-                lambda module, args, kind=kind: seen[kind].add(tuple(_local(args[0]).shape))  # type: ignore[misc]
+                lambda module, args, kind=kind: shapes[kind].add(tuple(_local(args[0]).shape))  # type: ignore[misc]
             )
     for block in stage.layers.values():
-        block.register_forward_hook(lambda module, args, out: seen["block"].add(tuple(_local(out).shape)))
+        block.register_forward_hook(lambda module, args, out: shapes["block"].add(tuple(_local(out).shape)))
     tokens = torch.arange(TOKENS).view(1, -1)
     stage(tokens, tokens, None, tokens)
-    return seen, {n: tuple(p.to_local().shape) for n, p in stage.named_parameters()}  # type: ignore[attr-defined]
+    return shapes, {n: tuple(p.to_local().shape) for n, p in stage.named_parameters()}  # type: ignore[attr-defined]
 
 
 def _local(x: Tensor) -> Tensor:
@@ -125,8 +127,8 @@ def _local(x: Tensor) -> Tensor:
 def test_what_a_rank_holds(sequence_parallel: bool) -> None:
     """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
     part = TOKENS // 2 if sequence_parallel else TOKENS
-    for seen, parameters in run(local_shapes, 2, SP if sequence_parallel else ONE):
-        assert seen == {
+    for shapes, parameters in run(local_shapes, 2, SP if sequence_parallel else ONE):
+        assert shapes == {
             "norm": {(1, part, HIDDEN)},
             "block": {(1, part, HIDDEN)},
             "attention": {(1, TOKENS, 4, 8)},  # 4 of 8 heads
@@ -188,7 +190,7 @@ def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Any]:
     labels = torch.randint(vocab, (64,), generator=generator)
     labels[:2] = torch.tensor([0, vocab - 1])
     labels[10:20] = -100
-    found = []
+    losses = []
     for targets in (labels, torch.full((64,), -100)):
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain.double(), targets, ignore_index=-100, reduction="sum")
@@ -200,9 +202,9 @@ def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Any]:
         (3.0 * loss).backward()
         assert loss.dtype == torch.float32
         assert cut.grad.dtype == dtype
-        found += [(loss.item(), expected.item())]
-        found += [(cut.grad.full_tensor().double().numpy(), plain.grad.double().numpy())]
-    return found
+        losses += [(loss.item(), expected.item())]
+        losses += [(cut.grad.full_tensor().double().numpy(), plain.grad.double().numpy())]
+    return losses
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

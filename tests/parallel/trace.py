@@ -19,8 +19,8 @@ from torchllm.parallel.pipeline import build_forward_backward
 KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "send": "send"}
 
 
-class Sent(NamedTuple):
-    """One collective."""
+class Collective(NamedTuple):
+    """One collective, or one message from rank to rank."""
 
     kind: str
     """gather, scatter (reduce-scatter), reduce (all-reduce) or send"""
@@ -46,7 +46,7 @@ class Trace(TorchDispatchMode):
         groups = {"loss": mesh.loss_group, "pp": mesh.pp.get_group(), "tp": mesh.tp.get_group()}
         groups |= zip(("fsdp", "dp_replicate"), reversed(mesh.fsdp.get_all_groups()), strict=False)
         self.axes = {group.group_name: axis for axis, group in groups.items()}  # one group of two axes: the last
-        self.events: list[Sent | str] = []
+        self.events: list[Collective | str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -58,15 +58,15 @@ class Trace(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=Tensor.numel)
             axis = next(self.axes[group] for group in map(_group_name, args) if group in self.axes)
-            self.events.append(Sent(kind, axis, largest.numel(), largest.dtype))
+            self.events.append(Collective(kind, axis, largest.numel(), largest.dtype))
         return out
 
     def mark(self, text: str) -> Callable[..., None]:
         return lambda *ignored: self.events.append(text)
 
-    def sent(self, axis: str, kind: str = "") -> list[Sent]:
+    def sent(self, axis: str, kind: str = "") -> list[Collective]:
         """The collectives over an axis."""
-        collectives = [event for event in self.events if isinstance(event, Sent)]
+        collectives = [event for event in self.events if isinstance(event, Collective)]
         return [event for event in collectives if event.axis == axis and kind in ("", event.kind)]
 
 
@@ -81,7 +81,7 @@ def _group_name(argument: Any) -> Any:
 
 def traced(
     settings: Settings, prepare: Callable[[Trace, Decoder], None] = lambda trace, stage: None
-) -> list[Sent | str]:
+) -> list[Collective | str]:
     """The events of one step's forwards and backwards under a layout, on this rank. `prepare` may add marks."""
     config = tiny(settings)
     mesh, stages = build(config)

@@ -49,12 +49,12 @@ def expected_loss(config: Config) -> float:
     batch = step_batch(config, 1, ragged=True)
     with torch.no_grad():
         logits = plain(config)(batch.tokens, batch.positions, batch.document_ids).double()
-    found = [
+    losses = [
         float(-row.log_softmax(0)[label])
         for row, label in zip(logits.flatten(0, 1), batch.labels.flatten().tolist(), strict=True)
         if label != -100
     ]
-    return math.fsum(found) / len(found)
+    return math.fsum(losses) / len(losses)
 
 
 def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
@@ -76,8 +76,8 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
             model = build_model(config.model)
         stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
         initialize(stages, config.model, CPU, config.run.seed)
-        mine = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
-        local = [shard_sequence(batch, mesh) for batch in mine]
+        batches = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
+        local = [shard_sequence(batch, mesh) for batch in batches]
         step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
 
         def trained() -> list[torch.Tensor]:
@@ -86,10 +86,10 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
             step(local, torch.tensor(1e-2))  # noqa: B023
             return [p.grad.to_local().clone() for p in stages[0].parameters() if isinstance(p.grad, DTensor)]  # noqa: B023
 
-        before = trained()
-        loss = evaluate(step, mine, CPU, mesh)
+        expected = trained()
+        loss = evaluate(step, batches, CPU, mesh)
         sharded = all(isinstance(parameter, DTensor) for parameter in stages[0].parameters())
-        out[name] = loss, sharded, all(map(torch.equal, before, trained())) and len(before) > 0
+        out[name] = loss, sharded, all(map(torch.equal, expected, trained())) and len(expected) > 0
     dist.barrier()
     return out
 
@@ -97,8 +97,8 @@ def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, boo
 def test_every_layout_evaluates_the_same_model_and_trains_on() -> None:
     by_rank = run(evaluate_sharded, 2, LAYOUTS)
     expected = expected_loss(tiny({**SMALL, "model.layers": 4}))
-    for found in by_rank:
-        for name, (loss, sharded, same) in found.items():
+    for results in by_rank:
+        for name, (loss, sharded, same) in results.items():
             assert loss == pytest.approx(expected, rel=1e-6), name
             assert sharded, name  # what FSDP gathers in a forward without a backward is no parameter
             assert same, name

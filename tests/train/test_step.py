@@ -73,8 +73,8 @@ class Rig:
         """This rank's two micro batches of a step."""
         whole = step_batch(self.config, number, ragged=False)
         whole = whole._replace(labels=labels(whole.labels))
-        mine = [x if x is None else x[self.mesh.data_rank :: self.mesh.data_size].chunk(2) for x in whole]
-        return [Batch(*(x if x is None else x[index] for x in mine)) for index in range(2)]
+        fields = [x if x is None else x[self.mesh.data_rank :: self.mesh.data_size].chunk(2) for x in whole]
+        return [Batch(*(x if x is None else x[index] for x in fields)) for index in range(2)]
 
     def bits(self) -> list[bytes]:
         """Weights, moments and counters of this rank."""
@@ -108,11 +108,11 @@ def bad_gradient(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
 
 def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
     """In the second of this rank's micro batches the hidden states overflow."""
-    seen = []
+    calls = []
 
     def spoil(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        seen.append(1)
-        return output * bad if len(seen) == 2 and dist.get_rank() == rank else output
+        calls.append(1)
+        return output * bad if len(calls) == 2 and dist.get_rank() == rank else output
 
     return first_norm(rig).register_forward_hook(spoil).remove
 
@@ -121,52 +121,55 @@ WAYS = {"loss": bad_loss, "gradient": bad_gradient, "micro batch": bad_micro_bat
 
 
 def skipped_steps(layouts: dict[str, Settings]) -> list[dict[str, Any]]:
-    """Per layout and way to go wrong: what this rank saw of a good, a bad and a good step."""
-    found = []
+    """Take a good, a bad and a good step per layout and way to fail; returns what this rank saw."""
+    cases = []
     for name, settings in layouts.items():
-        for number, (way, spoil) in enumerate(WAYS.items()):
+        for number, (way_name, spoil) in enumerate(WAYS.items()):
             bad = (float("nan"), float("inf"))[number % 2]
             rig, calm = Rig(settings), Rig(settings)
             rig.step(1, rig.batches(1))
-            before = rig.bits()
-            mend = spoil(rig, dist.get_world_size() - 1, bad)
+            bits = rig.bits()
+            undo = spoil(rig, dist.get_world_size() - 1, bad)
             result = rig.step(2, rig.batches(2))
-            untouched = rig.bits() == before
+            untouched = rig.bits() == bits
             cleared = not list(gradients(rig.stages))
-            mend()
-            after = rig.step(3, rig.batches(3))
+            undo()
+            next_result = rig.step(3, rig.batches(3))
             calm.step(1, calm.batches(1))
             calm.step(3, calm.batches(3))  # as if the bad step had never been
-            found.append(
+            cases.append(
                 {
-                    "case": (name, way),
+                    "case": (name, way_name),
                     "finite": bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)),
                     "untouched": untouched,
                     "cleared": cleared,
-                    "counts": [int(x) for x in (result.skipped, result.consecutive, after.skipped, after.consecutive)],
-                    "moved on": rig.bits() != before,
+                    "counts": [
+                        int(x)
+                        for x in (result.skipped, result.consecutive, next_result.skipped, next_result.consecutive)
+                    ],
+                    "moved on": rig.bits() != bits,
                     "as if never": rig.bits() == calm.bits(),
                 }
             )
-    return found
+    return cases
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_a_step_that_is_not_finite_on_one_rank_is_applied_on_none(ranks: int) -> None:
     for cases in zip(*run(skipped_steps, ranks, LAYOUTS[ranks]), strict=True):
-        for rank, found in enumerate(cases):
+        for rank, case in enumerate(cases):
             expected = {"finite": False, "untouched": True, "cleared": True, "counts": [1, 1, 1, 1]}
             expected |= {"moved on": True, "as if never": True}
-            assert found == {"case": found["case"], **expected}, f"rank {rank}"
+            assert case == {"case": case["case"], **expected}, f"rank {rank}"
 
 
 def counted_steps() -> list[tuple[int, int]]:
     """skipped and consecutive after each of: good, bad, bad, good, bad."""
     rig, out = Rig({}), []
     for number, bad in enumerate([False, True, True, False, True], start=1):
-        mend = bad_loss(rig, 0, float("nan") if bad else 0.0)
+        undo = bad_loss(rig, 0, float("nan") if bad else 0.0)
         result = rig.step(number, rig.batches(number))
-        mend()
+        undo()
         out.append((int(result.skipped), int(result.consecutive)))
     return out
 
@@ -234,8 +237,8 @@ def masked_pairs() -> tuple[int, int]:
 
 
 def test_pairs_are_those_that_the_masks_leave() -> None:
-    counted, seen = run(masked_pairs, 1)[0]
-    assert counted == seen
+    counted, visible = run(masked_pairs, 1)[0]
+    assert counted == visible
 
 
 def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResult:
