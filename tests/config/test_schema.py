@@ -92,12 +92,12 @@ def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "holds"), [("1F1B", 2, 1), ("DualPipeV", 3, 2), ("ZBVZeroBubble", 1, 2)]
+    ("schedule", "stages", "allowed"), [("1F1B", 2, 1), ("DualPipeV", 3, 2), ("ZBVZeroBubble", 1, 2)]
 )
-def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, holds: int) -> None:
+def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, allowed: int) -> None:
     config = change(parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=stages)
     assert list(problems(config, 2)) == [
-        Problem("parallel.virtual_stages", f"{schedule} holds {holds} on a rank, not {stages}")
+        Problem("parallel.virtual_stages", f"{schedule} has {allowed} per rank, not {stages}")
     ]
 
 

@@ -121,8 +121,7 @@ def test_planned_figures_of_the_header(file: Path, monkeypatch: pytest.MonkeyPat
     parallel, training = config.parallel, config.training
     hardware = read_cluster(config.cluster.name, [])
     assert hardware is not None
-    gpus = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    job = Job(config.model, training, hardware, gpus, compile=config.compile)
+    job = Job(config.model, training, hardware, parallel.ranks, compile=config.compile)
     prediction = predict(job.case(layout_of(config)))
     assert prediction.fits
     header = file.read_text().replace("\n#", "")

@@ -52,16 +52,16 @@ REFUSALS = {
     "parallel.tp: # does not divide training.sequence_length = #",
     "parallel.pp: # stages need a block each, but model.layers is #",
     *(
-        f"parallel.virtual_stages: {schedule} holds # on a rank, not #"
+        f"parallel.virtual_stages: {schedule} has # per rank, not #"
         for schedule in ("GPipe", "#F#B", "ZBVZeroBubble", "DualPipeV")
     ),
     "parallel.cp: training.sequence_length = # does not divide into #",
-    "parallel.cp: training.sequence_length = # does not divide into # (two pieces a rank, so that causal work is even)",
+    "parallel.cp: training.sequence_length = # does not divide into # (two pieces per rank, so that causal work is even)",
     "parallel.cp: ulysses gives each rank whole key-value heads, but # do not divide by # ranks: set it to #, or use "
     'parallel.cp_method = "ring"',
     "parallel.cp: ulysses gives each rank whole key-value heads, but # (model.kv_heads # / tp #) do not divide by # "
     'ranks: set it to #, or use parallel.cp_method = "ring"',
-    "training.global_batch_size: # does not divide by micro_batch_size # x # data-parallel ranks = #",
+    "training.global_batch_size: # is no multiple of micro_batch_size # x # data-parallel ranks = #",
 }
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -37,9 +38,10 @@ eval "${{PRETEND:-}}"
 class Started:
     """run_train.sh as a process, and what it and its ranks say."""
 
-    def __init__(self, place: Path, arguments: tuple[str, ...], **environment: str) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        self.out, self.err = place / "out", place / "err"
+    def __init__(self, output: Path, arguments: tuple[str, ...], **environment: str) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self.out = output / "out"
+        self.err = output / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             command = [SCRIPT, *arguments]
             self.process = subprocess.Popen(
@@ -56,10 +58,10 @@ class Started:
     def wait(self) -> int:
         return self.process.wait(PATIENCE)
 
-    def until(self, found: Callable[[], object]) -> None:
-        """Wait for something while it runs."""
+    def until(self, happened: Callable[[], object]) -> None:
+        """Wait for something that happens while it runs."""
         deadline = time.monotonic() + PATIENCE
-        while not found():
+        while not happened():
             assert self.process.poll() is None, self.err.read_text()
             assert time.monotonic() < deadline, self.err.read_text()
             time.sleep(0.02)
@@ -77,24 +79,29 @@ class Started:
 
 
 def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    pids = []
     if Path("/proc/self/status").exists():  # `ps` is not everywhere
-        found = []
         for status in Path("/proc").glob("[0-9]*/status"):
-            with suppress(OSError):  # ended meanwhile
+            with suppress(OSError):  # it has ended
                 if f"\nPPid:\t{pid}\n" in status.read_text():
-                    found.append(int(status.parent.name))
-        return found
-    listed = subprocess.run(["ps", "-A", "-o", "pid=", "-o", "ppid="], capture_output=True, text=True, check=True)
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if line.split()[1] == str(pid)]
+                    pids.append(int(status.parent.name))
+        return pids
+    listing = subprocess.run(["ps", "-A", "-o", "pid=", "-o", "ppid="], capture_output=True, text=True, check=True)
+    for line in listing.stdout.splitlines():
+        child, parent = line.split()
+        if parent == str(pid):
+            pids.append(int(child))
+    return pids
 
 
-def clean(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what schedulers and launchers put into one."""
+def clean(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without the variables of schedulers and launchers, and with `extra`."""
     foreign = re.compile(
         r"SLURM|PET_|TORCHELASTIC|(NPROC|NPROC_IS_DEFAULT|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$"
     )
-    kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
-    return kept | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | more
+    environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    return environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 @pytest.fixture
@@ -103,33 +110,46 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
 
     def start(*arguments: str, **environment: str) -> Started:
-        started.append(Started(tmp_path / f"said-{len(started)}", arguments, **environment))
+        started.append(Started(tmp_path / f"output-{len(started)}", arguments, **environment))
         return started[-1]
 
     yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.kill_everything()
+    for run in started:
+        if run.process.poll() is None:
+            run.kill_everything()
+
+
+class Call(NamedTuple):
+    """One start of Python."""
+
+    words: list[str]
+    environment: dict[str, str]
 
 
 class Notes:
     """What run_train.sh started, according to the stand-in for Python."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
-        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
-        self.started: list[tuple[list[str], dict[str, str]]] = []
-        for notes in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
-            words, variables = ((notes / name).read_text().split("\0")[:-1] for name in ("words", "environment"))
-            self.started.append((words, dict(variable.partition("=")[::2] for variable in variables)))
-            shutil.rmtree(notes)
+        self.status = done.returncode
+        self.out = done.stdout
+        self.err = done.stderr
+        self.calls: list[Call] = []
+        for note in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+            words = (note / "words").read_text().split("\0")[:-1]
+            environment = {}
+            for variable in (note / "environment").read_text().split("\0")[:-1]:
+                name, _, value = variable.partition("=")
+                environment[name] = value
+            self.calls.append(Call(words, environment))
+            shutil.rmtree(note)
 
     @property
     def torchrun(self) -> list[str]:
-        """The arguments of the one torchrun that was started, and after which at most a sample was made."""
-        (words, _), *samples = self.started
-        assert all(sample[0].endswith("/generate.py") for sample, _ in samples)
-        assert words[:2] == ["-m", "torchllm.runtime.launch"]
-        return words[2:]
+        """The arguments of the only torchrun, after which at most a sample was made."""
+        torchrun, *samples = self.calls
+        assert all(sample.words[0].endswith("/generate.py") for sample in samples)
+        assert torchrun.words[:2] == ["-m", "torchllm.runtime.launch"]
+        return torchrun.words[2:]
 
 
 @pytest.fixture
@@ -169,14 +189,14 @@ def test_the_script_is_clean() -> None:
 
 
 def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Callable[..., Notes]) -> None:
-    found = noted()
-    *launch, config, folder = found.torchrun
+    notes = noted()
+    *launch, config, folder = notes.torchrun
     assert launch == ["--nproc-per-node=2", "--standalone", f"{ROOT}/recipes/pretrain.py"]
     assert config == f"{ROOT}/{DEBUG}"
     assert re.fullmatch(r"--run\.folder=runs/debug-[\w-]+", folder)
-    assert found.status == 0
-    assert found.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
-    assert found.out == ""
+    assert notes.status == 0
+    assert notes.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
+    assert notes.out == ""
     assert noted("--training.steps=99").torchrun[3:5] == [config, "--training.steps=99"]
 
 
@@ -195,16 +215,16 @@ def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Cal
 def test_processes_on_a_node(
     noted: Callable[..., Notes], environment: dict[str, str], gpus: int, processes: int
 ) -> None:
-    found = noted(gpus=gpus, **environment)
-    assert found.torchrun[0] == f"--nproc-per-node={processes}"
+    notes = noted(gpus=gpus, **environment)
+    assert notes.torchrun[0] == f"--nproc-per-node={processes}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert found.started[0][1]["OMP_NUM_THREADS"] == str(max(1, cores // processes))
+    assert notes.calls[0].environment["OMP_NUM_THREADS"] == str(max(1, cores // processes))
 
 
 def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
-    found = noted(DEBUG, NPROC="3")
-    assert found.torchrun[0] == "--nproc-per-node=2"
-    assert "3 processes do not divide the batch of 16 sequences: starting 2" in found.err.splitlines()
+    notes = noted(DEBUG, NPROC="3")
+    assert notes.torchrun[0] == "--nproc-per-node=2"
+    assert "3 processes do not divide the batch of 16 sequences: starting 2" in notes.err.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -214,26 +234,26 @@ def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: 
         (["--parallel.tp=3"], {"NPROC": "3"}, "--parallel.tp: 3 does not divide model.heads = 8"),
         (["nowhere.toml"], {}, "nowhere.toml: no such file"),
         ([], {"NPROC": "two"}, "environment: NPROC: must be a whole number of at least 1, not \"two\""),
-        ([], {"RECIPE": "recipes/none.py"}, "run_train.sh: RECIPE=recipes/none.py: there is no such file"),
-        ([], {"NNODES": "2"}, "run_train.sh: NNODES=2, but not under Slurm or Kubernetes: set PET_NNODES, "
+        ([], {"RECIPE": "recipes/none.py"}, "run_train.sh: RECIPE=recipes/none.py: no such file"),
+        ([], {"NNODES": "2"}, "run_train.sh: NNODES=2 outside Slurm and Kubernetes: set PET_NNODES, "
          "PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_started(
     noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], line: str
 ) -> None:
-    found = noted(*arguments, **environment)
-    assert (found.status, found.started, found.out) == (2, [], "")
-    assert line in found.err.splitlines()
-    assert "Traceback" not in found.err
+    notes = noted(*arguments, **environment)
+    assert (notes.status, notes.calls, notes.out) == (2, [], "")
+    assert line in notes.err.splitlines()
+    assert "Traceback" not in notes.err
 
 
 def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
-    found = noted(DEBUG, "--check", "--run.folder=runs/a=b=")
-    assert (found.status, found.started) == (0, [])
-    assert found.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\n"
+    notes = noted(DEBUG, "--check", "--run.folder=runs/a=b=")
+    assert (notes.status, notes.calls) == (0, [])
+    assert notes.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\n"
     # The stand-in only knows --check: that --help reached the recipe is enough here.
-    assert [words[-2:] for words, _ in noted(DEBUG, "--help").started] == [[DEBUG, "--help"]]
+    assert [call.words[-2:] for call in noted(DEBUG, "--help").calls] == [[DEBUG, "--help"]]
 
 
 @pytest.mark.parametrize(
@@ -246,28 +266,28 @@ def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
 def test_a_dry_run_is_one_process_of_any_layout(
     noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], processes: str
 ) -> None:
-    found = noted(DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1", *arguments, **environment)
-    assert (found.status, found.err) == (
+    notes = noted(DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1", *arguments, **environment)
+    assert (notes.status, notes.err) == (
         0,
         "global batch 16 sequences = 16 data ranks x 1 micro batch x 1 accumulated\n",
     )
-    ((words, seen),) = found.started  # no torchrun
-    assert words == [
+    (recipe,) = notes.calls  # no torchrun
+    assert recipe.words == [
         f"{ROOT}/recipes/pretrain.py",
         DEBUG,
         "--run.dry_run=true",
         "--training.micro_batch_size=1",
         *arguments,
     ]
-    assert seen["NPROC"] == processes
-    assert ("NPROC_IS_DEFAULT" in seen) == (not environment)
-    assert not {"WORLD_SIZE", "RANK"} & seen.keys()
+    assert recipe.environment["NPROC"] == processes
+    assert ("NPROC_IS_DEFAULT" in recipe.environment) == (not environment)
+    assert not {"WORLD_SIZE", "RANK"} & recipe.environment.keys()
     assert not (ROOT / "runs" / "debug").exists()
 
 
 def test_a_dry_run_under_slurm_is_one_process(noted: Callable[..., Notes]) -> None:
     for node in (0, 1):
-        found = noted(
+        notes = noted(
             DEBUG,
             "--run.dry_run=true",
             "--parallel.dp_shard=2",
@@ -276,7 +296,7 @@ def test_a_dry_run_under_slurm_is_one_process(noted: Callable[..., Notes]) -> No
             SLURM_NODEID=str(node),
             SLURM_LOCALID="0",
         )
-        assert (found.status, len(found.started)) == (0, 1 - node)
+        assert (notes.status, len(notes.calls)) == (0, 1 - node)
 
 
 SLURM = {
@@ -292,9 +312,9 @@ SLURM = {
 
 def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
     for node in (0, 1):
-        found = noted(DEBUG, gpus=4, **SLURM, SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURM_LOCALID="0")
-        assert found.status == 0
-        assert found.torchrun == [
+        notes = noted(DEBUG, gpus=4, **SLURM, SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURM_LOCALID="0")
+        assert notes.status == 0
+        assert notes.torchrun == [
             "--nproc-per-node=4",
             "--nnodes=2",
             f"--node-rank={node}",
@@ -304,36 +324,37 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
             DEBUG,
             "--run.folder=runs/debug-70123",
         ]
-        said = "global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated\n"
-        assert found.err == ("" if node else said)
+        line = "global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated\n"
+        assert notes.err == ("" if node else line)
 
 
 def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
     tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    said = []
+    outputs = []
     for rank in range(4):
         task = {"SLURM_NODEID": str(rank // 2), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}
-        found = noted(DEBUG, gpus=2, **tasks, **task)
-        words, environment = found.started[0]
+        notes = noted(DEBUG, gpus=2, **tasks, **task)
+        words, environment = notes.calls[0]
         assert words == [f"{ROOT}/recipes/pretrain.py", DEBUG, "--run.folder=runs/debug-70123"]
-        wanted = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
-        wanted |= {"MASTER_ADDR": "node1", "MASTER_PORT": "30123"}
-        assert {name: environment[name] for name in wanted} == wanted
-        said.append(found.err)
-    assert said == ["global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n", "", "", ""]
+        expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
+        expected |= {"MASTER_ADDR": "node1", "MASTER_PORT": "30123"}
+        assert {name: environment[name] for name in expected} == expected
+        outputs.append(notes.err)
+    assert outputs == ["global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n", "", "", ""]
 
 
 def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -> None:
     tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
-    found = noted(DEBUG, **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
-    assert (found.status, found.started) == (2, [])
-    assert found.err == (
-        "run_train.sh: 4 tasks on 2 nodes, 3,1: use the same number on each (--ntasks-per-node), or one task a node\n"
+    notes = noted(DEBUG, **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert (notes.status, notes.calls) == (2, [])
+    assert notes.err == (
+        "run_train.sh: 4 tasks on 2 nodes, 3,1: use the same number on each node (--ntasks-per-node), "
+        "or one task per node\n"
     )
-    found = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="2", SLURM_NTASKS="2")
-    assert (found.status, found.started) == (2, [])
-    assert found.err == (
-        "run_train.sh: this is Slurm's batch script, which runs on one of 2 nodes: start me with srun ./run_train.sh\n"
+    notes = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="2", SLURM_NTASKS="2")
+    assert (notes.status, notes.calls) == (2, [])
+    assert notes.err == (
+        "run_train.sh: this is Slurm's batch script, which runs on only one of 2 nodes: use srun ./run_train.sh\n"
     )
     assert noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1").torchrun[:2] == ["--nproc-per-node=2", "--standalone"]
 
@@ -350,23 +371,29 @@ POD = {
 
 
 def test_kubernetes(noted: Callable[..., Notes]) -> None:
-    found = noted(DEBUG, "--run.folder=/shared/run", **POD)
-    wanted = ["--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=run-master-0", "--master-port=23456"]
-    assert found.torchrun == [*wanted, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
-    assert not {"RANK", "WORLD_SIZE"} & found.started[0][1].keys()  # the pod's numbers are no rank's
-    assert (found.status, found.err) == (0, "")
+    notes = noted(DEBUG, "--run.folder=/shared/run", **POD)
+    expected = [
+        "--nproc-per-node=4",
+        "--nnodes=2",
+        "--node-rank=1",
+        "--master-addr=run-master-0",
+        "--master-port=23456",
+    ]
+    assert notes.torchrun == [*expected, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
+    assert not {"RANK", "WORLD_SIZE"} & notes.calls[0].environment.keys()  # the pod's numbers are no rank's
+    assert (notes.status, notes.err) == (0, "")
 
     for word in ("gpu", "auto"):
-        found = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
-        assert found.torchrun[0] == "--nproc-per-node=2"
-    one = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
-    assert noted(DEBUG, **one).started[0][0][2:4] == ["--nproc-per-node=4", "--standalone"]
+        notes = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
+        assert notes.torchrun[0] == "--nproc-per-node=2"
+    one_node = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
+    assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", "--standalone"]
 
     elastic = noted(DEBUG, **(POD | {"PET_NNODES": "1:4"}))
-    assert (elastic.status, elastic.started) == (2, [])
-    assert elastic.err == "run_train.sh: PET_NNODES=1:4: only a fixed number of nodes\n"
+    assert (elastic.status, elastic.calls) == (2, [])
+    assert elastic.err == "run_train.sh: PET_NNODES=1:4: must be a fixed number of nodes\n"
     nameless = noted(DEBUG, **POD)
-    assert (nameless.status, nameless.started) == (2, [])
+    assert (nameless.status, nameless.calls) == (2, [])
     assert "run.folder: set it: there is no job id to name the folder after" in nameless.err
 
 
@@ -378,17 +405,20 @@ def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     (folder / "stopped.json").touch()  # of a run before: must not turn this one's failure into success
     (folder / "stop").touch()
     failed = noted(*arguments, PRETEND="exit 7")
-    assert (failed.status, len(failed.started)) == (7, 1)
+    assert (failed.status, len(failed.calls)) == (7, 1)
     assert not (folder / "stop").exists()
     done = noted(*arguments)
     assert done.status == 0
-    assert [words for words, _ in done.started[1:]] == [sampler]
-    assert len(noted(*arguments, "--generate.after_training=false").started) == 1
+    assert [call.words for call in done.calls[1:]] == [sampler]
+    assert len(noted(*arguments, "--generate.after_training=false").calls) == 1
     failed = noted(*arguments, PRETEND=f'[ "$1" != {sampler[0]} ] || exit 5')
     assert failed.status == 5
     stopped = noted(*arguments, PRETEND=f"touch {folder}/stopped.json; exit 1")
-    assert (stopped.status, len(stopped.started)) == (0, 1)
-    assert stopped.out == f"stopped early, with a checkpoint; the same command with --run.folder={folder} goes on\n"
+    assert (stopped.status, len(stopped.calls)) == (0, 1)
+    assert (
+        stopped.out
+        == f"stopped early, with a checkpoint; to continue, run the same command with --run.folder={folder}\n"
+    )
 
 
 def test_a_second_signal_ends_everything_at_once(
@@ -414,9 +444,9 @@ def test_a_second_signal_ends_everything_at_once(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Started:
-    """The main job, smaller and shorter, to its end; its run folder is `run` beside what it said."""
-    place = tmp_path_factory.mktemp("whole")
-    run = Started(place, (DEBUG, *SMALL, f"--run.folder={place / 'run'}"))
+    """The main job, smaller and shorter, to its end; its run folder is `run` beside its output."""
+    parent = tmp_path_factory.mktemp("whole")
+    run = Started(parent, (DEBUG, *SMALL, f"--run.folder={parent / 'run'}"))
     try:
         assert run.wait() == 0, run.err.read_text()
     finally:
@@ -439,12 +469,12 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[STEPS] == f"--- step {STEPS}, 20 tokens at temperature 0.8 ---"
     assert lines[STEPS + 1].startswith("def ")
 
-    said = whole.err.read_text().splitlines()
-    assert said[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
-    assert f"no checkpoint in {folder}/checkpoints: starting fresh" in said
-    assert f"saved {folder}/checkpoints/step-00000008" in said
-    assert len(said) == len(set(said))  # one rank speaks
-    assert not [line for line in said if re.search(r"rank 1:|Warning|Traceback|W\d{4}", line)]
+    errors = whole.err.read_text().splitlines()
+    assert errors[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
+    assert f"no checkpoint in {folder}/checkpoints: starting fresh" in errors
+    assert f"saved {folder}/checkpoints/step-00000008" in errors
+    assert len(errors) == len(set(errors))  # one rank speaks
+    assert not [line for line in errors if re.search(r"rank 1:|Warning|Traceback|W\d{4}", line)]
 
     records = metrics(folder)
     keys = "step loss grad_norm learning_rate tokens tokens_per_second step_seconds data_seconds mfu hfu memory_gib"
@@ -468,19 +498,19 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_terminal_and_with_too_many_processes_it_is_the_same_run(whole: Started, tmp_path: Path) -> None:
     """Without a config file and with NPROC=3, of which 2 start."""
     try:
-        ours, theirs = pty.openpty()
+        reading, terminal = pty.openpty()
     except OSError as error:
         pytest.skip(f"no pseudo terminal can be had here: {error}")
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     command = [SCRIPT, *SMALL, *QUICK, f"--run.folder={tmp_path / 'run'}"]
     environment = clean({"NPROC": "3"})
     shown = b""
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
         with suppress(OSError):  # EIO: the last process with the terminal has ended
-            while piece := os.read(ours, 65536):
+            while piece := os.read(reading, 65536):
                 shown += piece
-        os.close(ours)
+        os.close(reading)
         assert process.wait(PATIENCE) == 0, shown
     text = shown.decode(errors="replace")
     assert "3 processes do not divide the batch of 16 sequences: starting 2\r\n" in text
@@ -507,7 +537,7 @@ def test_killed_stopped_while_starting_and_resumed_it_is_the_same_run(
     os.killpg(stopped.process.pid, signal.SIGINT)  # as Ctrl-C does: to torchrun too
     assert stopped.wait() == 0, stopped.err.read_text()
     assert stopped.out.read_text().splitlines()[-1] == (
-        f"stopped early, with a checkpoint; the same command with --run.folder={folder} goes on"
+        f"stopped early, with a checkpoint; to continue, run the same command with --run.folder={folder}"
     )
     assert f"saved {folder}/checkpoints/step-00000006" in stopped.err.read_text()
     assert "Traceback" not in stopped.err.read_text()
@@ -537,8 +567,9 @@ def test_two_nodes_stop_together_when_one_is_told(
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].err.read_text() + nodes[1].err.read_text()
     assert nodes[1].out.read_text() == ""
     # Where node 0, whose process has the store, ends first, torch complains at length on node 1 that it has gone.
-    said = itertools.takewhile(lambda line: not re.match(r"\[?[WE]\d", line), nodes[1].err.read_text().splitlines())
-    assert list(filter(None, said)) == []
+    lines = nodes[1].err.read_text().splitlines()
+    own_lines = itertools.takewhile(lambda line: not re.match(r"\[?[WE]\d", line), lines)
+    assert not any(own_lines)
     assert f"{folder}/stop: saving at the next step boundary" in nodes[0].err.read_text()
     assert "stopped early, with a checkpoint" in nodes[0].out.read_text()
     assert (folder / "stopped.json").exists()
@@ -555,8 +586,8 @@ def test_an_error_of_the_machine_is_one_line(start: Callable[..., Started], tmp_
         pass
     run = start(DEBUG, *SMALL, f"--run.folder={tmp_path / 'run'}", "--model.attention=flash")
     assert run.wait() == 1
-    _, said, *rest = run.err.read_text().splitlines()
-    assert said.startswith('error: model.attention = "flash" cannot be used here: No module named ')
+    _, error, *rest = run.err.read_text().splitlines()
+    assert error.startswith('error: model.attention = "flash" cannot be used here: No module named ')
     assert not rest
     assert run.out.read_text() == ""
 
@@ -602,17 +633,17 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
     start: Callable[..., Started], noted: Callable[..., Notes], fork: Path, tmp_path: Path
 ) -> None:
     wrong = noted(DEBUG, "--probe.crash_rnk=1", RECIPE=str(fork))
-    assert (wrong.status, wrong.started) == (2, [])
+    assert (wrong.status, wrong.calls) == (2, [])
     assert wrong.err == "--probe.crash_rnk: unknown key; did you mean probe.crash_rank?\n"
 
     run = start(DEBUG, *SMALL, *QUICK, "--probe.crash_rank=1", f"--run.folder={tmp_path / 'run'}", RECIPE=str(fork))
     began = time.monotonic()
     assert run.wait() == 1
     assert time.monotonic() - began < 60  # no waiting for collectives that never come
-    said = run.err.read_text()
-    assert "rank 1: failed:\nTraceback" in said
-    assert "RuntimeError: the probe" in said
-    assert "ChildFailedError" not in said
+    errors = run.err.read_text()
+    assert "rank 1: failed:\nTraceback" in errors
+    assert "RuntimeError: the probe" in errors
+    assert "ChildFailedError" not in errors
     assert "crash_rank = 1" in (tmp_path / "run/config.toml").read_text()
     assert [step[0] for step in curve(tmp_path / "run")] == [1]
 
@@ -629,13 +660,13 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "line"),
     [("os.kill(os.getpid(), signal.SIGKILL)", "was killed: SIGKILL"), ("os._exit(3)", "ended with status 3")],
 )
 def test_a_rank_that_ends_without_a_word_is_named(
-    start: Callable[..., Started], tmp_path: Path, end: str, said: str
+    start: Callable[..., Started], tmp_path: Path, end: str, line: str
 ) -> None:
     (tmp_path / "recipe.py").write_text(ENDED.replace("END", end))
     run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "recipe.py"))
     assert run.wait() == 1
-    assert run.err.read_text().splitlines()[1:] == [f"rank 1 {said}"]
+    assert run.err.read_text().splitlines()[1:] == [f"rank 1 {line}"]

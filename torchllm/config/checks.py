@@ -213,7 +213,7 @@ def _stage_problems(config: Config) -> Iterator[Problem]:
     if not _has_stages_it_allows(parallel):
         yield Problem(
             "parallel.virtual_stages",
-            f"{parallel.schedule} holds {kind.most_stages} on a rank, not {parallel.stages_per_rank}",
+            f"{parallel.schedule} has {kind.most_stages} per rank, not {parallel.stages_per_rank}",
         )
         return
     stages = parallel.stages
@@ -228,7 +228,7 @@ def _stage_problems(config: Config) -> Iterator[Problem]:
     if kind.splits_backward and config.compile.block:
         yield Problem(
             "compile.block",
-            f"{parallel.schedule} computes gradients of inputs and weights apart, which a compiled block cannot: "
+            f"{parallel.schedule} computes gradients of inputs and weights separately, which a compiled block cannot: "
             "set it to false, or use 1F1B or Interleaved1F1B",
         )
 
