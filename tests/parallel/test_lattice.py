@@ -56,7 +56,8 @@ REFUSALS = {
         for schedule in ("GPipe", "#F#B", "ZBVZeroBubble", "DualPipeV")
     ),
     "parallel.cp: training.sequence_length = # does not divide into #",
-    "parallel.cp: training.sequence_length = # does not divide into # (two pieces per rank, so that causal work is even)",
+    "parallel.cp: training.sequence_length = # does not divide into # "
+    "(two pieces per rank, so that causal work is even)",
     "parallel.cp: ulysses gives each rank whole key-value heads, but # do not divide by # ranks: set it to #, or use "
     'parallel.cp_method = "ring"',
     "parallel.cp: ulysses gives each rank whole key-value heads, but # (model.kv_heads # / tp #) do not divide by # "
