@@ -120,24 +120,28 @@ def test_every_cited_work_is_listed() -> None:
 
 
 def z_loss_fork(tmp_path: Path) -> Path:
-    """Return recipes/pretrain.py with the changes that docs/fork_a_recipe.md describes."""
+    """Return recipes/pretrain.py with all changes that docs/fork_a_recipe.md describes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
-    settings, read_config, loss, call = blocks
+    settings, read_config, loss, call, add_sink, sink, learning_rate = blocks
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
     head, body = text.split(guard, 1)
     text = f"{head}{settings}\n\n{guard}{body}"
     text, replaced = re.subn(r"    CONFIGS = load_configs\(sys\.argv\[1:\]\)\n", lambda _: read_config, text)
     assert replaced == 1
-    text = text.replace("\ndef main(", f"\n{loss}\n\ndef main(", 1)
+    text = text.replace("\ndef train(", f"\n{loss}\n\n{sink}\n\ndef train(", 1)
     text, inserted = re.subn(r"(    stages = parallelize\((?:.|\n)*?\)\n)", lambda match: match[1] + call, text)
     assert inserted == 1
+    text, inserted = re.subn(r"(    monitor\.begin\(.*\)\n)", lambda match: match[1] + add_sink, text)
+    assert inserted == 1
+    text, replaced = re.subn(r"    learning_rate = LearningRate\(.*\)\n", lambda _: learning_rate, text)
+    assert replaced == 1
     fork = tmp_path / "mine.py"
     fork.write_text(text)
     return fork
 
 
-def test_fork_with_z_loss_trains_the_same_model_with_tensor_parallelism(tmp_path: Path) -> None:
+def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_path: Path) -> None:
     fork = z_loss_fork(tmp_path)
     losses = {}
     for processes, layout in [("1", []), ("2", ["--parallel.tp=2"])]:
@@ -151,6 +155,9 @@ def test_fork_with_z_loss_trains_the_same_model_with_tensor_parallelism(tmp_path
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses[processes] = [record["loss"] for record in records if "loss" in record]
         assert "[z_loss]" in (folder / "config.toml").read_text()
+        rates = [record["learning_rate"] for record in records if "loss" in record]
+        assert rates == pytest.approx([3e-3 / 20, 3e-3 / 10, 9e-3 / 20])
+        assert len((folder / "loss.txt").read_text().splitlines()) == 3
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     assert len(losses["1"]) == 3
     assert losses["1"][0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
