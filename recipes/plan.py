@@ -63,12 +63,12 @@ class SearchResult(NamedTuple):
     """What was searched, and what was found."""
 
     job: Job
-    found: Found
+    outcome: Found
 
     @property
     def best(self) -> Ranked:
         """The best layout."""
-        return self.found.best[0]
+        return self.outcome.best[0]
 
     @property
     def step_seconds(self) -> float:
@@ -179,20 +179,22 @@ def run_rank(options: argparse.Namespace) -> None:
     if options.plot:
         from torchllm.planner.search.plot import plot
 
-        plot(results[0].job, results[0].found, options.plot, "\n".join(heading(model, options.cluster, results[0].job)))
+        plot(
+            results[0].job, results[0].outcome, options.plot, "\n".join(heading(model, options.cluster, results[0].job))
+        )
 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
-    """Return a search that found something. UserError says why there is no layout, and what would help."""
+    """Return the result of a search that found something. UserError says why there is no layout, and what would help."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
-    found = search(job, objective=objective)
-    if not found.layouts:
-        raise UserError(divides_nowhere(job, found))
-    if not found.best:
-        raise UserError(fits_nowhere(job, found))
-    return found
+    outcome = search(job, objective=objective)
+    if not outcome.layouts:
+        raise UserError(divides_nowhere(job, outcome))
+    if not outcome.best:
+        raise UserError(fits_nowhere(job, outcome))
+    return outcome
 
 
 def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
@@ -224,23 +226,25 @@ def print_lines(*lines: str) -> None:
 
 def print_ranking(result: SearchResult, tokens: float) -> None:
     """Print the best layouts, why the first is best, what nearly fits, and why the others were rejected."""
-    job, found = result.job, result.found
-    print_lines(f"The best {len(found.best)} of {found.layouts:,} layouts:", *ranking_table(job, found.best, tokens))
+    job, outcome = result.job, result.outcome
+    print_lines(
+        f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, tokens)
+    )
     print_lines("", *why(job, result.best))
     verdict = judge(job.case(result.best.layout), result.best.prediction)
     low, high = verdict.seconds
     print(f"Expect {low:.4g} to {high:.4g} s per step, {verdict.range}. Memory: {verdict.fits}.")
     if number := first_that_fits(result):
         print(f"Layout {number} is the fastest of these that fits with room to spare.")
-    near_misses = list(misses(job, found))
+    near_misses = list(misses(job, outcome))
     if near_misses:
         print_lines("", "Faster, but too large for the GPU's memory:", *near_misses)
-    print_lines("", "Rejected:", *rejections(found))
+    print_lines("", "Rejected:", *rejections(outcome))
 
 
 def first_that_fits(result: SearchResult) -> int | None:
     """Return the number of the first layout that certainly fits. None if it is the first one, or none does."""
-    for number, ranked in enumerate(result.found.best, start=1):
+    for number, ranked in enumerate(result.outcome.best, start=1):
         if layout_figures(result.job, ranked)["fits"] == "fits":
             return number if number > 1 else None
     return None
@@ -248,10 +252,10 @@ def first_that_fits(result: SearchResult) -> int | None:
 
 def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> dict[str, object]:
     """Return what `print_ranking` prints, as plain data."""
-    job, found = result.job, result.found
+    job, outcome = result.job, result.outcome
     verdict = judge(job.case(result.best.layout), result.best.prediction)
     near_misses = []
-    for miss in found.misses:
+    for miss in outcome.misses:
         near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), tokens)
         near_miss["over_gib"] = miss.over / GIB
         near_misses.append(near_miss)
@@ -260,13 +264,13 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
         "sequence_length": job.training.sequence_length,
         "global_batch_size": job.training.global_batch_size,
         "gpus": job.gpus,
-        "layouts": found.layouts,
-        "best": [layout_figures(job, ranked, tokens) for ranked in found.best],
+        "layouts": outcome.layouts,
+        "best": [layout_figures(job, ranked, tokens) for ranked in outcome.best],
         "why": why(job, result.best),
         "verdict": verdict._asdict(),
         "near_misses": near_misses,
-        "rejected": dict(found.rejected),
-        "refused_meshes": dict(found.refused),
+        "rejected": dict(outcome.rejected),
+        "refused_meshes": dict(outcome.refused),
     }
 
 

@@ -15,8 +15,11 @@ SHORT = [*SMALL, "--benchmark.rounds=2", "--benchmark.steps=2", "--benchmark.war
 
 def benchmark(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the recipe; `ranks` over 0: under torchrun."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    return subprocess.run([sys.executable, *launch, RECIPE, *arguments], capture_output=True, text=True, timeout=120)
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [RECIPE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[str, Any]:
@@ -24,14 +27,14 @@ def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[s
     done = benchmark(name, *SHORT, f"--run.folder={folder}", "--benchmark.json=true", *overrides, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert not (folder / "scratch").exists()
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found.pop("benchmark") == name
-    assert found.pop("environment")["ranks"] == (ranks or 1)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result.pop("benchmark") == name
+    assert result.pop("environment")["ranks"] == (ranks or 1)
+    return result
 
 
-def check_ratio(row: dict[str, Any], what: str) -> None:
-    assert row["what"] == what
+def check_ratio(row: dict[str, Any], name: str) -> None:
+    assert row["what"] == name
     assert 0 < row["least"] <= row["ratio"] <= row["largest"] < 100
 
 
@@ -60,24 +63,23 @@ def test_matmul_prints_a_table_of_every_shape(tmp_path: Path) -> None:
     assert head == "| dtype | matrix | m | n | k | tflops | share_of_peak |"
     assert rule == "| --- | --- | --- | --- | --- | --- | --- |"
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    own = {name: [m, n, k] for _, name, m, n, k, *_ in cells}
-    assert own["up_proj"] == ["64", "64", "32"]  # 2 sequences of 32 tokens
-    assert own["k_proj, v_proj"] == ["64", "16", "32"]
-    assert own["lm_head"] == ["48", "264", "32"]
+    assert ["up_proj", "64", "64", "32"] in [row[1:5] for row in cells]  # 2 sequences of 32 tokens
+    assert ["k_proj, v_proj", "64", "16", "32"] in [row[1:5] for row in cells]
+    assert ["lm_head", "48", "264", "32"] in [row[1:5] for row in cells]
     assert cells[0][1] == "square"
     # no upper limit: beside other work the peak is measured lower than what a product reaches in a quiet moment
     assert all(float(rate) > 0 and float(share) > 0 for *_, rate, share in cells)
 
 
-@pytest.mark.parametrize(("ranks", "other"), [(0, "bare loop"), (2, "bare FSDP2")])
-def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, other: str) -> None:
-    found = measured("step", tmp_path, ranks=ranks)
-    assert [row["loop"] for row in found["training step"]] == ["torchllm", other]
-    for row in found["training step"]:
+@pytest.mark.parametrize(("ranks", "baseline"), [(0, "bare loop"), (2, "bare FSDP2")])
+def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, baseline: str) -> None:
+    result = measured("step", tmp_path, ranks=ranks)
+    assert [row["loop"] for row in result["training step"]] == ["torchllm", baseline]
+    for row in result["training step"]:
         assert row["tokens_per_second"] == pytest.approx(16 * 32 / row["step_ms"] * 1e3)
         assert 0 < row["mfu"] == row["hfu"] < 1
         assert row["peak_memory_gib"] is None  # of a GPU
-    check_ratio(found["step time"][0], f"torchllm / {other}")
+    check_ratio(result["step time"][0], f"torchllm / {baseline}")
 
 
 def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
@@ -97,24 +99,24 @@ def test_data_compares_with_tiktoken_and_times_the_wait(tmp_path: Path) -> None:
     for name in ("schema.py", "load.py"):
         (tmp_path / name).write_bytes((ROOT / "torchllm" / "config" / name).read_bytes())
     source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.py", f"--data.cache={tmp_path}/cache")
-    found = measured("data", tmp_path / "run", *source)
-    ours, bare = found["tokenizing, one thread"]
+    result = measured("data", tmp_path / "run", *source)
+    ours, bare = result["tokenizing, one thread"]
     assert (ours["what"], bare["what"]) == ("files to corpus", "tiktoken in memory")
     assert ours["documents"] == bare["documents"] == 2
     assert ours["text_mb"] == pytest.approx(sum(file.stat().st_size for file in tmp_path.glob("*.py")) / 1e6)
-    check_ratio(found["throughput"][0], "files to corpus / tiktoken in memory")
-    (wait,) = found["batches of one rank"]
+    check_ratio(result["throughput"][0], "files to corpus / tiktoken in memory")
+    (wait,) = result["batches of one rank"]
     assert 0 < wait["wait_share"] < 1
     assert 0 < wait["wait_ms"] < wait["step_ms"]
     assert wait["loader_alone_tokens_per_second"] > 0
 
 
 def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
-    found = measured("checkpoint", tmp_path)
-    (saves,) = found["saves"]
+    result = measured("checkpoint", tmp_path)
+    (saves,) = result["saves"]
     assert all(saves[key] > 0 for key in ("synchronous_ms", "call_ms", "step_ms", "step_beside_ms"))
     assert saves["steps_beside"] >= 1
-    both, call = found["time taken from training"]
+    both, call = result["time taken from training"]
     assert both["what"] == "asynchronous / synchronous"  # of either sign where a step's time varies more
     check_ratio(call, "its call / synchronous")
 
@@ -124,23 +126,28 @@ def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
     once = ["--benchmark.rounds=1", "--benchmark.sleep=0.01", "--benchmark.json=true", f"--run.folder={tmp_path}"]
     done = benchmark("schedules", *SMALL, *once, ranks=2)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.pop("benchmark") == "schedules"
-    assert found.pop("environment")["ranks"] == 2
-    for name, rows in found.items():
-        few = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
-        assert [row["schedule"] for row in rows] == [*few, *few, "DualPipeV"]
-        assert [row["micro_batches"] for row in rows] == [2] * 6 + [8] * 7
+    result = json.loads(done.stdout)
+    assert result.pop("benchmark") == "schedules"
+    assert result.pop("environment")["ranks"] == 2
+    names = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+    for rows in result.values():
+        few_micro_batches, many_micro_batches = rows[:6], rows[6:]
+        assert [row["schedule"] for row in few_micro_batches] == names
+        assert [row["schedule"] for row in many_micro_batches] == [*names, "DualPipeV"]
+        assert {row["micro_batches"] for row in few_micro_batches} == {2}
+        assert {row["micro_batches"] for row in many_micro_batches} == {8}
         for row in rows:
-            assert row["ratio"] >= 1, (name, row)  # nobody waits less than the simulator says
+            assert row["ratio"] >= 1, row  # nobody waits less than the simulator says
             assert row["bubble"] > row["simulated_bubble"] * (1 - 1e-9)
             if row["bubble_in_theory"] is not None:
                 assert row["simulated_bubble"] == pytest.approx(row["bubble_in_theory"])
         assert median(row["ratio"] for row in rows) < 4  # 1.1 where nothing else runs
-    assert [row["bubble_in_theory"] is None for row in found["equal stages"]] == [False] * 5 + [True] + [False] * 7
-    assert {row["bubble_in_theory"] for row in found["unequal stages"]} == {None}
-    (gain,) = [row["simulated_gain"] for row in found["equal stages"][6:] if row["schedule"] == "Interleaved1F1B"]
-    assert gain == pytest.approx((1 + 1 / 8) / (1 + 1 / 16))  # bubbles (p - 1) / m and (p - 1) / (2 m)
+    equal = result["equal stages"]
+    without_theory = [index for index, row in enumerate(equal) if row["bubble_in_theory"] is None]
+    assert without_theory == [names.index("ZBVZeroBubble")]  # two micro batches are too few for its closed form
+    assert {row["bubble_in_theory"] for row in result["unequal stages"]} == {None}
+    interleaved = equal[6 + names.index("Interleaved1F1B")]
+    assert interleaved["simulated_gain"] == pytest.approx((1 + 1 / 8) / (1 + 1 / 16))  # bubbles 1 / m and 1 / (2 m)
 
 
 def test_schedules_need_ranks(tmp_path: Path) -> None:
@@ -151,8 +158,8 @@ def test_schedules_need_ranks(tmp_path: Path) -> None:
 
 def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
     """Ring attention keeps 1 / cp of the activations; ulysses one more (B, S / cp, H, Q) a block, behind the core."""
-    found = measured("context", tmp_path, ranks=2)
-    rows = found["one micro batch of one rank"]
+    result = measured("context", tmp_path, ranks=2)
+    rows = result["one micro batch of one rank"]
     assert [(row["method"], row["ranks"]) for row in rows] == [("ring", 1), ("ring", 2), ("ulysses", 1), ("ulysses", 2)]
     alone, ring, same, ulysses = rows
     assert alone["activations_mib"] == same["activations_mib"] > 0

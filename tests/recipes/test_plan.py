@@ -18,25 +18,26 @@ RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
 
 def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     main([*RANK, "--tokens", "1e12"])
-    said = capsys.readouterr().out
-    heading, batch, ranking, *_ = said.splitlines()
+    output = capsys.readouterr().out
+    heading, batch, ranking, *_ = output.splitlines()
     assert heading == "llama_13b on 32 x A100-SXM4-80GB (dgx_a100)"
     assert batch == "sequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
     assert ranking.startswith("The best 10 of ")
-    assert "10. " in said
-    assert "of a step, " in said
-    assert "GPU-hours" in said
-    assert "Rejected:" in said
+    assert "10. " in output
+    assert "of a step, " in output
+    assert "GPU-hours" in output
+    assert "Rejected:" in output
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     main([*RANK, "--json"])
-    [one] = json.loads(capsys.readouterr().out)
-    assert len(one["best"]) == 10
-    assert [of["step_seconds"] for of in one["best"]] == sorted(of["step_seconds"] for of in one["best"])
-    assert one["verdict"]["fits"] in ("fits", "may fit")
-    assert sum(one["rejected"].values()) + 10 == one["layouts"]
-    assert {"terms", "memory_gib", "mfu", "hfu", "petaflops"} <= one["best"][0].keys()
+    [plan] = json.loads(capsys.readouterr().out)
+    assert len(plan["best"]) == 10
+    seconds = [layout["step_seconds"] for layout in plan["best"]]
+    assert seconds == sorted(seconds)
+    assert plan["verdict"]["fits"] in ("fits", "may fit")
+    assert sum(plan["rejected"].values()) + 10 == plan["layouts"]
+    assert {"terms", "memory_gib", "mfu", "hfu", "petaflops"} <= plan["best"][0].keys()
 
 
 def test_the_written_run_is_one_that_the_config_accepts(
@@ -46,9 +47,9 @@ def test_the_written_run_is_one_that_the_config_accepts(
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "mine.toml"
     main([*RANK, "--json", "--write", str(file), "--tokens", "1e11"])
-    [one] = json.loads(capsys.readouterr().out)
+    [plan] = json.loads(capsys.readouterr().out)
     config = load_config([str(file), "--run.dry_run=true"])
-    best = one["best"][0]["layout"]
+    best = plan["best"][0]["layout"]
     assert (config.parallel.pp, config.parallel.tp) == (best["pp"], best["tp"])
     assert config.training.micro_batch_size == best["micro_batch_size"]
     assert config.training.steps == round(1e11 / 512 / 2048)
@@ -56,7 +57,7 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert config.model.hidden == 5120
     header = file.read_text()
     assert f"srun --nodes=4 ./run_train.sh {file}" in header
-    assert f"{one['best'][0]['step_seconds']:.4g} s per step" in header
+    assert f"{plan['best'][0]['step_seconds']:.4g} s per step" in header
 
 
 def test_sizes_that_are_assumed_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +88,7 @@ def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines[:3]] == ["GPUs", "16", "64"]
     main([*words, "--objective", "gpu_hours", "--json"])
     first, second = json.loads(capsys.readouterr().out)
-    hours = [of["best"][0]["step_seconds"] * of["gpus"] for of in (first, second)]
+    hours = [plan["best"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
     assert hours == sorted(hours)
 
 
@@ -103,7 +104,7 @@ def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("--gpus", "43", "no valid layout on 43 GPUs: .*; 42 GPUs would work"),
         ("--gpus", "90000", "the cluster has 4480"),
@@ -112,10 +113,10 @@ def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
         ("--gpus", "1", "no layout fits in the 79.2 GiB of one A100"),
     ],
 )
-def test_what_is_wrong_is_said(key: str, value: str, said: str) -> None:
+def test_what_is_wrong_is_said(key: str, value: str, message: str) -> None:
     words = list(RANK)
     words[words.index(key) + 1] = value
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         main(words)
 
 

@@ -35,7 +35,7 @@ def test_a_sweep_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[sweep]\n", "sweep.config: required key is missing"),
         ('[sweep]\nconfig = "other.toml"\n', "sweep.config: other.toml: no such file in "),
@@ -44,12 +44,12 @@ def test_a_sweep_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_sweep_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         read_sweep(written(tmp_path, text))
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_all_values_are_combined() -> None:
@@ -76,7 +76,7 @@ def test_degrees_follow_from_the_number_of_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "message"),
     [
         (("--parallel.tp=3",), "3 does not divide model.heads = 8"),
         (("--parallel.dp_shard=2",), "2"),
@@ -84,10 +84,10 @@ def test_degrees_follow_from_the_number_of_processes() -> None:
         (("--parallel.tp=1", "--parallel.sequence_parallel=true"), "it needs parallel.tp over 1"),
     ],
 )
-def test_what_cannot_be_is_not_started(layout: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_not_started(layout: tuple[str, ...], message: str, tmp_path: Path) -> None:
     row = measure_layout(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
     assert row["status"] == "invalid"
-    assert said in row["note"]
+    assert message in row["note"]
     assert not (tmp_path / "job").exists()
 
 
@@ -130,12 +130,13 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def alive(pids: Path) -> list[str]:
-    found = []
+    """Return the process ids in the folder that still run."""
+    running = []
     for pid in pids.iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid.name), 0)
-            found.append(pid.name)
-    return found
+            running.append(pid.name)
+    return running
 
 
 def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: Path) -> None:
@@ -154,8 +155,8 @@ def test_a_sweep_that_is_ended_ends_its_job(hanging: Path, tmp_path: Path) -> No
         while len(list(hanging.iterdir())) < 2 and time.monotonic() < until:
             time.sleep(0.1)
         sweep.send_signal(signal.SIGTERM)
-        _, said = sweep.communicate(timeout=60)
-    assert (sweep.returncode, said) == (130, "interrupted; the same command continues with the remaining 2\n")
+        _, message = sweep.communicate(timeout=60)
+    assert (sweep.returncode, message) == (130, "interrupted; the same command continues with the remaining 2\n")
     assert len(list(hanging.iterdir())) == 2
     assert alive(hanging) == []
 
@@ -172,17 +173,18 @@ def test_the_first_step_is_dropped(tmp_path: Path) -> None:
 def test_a_cpus_layouts_are_compared_with_one_peak_and_not_by_memory() -> None:
     fast, _ = resolve_layout(DEBUG, (), 8)
     recomputing, _ = resolve_layout(DEBUG, ("--recompute.mode=full",), 8)
-    two, _ = resolve_layout(DEBUG, (), 2)
+    two_ranks, _ = resolve_layout(DEBUG, (), 2)
     assert fast is not None
     assert recomputing is not None
-    assert two is not None
-    half, whole = cpu_cells(fast, 2.0), cpu_cells(fast, 1.0)
+    assert two_ranks is not None
+    whole = cpu_cells(fast, 1.0)
+    half = cpu_cells(fast, 2.0)
     assert float(half["mfu_pct"]) == pytest.approx(float(whole["mfu_pct"]) / 2, abs=0.01)
-    again = cpu_cells(recomputing, 1.0)
-    assert again["mfu_pct"] == whole["mfu_pct"]
-    assert float(again["hfu_pct"]) > float(whole["hfu_pct"])
-    nothing = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
-    assert cpu_cells(two, 1.0) == nothing  # the cluster file is of eight ranks
+    recomputed = cpu_cells(recomputing, 1.0)
+    assert recomputed["mfu_pct"] == whole["mfu_pct"]
+    assert float(recomputed["hfu_pct"]) > float(whole["hfu_pct"])
+    empty = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}
+    assert cpu_cells(two_ranks, 1.0) == empty  # the cluster file is of eight ranks
 
 
 def row(layout: str, seconds: str = "", status: str = "ok", **cells: str) -> dict[str, str]:
@@ -194,9 +196,9 @@ def test_a_row_that_a_kill_cut_off_is_measured_again(tmp_path: Path) -> None:
     append(file, row("one", "1.0"))
     append(file, row("two", "2.0"))
     file.write_text(file.read_text() + "sweep,torchllm,half a l")
-    assert [found["layout"] for found in read_results(file)] == ["one", "two"]
+    assert [result["layout"] for result in read_results(file)] == ["one", "two"]
     append(file, row("three", "3.0"))
-    assert [found["layout"] for found in read_results(file)] == ["one", "two", "three"]
+    assert [result["layout"] for result in read_results(file)] == ["one", "two", "three"]
 
 
 def test_the_planners_best_and_some_others() -> None:
@@ -231,8 +233,9 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert (seconds, expected) == (0.2, pytest.approx(prediction.step / 16))
     assert kind == "tp 2, recompute none"
     assert compare_predictions([unread]) == []
-    other = {"tp": "4", "step_time_s": "2", "attn_impl": "eager", "act_ckpt": "full", "micro_batch": "1"}
-    files = {file.name for file in draw_figures([measured, {**measured, **other}], tmp_path)}
+    changes = {"tp": "4", "step_time_s": "2", "attn_impl": "eager", "act_ckpt": "full", "micro_batch": "1"}
+    changed = {**measured, **changes}
+    files = {file.name for file in draw_figures([measured, changed], tmp_path)}
     assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
 
 
@@ -250,24 +253,24 @@ def test_every_setting_of_the_paper_can_be_an_axis() -> None:
         "parallel.zero_stage": "1",
         "compile.loss": "true",
     }
-    [layout] = combinations(Sweep(axes=tuple(SweepAxis(key, (value,)) for key, value in every.items())))
+    axes = [SweepAxis(key, (value,)) for key, value in every.items()]
+    [layout] = combinations(Sweep(axes=tuple(axes)))
     config, problem = resolve_layout(DEBUG, layout, 8)
     assert config is not None, problem
-    assert (
-        layout_cells(config, 8).items()
-        >= {
-            "micro_batch": "2",
-            "tp": "2",
-            "pp": "2",
-            "cp": "2",
-            "act_ckpt": "selective",
-            "seq_parallel": "1",
-            "schedule": "GPipe",
-            "attn_impl": "eager",
-            "rmsnorm_kernel": "1",
-            "zero_stage": "1",
-        }.items()
-    )
+    cells = layout_cells(config, 8)
+    expected_cells = {
+        "micro_batch": "2",
+        "tp": "2",
+        "pp": "2",
+        "cp": "2",
+        "act_ckpt": "selective",
+        "seq_parallel": "1",
+        "schedule": "GPipe",
+        "attn_impl": "eager",
+        "rmsnorm_kernel": "1",
+        "zero_stage": "1",
+    }
+    assert cells.items() >= expected_cells.items()
 
 
 def test_the_best_by_setting() -> None:
@@ -277,7 +280,10 @@ def test_the_best_by_setting() -> None:
         row("c", "8.0", tp="2", pp="1", global_batch_seqs="4"),
         row("d", "", "oom", tp="4", pp="1", note="too large"),
     ]
-    assert {value: of["layout"] for value, of in best_by_setting(rows, ["tp"]).items()} == {"tp 1": "b", "tp 2": "c"}
+    best = best_by_setting(rows, ["tp"])
+    assert best.keys() == {"tp 1", "tp 2"}
+    assert best["tp 1"]["layout"] == "b"
+    assert best["tp 2"]["layout"] == "c"
     table = results_table(rows)
     assert table.index("`b`") < table.index("`a`") < table.index("`c`")
     assert "| oom | 1 | `d`: too large |" in table
@@ -294,12 +300,12 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     with open(tmp_path / "out" / "results.csv", newline="") as opened:
         rows = list(csv.DictReader(opened))
-    assert [found["status"] for found in rows] == ["ok", "ok", "invalid"], first.stdout
-    assert all(float(found["step_time_s"]) > 0 for found in rows[:2])
+    assert [result["status"] for result in rows] == ["ok", "ok", "invalid"], first.stdout
+    assert all(float(result["step_time_s"]) > 0 for result in rows[:2])
     case = read_row(rows[1]).case  # the planner reads it
     assert case is not None
     assert (case.parallel.tp, case.parallel.dp_shard, case.model.hidden) == (2, 1, 32)
     assert (tmp_path / "out" / "results.md").is_file()
     assert not (tmp_path / "out" / "job").exists()
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert again.stdout.startswith("0 layouts to measure, 3 in ")
+    repeated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert repeated.stdout.startswith("0 layouts to measure, 3 in ")
