@@ -185,7 +185,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
-    """Return the result of a search that found something. UserError says why there is no layout, and what would help."""
+    """Search, and return the result if there is any. UserError says why there is no layout, and what would help."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
