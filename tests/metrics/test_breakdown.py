@@ -115,8 +115,8 @@ def test_overlapping_waits_are_charged_once_to_the_one_that_began_first() -> Non
     assert (milliseconds["exposed tp"], milliseconds["exposed cp"]) == (10, 8)
 
 
-def test_a_wait_while_the_loop_evaluates_is_the_evaluations() -> None:
-    """The loop waits for data until 5 ms; a collective that ends at 8 ms is exposed for the last 3."""
+def test_a_wait_while_the_loop_waits_for_data_is_the_datas() -> None:
+    """Until 5 ms; a collective that ends at 8 ms is exposed for the last 3."""
     milliseconds = parts([collective("gloo:all_reduce", 1, 8)], [record(7, "1", "gloo:all_reduce", 1)])
     assert (milliseconds["data"], milliseconds["exposed tp"]) == (5, 3)
 
@@ -167,7 +167,7 @@ def test_a_large_step_is_broken_down_in_no_time(on_gpu: bool) -> None:
     assert seconds["forward"] == pytest.approx(5)
 
 
-def test_real_ranks() -> None:
+def test_a_real_rank_that_sleeps_works_and_the_other_waits() -> None:
     """Rank 1 sleeps for 0.3 s before a collective: it works, and rank 0 waits."""
     waiting, working = run(_two_ranks, 2)
     for seconds in (waiting, working):

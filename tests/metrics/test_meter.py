@@ -85,7 +85,7 @@ def unread() -> StepResult:
     return StepResult(**dict.fromkeys(StepResult._fields) | {"pairs": result().pairs})  # type: ignore[arg-type]
 
 
-def test_record(clock: Clock) -> None:
+def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
     sink = RecordingSink()
     meter = make(sink, sequences=80)
     for step in range(1, 8):

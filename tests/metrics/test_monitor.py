@@ -1,13 +1,15 @@
 """What the monitor decides and writes; the meter, the profiler and the sinks behind it have tests of their own."""
 
+import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from tests.parity import CPU, build, tiny
@@ -30,12 +32,41 @@ def monitor_of(
         device=CPU,
         host_group=dist.new_group(backend="gloo"),
     )
+    monitor = Monitor(runtime, adapt, starved_seconds=0.05)
+    begin(monitor, config, start)
+    return monitor
+
+
+def begin(monitor: Monitor, config: Config, start: int) -> None:
     config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
     mesh, stages = build(config)
-    monitor = Monitor(runtime, adapt, starved_seconds=0.05)
     data: Any = SimpleNamespace(state=lambda: {"sequences": 0}, skipped={})
     monitor.begin(config, mesh, stages, data, start)
-    return monitor
+
+
+class LogLines(logging.Handler):
+    """Keeps the texts of a rank's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Give the texts that the library logs inside the context on this rank."""
+    logger = logging.getLogger("torchllm")
+    handler, level = LogLines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _starved(folder: Path, waits: list[float]) -> list[int | None]:
@@ -77,29 +108,65 @@ def test_ranks_decide_alike_whatever_their_clocks_say(tmp_path: Path) -> None:
     assert run(_clocks_apart, 2, tmp_path) == [True, True]
 
 
-def _changed(folder: Path) -> list[Any]:
-    """A change after a checkpoint, and its steps beside those before."""
-    first = tiny({})
-    second = tiny({"run.seed": 7})
-    monitor = monitor_of(folder, first, lambda config, bottlenecks: Change(second, "another seed"))
-    with monitor.step(1):
-        time.sleep(0.05)
-    assert monitor.wants_change(1)
-    return [monitor.next_config == second, monitor.change_reason, monitor.seconds_before_change]
+def _log_of_a_change(folder: Path) -> list[str]:
+    """What a run logs that changes its config after its first step, and takes six steps with the new one."""
+    changed = tiny({"run.seed": 7})
+    monitor = monitor_of(folder, tiny({}), lambda config, bottlenecks: Change(changed, "another seed"))
+    with log_lines() as lines:
+        with monitor.step(1):
+            time.sleep(0.08)
+        assert monitor.wants_change(1)
+        assert monitor.next_config == changed
+        begin(monitor, changed, start=1)
+        assert monitor.next_config is None
+        for n in range(2, 2 + TIMED_STEPS + 1):
+            with monitor.step(n):
+                time.sleep(0.02)
+    return lines
 
 
-def test_a_change_is_kept_for_the_next_begin(tmp_path: Path) -> None:
-    [(is_second, reason, seconds)] = run(_changed, 1, tmp_path)
-    assert is_second
-    assert reason == "another seed"
-    assert seconds == pytest.approx(0.05, abs=0.04)
+def test_a_change_is_logged_and_compared_with_the_steps_before(tmp_path: Path) -> None:
+    [(change, comparison)] = run(_log_of_a_change, 1, tmp_path)
+    assert change == "step 1: another seed, from this checkpoint on"
+    match = re.fullmatch(r"another seed: steps took ([\d.]+) s, now ([\d.]+) s \(-\d+ %\)", comparison)
+    assert match
+    assert float(match[1]) > 0.08 > float(match[2])
+
+
+def _log_of_a_finished_run(folder: Path) -> list[str]:
+    config = tiny({})
+    with log_lines() as lines:
+        monitor_of(folder, config, start=config.training.steps)
+    return lines
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    [[line]] = run(_log_of_a_finished_run, 1, tmp_path)
+    steps = tiny({}).training.steps
+    assert line == f"nothing to do: the run is at step {steps} of training.steps = {steps}"
+
+
+def _records_of_another_sink(folder: Path) -> tuple[int, bool]:
+    """How many records it got, and whether it was closed."""
+    records = []
+    closed = []
+    sink: Any = SimpleNamespace(write=lambda n, record: records.append(record), close=lambda: closed.append(True))
+    monitor = monitor_of(folder, tiny({"parallel.dp_shard": 2}))
+    monitor.add_sink(sink)
+    monitor.meter._write(1, {"step": 1})
+    monitor.end()
+    return len(records), closed == [True]
+
+
+def test_another_sink_gets_the_records_of_rank_0(tmp_path: Path) -> None:
+    assert run(_records_of_another_sink, 2, tmp_path) == [(1, True), (0, False)]
 
 
 def _unadapted(folder: Path) -> bool:
     return monitor_of(folder, tiny({})).wants_change(1)
 
 
-def test_without_somebody_to_decide_a_run_keeps_its_config(tmp_path: Path) -> None:
+def test_without_adaptation_a_run_keeps_its_config(tmp_path: Path) -> None:
     assert run(_unadapted, 1, tmp_path) == [False]
 
 

@@ -74,8 +74,12 @@ def breakdown(
     events: the profiler's. records: of the flight recorder, since the profile began. axis_of_group: name of a process
     group -> its mesh axis. pipeline_group: the group whose waits are messages and bubble.
     """
-    kernels = [event for event in events if event.kernel]
-    host_events = [event for event in events if not event.kernel]
+    kernels, host_events = [], []
+    for event in events:
+        if event.kernel:
+            kernels.append(event)
+        else:
+            host_events.append(event)
     phases = find_phases(host_events)
     [step] = phases["step"]
     pipeline_axis = axis_of_group.get(pipeline_group, "other")
@@ -88,11 +92,13 @@ def breakdown(
 
     aside = union(stretch for name in ASIDE for stretch in phases[name])
     exposed = exposed_waits(waits, step, aside)
-    charged = union([*aside, *(stretch for wait in exposed for stretch in wait.stretches)])
+    charged = list(aside)
+    for wait in exposed:
+        charged.extend(wait.stretches)
 
     parts = {name: length(phases[name]) for name in ASIDE}
     parts |= waiting_parts(exposed, pipeline_axis if pipeline_group in axis_of_group else None)
-    parts |= computing_parts(phases, kernels, step, charged)
+    parts |= computing_parts(phases, kernels, step, union(charged))
     parts["other"] = length([step]) - sum(parts.values())
     return {name: nanoseconds / 1e9 for name, nanoseconds in parts.items()}
 
@@ -106,7 +112,9 @@ def find_phases(host_events: Sequence[ProfiledEvent]) -> Phases:
             named[event.name].append((event.start, event.end))
         elif event.name.startswith("autograd::engine::evaluate_function"):
             autograd.append((event.start, event.end))
-    phases = {name: union(named[PREFIX + name]) for name in PHASES}
+    phases = {}
+    for name in PHASES:
+        phases[name] = union(named[PREFIX + name])
     # Split backwards of a pipeline name themselves; others are known by autograd's nodes.
     backward = intersection(union(autograd), phases["forward_backward"])
     phases["backward"] = union([*phases["backward"], *backward], bridge=SHORT)
@@ -218,20 +226,18 @@ def waits_of_gpu(
         else:
             computing.append((kernel.start, kernel.end))
     busy = union(computing)
-    busy_starts = [start for start, _ in busy]
-    busy_ends = [end for _, end in busy]
     records = sorted(records, key=lambda record: record.created)
-    created = [record.created for record in records]
     waits = []
     for kernel in communicating:
-        index = bisect_right(created, kernel.launched) - 1
+        index = bisect_right(records, kernel.launched, key=lambda record: record.created) - 1
         if index < 0:
             continue
         record = records[index]
         axis = axis_of_group.get(record.group, "other")
         # Only what overlaps the kernel: with all of `busy` this would grow with the square of the step.
-        overlapping = busy[bisect_right(busy_ends, kernel.start) : bisect_left(busy_starts, kernel.end)]
-        for start, stop in difference([(kernel.start, kernel.end)], overlapping):
+        first = bisect_right(busy, kernel.start, key=lambda stretch: stretch[1])
+        last = bisect_left(busy, kernel.end, key=lambda stretch: stretch[0])
+        for start, stop in difference([(kernel.start, kernel.end)], busy[first:last]):
             waits.append(Wait(start, stop, axis, record.number))
     return waits
 
@@ -290,10 +296,9 @@ def computing_parts(
 
 def launched_in(kernels: Iterable[ProfiledEvent], phase: list[Stretch]) -> list[Stretch]:
     """Return when the kernels ran that the host launched within a phase, NCCL's left out."""
-    phase_starts = [start for start, _ in phase]
     ran = []
     for kernel in kernels:
-        index = bisect_right(phase_starts, kernel.launched) - 1
+        index = bisect_right(phase, kernel.launched, key=lambda stretch: stretch[0]) - 1
         within = index >= 0 and kernel.launched < phase[index][1]
         if within and not is_nccl(kernel):
             ran.append((kernel.start, kernel.end))

@@ -77,7 +77,7 @@ class Meter:
         self.training = training
         self.device = device
         self.peak = None if peak_flops is None else peak_flops * world_size
-        self.sinks = sinks
+        self.sinks = list(sinks)
         self.goodput = goodput
         self.sequences = sequences
         self.planned_mfu = planned_mfu

@@ -30,7 +30,7 @@ from torchllm.metrics.bottlenecks import (
 )
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
-from torchllm.metrics.sinks import Record, open_sinks
+from torchllm.metrics.sinks import Record, Sink, open_sinks
 from torchllm.metrics.step_profiler import ProfiledStep, StepProfiler
 from torchllm.metrics.trace import TraceWriter, parse_steps
 from torchllm.models.decoder import Decoder
@@ -131,6 +131,11 @@ class Monitor:
             log.warning("records skipped by data.on_bad_record: %s", data.skipped)
         if slow := tensor_parallel_warning(config, self.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Write the records of this config to one more sink: rank 0's. Call it after `begin`."""
+        if self.runtime.is_main:
+            self.meter.sinks.append(sink)
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:

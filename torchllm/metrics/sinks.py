@@ -1,6 +1,6 @@
 """Where logged steps go: a file of JSON lines, TensorBoard, the console. Only rank 0 has sinks.
 
-A fork adds one by writing a class with `write` and `close` and appending an instance to `monitor.meter.sinks`, after
+A fork adds one by writing a class with `write` and `close` and giving an instance to `monitor.add_sink`, after
 `monitor.begin`.
 """
 
