@@ -1,6 +1,7 @@
-"""One step's forwards and backwards, plain and pipelined: what they return and add to the gradients, what is sent."""
+"""One step's forwards and backwards, plain and pipelined: their results, gradients and messages."""
 
-from typing import Any
+import contextlib
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import CPU, Settings, build, check, my_batches, of_all_stages, step_batch, tiny, whole
+from tests.parity import CPU, Settings, build, check, my_batches, of_all_stages, step_batch, tiny
 from tests.workers import run
 from torchllm.config import SCHEDULES
 from torchllm.models.decoder import build_model
@@ -22,19 +23,37 @@ SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches
 SCALE = 0.25
 
 
-def two_steps(settings: Settings) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """The loss of a step on this rank, the gradients after it, and after one more without a reset."""
+class TwoSteps(NamedTuple):
+    """Two steps without a reset of the gradients between them."""
+
+    loss: float
+    """of the second step on this rank"""
+    gradients_once: dict[str, Any]
+    """after the first step"""
+    gradients_twice: dict[str, Any]
+    """after the second step"""
+
+
+def two_steps(settings: Settings) -> TwoSteps:
     config = tiny(settings)
     mesh, stages = build(config)
     step = OneStage(stages, config.parallel)
     gradients = []
     for _ in range(2):
         loss = step(my_batches(config, mesh, 1, ragged=True), torch.tensor(SCALE))
-        gradients.append({canonical_name(n): whole(p.grad) for n, p in stages[0].named_parameters()})  # type: ignore[arg-type]
+        gradients.append(of_all_stages(stages, lambda parameter: parameter.grad))
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert not loss.requires_grad
-    return loss.item(), gradients[0], gradients[1]
+    return TwoSteps(loss.item(), gradients[0], gradients[1])
+
+
+def check_gradients(name: str, expected: torch.Tensor | None, once: Any, twice: Any) -> None:
+    """Assert that `once` is the expected gradient, and `twice` two times that."""
+    assert expected is not None
+    largest = expected.abs().max().item()
+    np.testing.assert_allclose(once, expected.numpy(), rtol=0, atol=1e-5 * largest, err_msg=name)
+    np.testing.assert_allclose(twice, 2 * once, rtol=0, atol=1e-6 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("zero_stage", [3, 2, 1, 0])
@@ -46,38 +65,34 @@ def test_adds_the_scaled_gradient_of_the_sum(zero_stage: int) -> None:
     batch = step_batch(config, 1, ragged=True)
     loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels) * SCALE
     loss.backward()
-    assert sum(result[0] for result in results) == pytest.approx(loss.item(), rel=1e-6)
-    _, once, twice = results[0]
+    assert sum(result.loss for result in results) == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        largest = parameter.grad.abs().max().item()
-        np.testing.assert_allclose(once[name], parameter.grad.numpy(), rtol=0, atol=1e-5 * largest, err_msg=name)
-        np.testing.assert_allclose(twice[name], 2 * once[name], rtol=0, atol=1e-6 * largest, err_msg=name)
+        check_gradients(name, parameter.grad, results[0].gradients_once[name], results[0].gradients_twice[name])
 
 
-def told_to_fsdp(settings: Settings) -> dict[str, list[bool]]:
+SETTERS = ("is_last_backward", "requires_gradient_sync", "requires_all_reduce", "reshard_after_backward")
+
+
+def fsdp_settings(settings: Settings) -> dict[str, list[bool]]:
+    """Return what FSDP's root is set to before each of three micro batches, by setter."""
     config = tiny(settings)
     mesh, stages = build(config)
-    calls: dict[str, list[bool]] = {}
-    names = ("is_last_backward", "requires_gradient_sync", "requires_all_reduce", "reshard_after_backward")
-    patches = [
-        mock.patch.object(
-            FSDPModule, f"set_{name}", lambda module, value, name=name: calls.setdefault(name, []).append(value)
-        )
-        for name in names
-    ]
-    for patch in patches:
-        patch.start()
-    try:
-        OneStage(stages, config.parallel)(my_batches(config, mesh, 1, ragged=False)[:3], torch.tensor(1.0))
-    finally:
-        mock.patch.stopall()
-    return calls
+    batches = my_batches(config, mesh, 1, ragged=False)[:3]
+    with contextlib.ExitStack() as stack:
+        setters = {}
+        for name in SETTERS:
+            setters[name] = stack.enter_context(mock.patch.object(FSDPModule, f"set_{name}"))
+        OneStage(stages, config.parallel)(batches, torch.tensor(1.0))
+    values = {}
+    for name, setter in setters.items():
+        if setter.called:
+            values[name] = [call.args[0] for call in setter.call_args_list]
+    return values
 
 
 @pytest.mark.parametrize("zero_stage", [3, 2, 1, 0])
 def test_what_waits_for_the_last_micro_batch(zero_stage: int) -> None:
-    calls = run(told_to_fsdp, 2, {**SMALL, "parallel.zero_stage": zero_stage})[0]
+    calls = run(fsdp_settings, 2, {**SMALL, "parallel.zero_stage": zero_stage})[0]
     last, always = [False, False, True], [True, True, True]
     assert calls == {
         "is_last_backward": last,
@@ -89,9 +104,9 @@ def test_what_waits_for_the_last_micro_batch(zero_stage: int) -> None:
 
 def test_where_nothing_is_sharded_stage_3_is_stage_1() -> None:
     last = [False, False, True]
-    calls = run(told_to_fsdp, 2, {"model.layers": 1, "parallel.dp_replicate": 2})[0]
+    calls = run(fsdp_settings, 2, {"model.layers": 1, "parallel.dp_replicate": 2})[0]
     assert calls["requires_gradient_sync"] == calls["reshard_after_backward"] == last
-    assert run(told_to_fsdp, 1, {"model.layers": 1})[0] == {}  # one rank in float32 has no FSDP
+    assert run(fsdp_settings, 1, {"model.layers": 1})[0] == {}  # one rank in float32 has no FSDP
 
 
 PP2: Settings = {"parallel.pp": 2}
@@ -99,19 +114,17 @@ TIED: Settings = {"model.tied_embeddings": True}
 HIDDEN = 32 * 64  # elements of one micro batch's hidden states
 
 
-def parts_of_stages(settings: Settings) -> list[tuple[str, ...]]:
+def parts_of_stages(settings: Settings) -> list[set[str]]:
+    """Return what each stage of this rank has: blocks ("layers.0") and parameters of the ends."""
     _, stages = build(tiny(settings))
-    return [
-        tuple(
-            sorted(
-                {
-                    canonical_name(n).split(".self")[0].split(".mlp")[0].split(".input")[0].split(".post")[0]
-                    for n, _ in stage.named_parameters()
-                }
-            )
-        )
-        for stage in stages
-    ]
+    parts_of_each = []
+    for stage in stages:
+        parts = set()
+        for name, _ in stage.named_parameters():
+            words = canonical_name(name).split(".")
+            parts.add(".".join(words[:2]))  # "layers.0" or "norm.weight"
+        parts_of_each.append(parts)
+    return parts_of_each
 
 
 EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
@@ -136,7 +149,7 @@ FOLDED = [[(EMBED, "layers.0"), ("layers.3", HEAD, NORM)], [("layers.1",), ("lay
     ids=["explicit", "looped", "v-shaped", "tied gpt"],
 )
 def test_blocks_and_ends_go_to_their_stages(settings: Settings, expected: Any) -> None:
-    assert run(parts_of_stages, 2, {**PP2, **settings}) == [[tuple(sorted(s)) for s in rank] for rank in expected]
+    assert run(parts_of_stages, 2, {**PP2, **settings}) == [[set(stage) for stage in rank] for rank in expected]
 
 
 def split_that_is_printed(settings: Settings) -> list[str]:
@@ -172,19 +185,31 @@ def test_tied_embeddings_on_two_stages_sharded_both_ways() -> None:
     check({**PP2, **TIED, "parallel.dp_shard": 2, "parallel.tp": 2, "model.vocab": 97}, ragged=True)
 
 
-def two_pipelined_steps(settings: Settings) -> tuple[float, list[dict[str, Any]], float, list[float]]:
-    """Loss of this rank, the gradients after a step and after another one, the norm, losses of forwards alone."""
+class PipelinedSteps(NamedTuple):
+    """Two steps on one rank without a reset of the gradients, and forwards alone in between."""
+
+    loss: float
+    """of the first step"""
+    gradients_once: dict[str, Any]
+    gradients_twice: dict[str, Any]
+    norm: float
+    """of the gradients after the first step"""
+    loss_sums: list[float]
+    """of forwards alone, by micro batch"""
+
+
+def two_pipelined_steps(settings: Settings) -> PipelinedSteps:
     config = tiny(settings)
     mesh, stages = build(config)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=True)
     loss = step(batches, torch.tensor(SCALE))
-    gradients = [of_all_stages(stages, lambda parameter: parameter.grad)]
+    once = of_all_stages(stages, lambda parameter: parameter.grad)
     norm = grad_norm(stages, CPU).item()
-    alone = [step.loss_sum(batch).item() for batch in batches]
+    loss_sums = [step.loss_sum(batch).item() for batch in batches]
     step(batches, torch.tensor(SCALE))
-    gradients.append(of_all_stages(stages, lambda parameter: parameter.grad))
-    return loss.item(), gradients, norm, alone
+    twice = of_all_stages(stages, lambda parameter: parameter.grad)
+    return PipelinedSteps(loss.item(), once, twice, norm, loss_sums)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +218,7 @@ def two_pipelined_steps(settings: Settings) -> tuple[float, list[dict[str, Any]]
     ids=["1f1b", "1f1b-tied", "interleaved", "v-shaped-tied"],
 )
 def test_the_pipeline_returns_what_the_plain_step_does(settings: Settings) -> None:
-    """Its loss, the gradients of a sum (twice as much after two steps), their norm with a tied weight once."""
+    """Equal are the loss, the gradients of a sum (doubled by a second step), and their norm with a tied weight once."""
     results = run(two_pipelined_steps, 2, {**PP2, **settings})
     config = tiny(settings)
     model = build_model(config.model)
@@ -201,24 +226,29 @@ def test_the_pipeline_returns_what_the_plain_step_does(settings: Settings) -> No
     batch = step_batch(config, 1, ragged=True)
     loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
     (loss * SCALE).backward()
-    assert sorted(bool(result[0]) for result in results) == [False, True]  # one rank has the loss, the other brings 0
-    assert sum(result[0] for result in results) == pytest.approx(SCALE * loss.item(), rel=1e-6)
-    assert sum(sum(result[3]) for result in results) == pytest.approx(loss.item(), rel=1e-6)
-    _, (once, twice), norm, _ = results[0]
+    losses = [result.loss for result in results]
+    assert losses.count(0.0) == 1  # one rank has the loss, the other returns 0
+    assert sum(losses) == pytest.approx(SCALE * loss.item(), rel=1e-6)
+    assert sum(sum(result.loss_sums) for result in results) == pytest.approx(loss.item(), rel=1e-6)
     squares = 0.0
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
+        check_gradients(name, parameter.grad, results[0].gradients_once[name], results[0].gradients_twice[name])
         squares += parameter.grad.double().square().sum().item()
-        largest = parameter.grad.abs().max().item()
-        np.testing.assert_allclose(once[name], parameter.grad.numpy(), rtol=0, atol=1e-5 * largest, err_msg=name)
-        np.testing.assert_allclose(twice[name], 2 * once[name], rtol=0, atol=1e-6 * largest, err_msg=name)
-    assert norm == pytest.approx(squares**0.5, rel=1e-6)
+    assert results[0].norm == pytest.approx(squares**0.5, rel=1e-6)
 
 
-def sent(settings: Settings, axis: str, kind: str = "") -> list[tuple[str, int]]:
-    # one number is torch's vote on its first step: does every stage know its shapes?
-    events = [event for event in traced(settings) if isinstance(event, Collective) and event.elements > 1]
-    return [(event.kind, event.elements) for event in events if event.axis == axis and kind in ("", event.kind)]
+def sent(settings: Settings, axis: str) -> list[tuple[str, int]]:
+    """Return the kind and the elements of everything that is sent over an axis."""
+    collectives = []
+    for event in traced(settings):
+        # A single element is torch's vote on its first step: does every stage know its shapes?
+        if isinstance(event, Collective) and event.elements > 1 and event.axis == axis:
+            collectives.append((event.kind, event.elements))
+    return collectives
+
+
+def gathers(collectives_of_ranks: list[list[tuple[str, int]]]) -> list[list[tuple[str, int]]]:
+    return [[event for event in collectives if event[0] == "gather"] for collectives in collectives_of_ranks]
 
 
 @pytest.mark.parametrize(
@@ -240,13 +270,12 @@ def test_a_tp_rank_sends_its_part_of_the_hidden_states(settings: Settings, part:
 def test_what_scatter_gather_costs_inside_the_node() -> None:
     """A stage that gets slices gathers them forward, the one that cut them gathers the gradient backward."""
     layout = {**PP2, "parallel.tp": 2, "model.layers": 2}
-    gathers = [[event for event in rank if event[0] == "gather"] for rank in run(sent, 4, layout, "tp")]
-    assert gathers == [[("gather", HIDDEN)] * 8] * 4
-    whole = run(sent, 4, {**layout, "parallel.scatter_gather": False}, "tp")
-    assert not [event for rank in whole for event in rank if event[0] == "gather"]
+    assert gathers(run(sent, 4, layout, "tp")) == [[("gather", HIDDEN)] * 8] * 4
+    layout["parallel.scatter_gather"] = False
+    assert gathers(run(sent, 4, layout, "tp")) == [[], [], [], []]
 
 
-# gathers of a rank with two blocks and an end (three units), 8 micro batches; reductions: once a step a unit
+# Gathers of a rank with two blocks and an end (three units), 8 micro batches; each unit is reduced once per step.
 GATHERS = {
     ("1F1B", 3): {0: 8 * (3 + 1), 1: 8 * (3 + 1)},  # each use; before the backward the blocks but the last of a stage
     ("1F1B", 2): {0: 3, 1: 3},

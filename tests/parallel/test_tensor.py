@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: what is sent in which order, and the loss over a vocabulary cut among ranks."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -92,11 +92,17 @@ def test_sequence_parallelism_sends_the_same_bytes() -> None:
 
 def test_logits_are_never_sent() -> None:
     chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
-    for events, computed in ((sent_under("tp"), 1), (sent_under("tp+sp"), 1), (chunked, 2)):  # chunks: computed twice
-        sent = [event.elements for event in events if isinstance(event, Collective)]
-        assert max(sent) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
-        of_loss = [elements for elements in sent if elements not in (TOKENS * HIDDEN, HIDDEN)]
-        assert sum(of_loss) == 3 * TOKENS * computed
+    check_loss_collectives(sent_under("tp"), times_computed=1)
+    check_loss_collectives(sent_under("tp+sp"), times_computed=1)
+    check_loss_collectives(chunked, times_computed=2)
+
+
+def check_loss_collectives(events: list[Collective | str], times_computed: int) -> None:
+    """Assert that the loss sends three numbers per token, and nothing is larger than the hidden states."""
+    sizes = [event.elements for event in events if isinstance(event, Collective)]
+    assert max(sizes) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
+    loss_sizes = [size for size in sizes if size not in (TOKENS * HIDDEN, HIDDEN)]
+    assert sum(loss_sizes) == 3 * TOKENS * times_computed
 
 
 def local_shapes(settings: Settings) -> tuple[dict[str, set[Any]], dict[str, Any]]:
@@ -123,6 +129,20 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+MATRICES = {
+    "embed_tokens": (192, 64),
+    "lm_head": (192, 64),
+    "q_proj": (64, 64),
+    "k_proj": (32, 64),
+    "v_proj": (32, 64),
+    "o_proj": (64, 64),
+    "gate_proj": (96, 64),
+    "up_proj": (96, 64),
+    "down_proj": (64, 96),
+}
+"""shape of each matrix of the whole model"""
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_a_rank_holds(sequence_parallel: bool) -> None:
     """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
@@ -135,10 +155,8 @@ def test_what_a_rank_holds(sequence_parallel: bool) -> None:
             "mlp": {(1, TOKENS, 48)},  # 48 of 96
         }
         for name, shape in parameters.items():
-            whole = {"embed_tokens": (192, 64), "lm_head": (192, 64), "q_proj": (64, 64), "k_proj": (32, 64)}
-            whole |= {"v_proj": (32, 64), "o_proj": (64, 64), "gate_proj": (96, 64), "up_proj": (96, 64)}
-            whole |= {"down_proj": (64, 96)}
-            full = next((size for module, size in whole.items() if f"{module}.weight" in name), (64,))
+            module = name.split(".")[-2]
+            full = MATRICES.get(module, (HIDDEN,))  # others are norms
             cut = rule_of(canonical_name(name)).cut
             axis = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}[cut]
             assert shape == tuple(size // 2 if index == axis else size for index, size in enumerate(full)), name
@@ -182,8 +200,17 @@ LOSSES: dict[str, tuple[int, torch.dtype, float]] = {
 }
 
 
-def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Any]:
-    """(got, expected) of the loss and of the gradient, for labels all over the vocabulary, some ignored."""
+class Losses(NamedTuple):
+    """The vocabulary-parallel loss of some targets and the plain one."""
+
+    loss: float
+    expected: float
+    gradient: Any
+    expected_gradient: Any
+
+
+def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Losses]:
+    """Return the loss, the expected loss and both gradients: for labels all over the vocabulary, and for none."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
@@ -202,8 +229,8 @@ def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Any]:
         (3.0 * loss).backward()
         assert loss.dtype == torch.float32
         assert cut.grad.dtype == dtype
-        losses += [(loss.item(), expected.item())]
-        losses += [(cut.grad.full_tensor().double().numpy(), plain.grad.double().numpy())]
+        gradient = cut.grad.full_tensor().double().numpy()
+        losses.append(Losses(loss.item(), expected.item(), gradient, plain.grad.double().numpy()))
     return losses
 
 
@@ -214,9 +241,10 @@ def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) ->
     results = run(both_losses, ranks, vocab, dtype, size)
     # a gradient is rounded to the logits' type once; the loss is a float32 sum of 54 numbers
     error = 2**-8 if dtype == torch.bfloat16 else 2e-6
-    for (loss, expected), (gradient, expected_gradient), (nothing, _), (no_gradient, _) in results:
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert abs(gradient - expected_gradient).max() <= error * abs(expected_gradient).max()
-        assert abs(expected_gradient).max() > 1
-        assert nothing == 0.0
-        assert not no_gradient.any()
+    for targets, no_targets in results:
+        assert targets.loss == pytest.approx(targets.expected, rel=1e-6)
+        largest = abs(targets.expected_gradient).max()
+        assert largest > 1
+        assert abs(targets.gradient - targets.expected_gradient).max() <= error * largest
+        assert no_targets.loss == 0.0
+        assert not no_targets.gradient.any()
