@@ -55,15 +55,17 @@ class Report(NamedTuple):
         return self.hardware.link_among(self.shape, axis.dimensions) if self.hardware else None
 
     def verdict(self, kind: RankKind) -> str:
-        """Whether it fits the device."""
+        """Return whether it fits the device."""
         if self.hardware is None:
             return "unknown"
         share = sum(kind.memory.values()) / self.hardware.memory
-        return "does not fit" if share > 1 else "tight" if share > TIGHT else "fits"
+        if share > 1:
+            return "does not fit"
+        return "tight" if share > TIGHT else "fits"
 
 
 def as_json(report: Report) -> str:
-    """One object; sizes in bytes."""
+    """Return one JSON object; sizes in bytes."""
     config, hardware = report.config, report.hardware
     out: dict[str, Any] = {
         "ranks": _ranks(report),
@@ -73,33 +75,42 @@ def as_json(report: Report) -> str:
         "dtype": _dtype(report),
         "cluster": config.cluster.name or None,
         "device_memory": hardware and hardware.memory,
-        "kinds": [
-            {
-                "pp_ranks": kind.pp_ranks,
-                "shown_pp_rank": kind.shown,
-                "stages": _stages(report, kind),
-                "memory": {purpose: kind.memory[purpose] for purpose in PURPOSES},
-                "peak": sum(kind.memory.values()),
-                "at_most": {purpose: kind.most[purpose] for purpose in PURPOSES},
-                "fits": report.verdict(kind),
-                "sent": [
-                    {"axis": axis, "collective": name, "count": count, "bytes": sent}
-                    for (axis, name), (count, sent) in sorted(kind.sent.items())
-                ],
-                "traced": {"micro_batches": kind.traced[0], "pp_ranks": kind.traced[1]},
-            }
-            for kind in report.kinds
-        ],
-        "links": [
-            {"axis": axis.name, "ranks": axis.size, "link": link and link.name, "bandwidth": link and link.bandwidth}
-            for axis in report.axes
-            for link in [report.link(axis)]
-            if axis.size > 1
-        ],
+        "kinds": [_kind_as_dict(report, kind) for kind in report.kinds],
+        "links": [_axis_as_dict(report, axis) for axis in report.axes if axis.size > 1],
         "assumed": list(assumptions(report)),
         "warnings": list(warnings(report)),
     }
     return json.dumps(out, indent=1)
+
+
+def _kind_as_dict(report: Report, kind: RankKind) -> dict[str, Any]:
+    """Return what `as_json` says of one kind of rank."""
+    sent = []
+    for (axis, name), (count, size_sent) in sorted(kind.sent.items()):
+        sent.append({"axis": axis, "collective": name, "count": count, "bytes": size_sent})
+    micro_batches, pp_ranks = kind.traced
+    return {
+        "pp_ranks": kind.pp_ranks,
+        "shown_pp_rank": kind.shown,
+        "stages": _stages(report, kind),
+        "memory": {purpose: kind.memory[purpose] for purpose in PURPOSES},
+        "peak": sum(kind.memory.values()),
+        "at_most": {purpose: kind.most[purpose] for purpose in PURPOSES},
+        "fits": report.verdict(kind),
+        "sent": sent,
+        "traced": {"micro_batches": micro_batches, "pp_ranks": pp_ranks},
+    }
+
+
+def _axis_as_dict(report: Report, axis: MeshAxis) -> dict[str, Any]:
+    """Return what `as_json` says of one mesh axis: its ranks, and the slowest link that they meet on."""
+    link = report.link(axis)
+    return {
+        "axis": axis.name,
+        "ranks": axis.size,
+        "link": link.name if link else None,
+        "bandwidth": link.bandwidth if link else None,
+    }
 
 
 def as_text(report: Report) -> str:

@@ -11,7 +11,7 @@ import os
 import signal
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ def dry_run(config: Config) -> None:
 
 
 def examine(config: Config) -> Report:
-    """What `dry_run` prints."""
+    """Return what `dry_run` prints."""
     training, parallel = config.training, config.parallel
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
     gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
@@ -64,55 +64,84 @@ def examine(config: Config) -> Report:
     processes = multiprocessing.get_context("forkserver")
     with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
-    found = [_highest(parallel, one, traced, count) for one, traced in zip(plans, traces, strict=True)]
+    rank_reports = [_highest(parallel, plan, traced, count) for plan, traced in zip(plans, traces, strict=True)]
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
-        return Report(config, dtype, tuple(mesh.world.shape), list(mesh.axis_of_group.values()), hardware, count, found)
+        axes = list(mesh.axis_of_group.values())
+        return Report(config, dtype, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
 
 
-def _trace(config: Config, dtype: torch.dtype, one: TracePlan) -> Traced:
-    return trace(config, dtype, one.rank, one.micro_batches, one.pp, one.place)
+def _trace(config: Config, dtype: torch.dtype, plan: TracePlan) -> Traced:
+    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.place)
+
+
+class StageKind(NamedTuple):
+    """What a stage has that other stages may not have."""
+
+    first: bool
+    last: bool
+    recomputed: tuple[bool, ...]
+    """of each block, with recompute.mode = "every_k" """
 
 
 def rank_kinds(config: Config) -> list[list[int]]:
-    """The pipeline ranks, those together whose stages are alike."""
+    """Return the pipeline ranks, in one list those whose stages are alike."""
     parallel = config.parallel
-    blocks = balanced_split(config.model, parallel, config.training.sequence_length) if parallel.pp > 1 else (0,)
-    firsts = list(accumulate(blocks, initial=0))
+    blocks: tuple[int, ...] = (0,)
+    if parallel.pp > 1:
+        blocks = balanced_split(config.model, parallel, config.training.sequence_length)
+    first_blocks = list(accumulate(blocks, initial=0))
     every = recompute_interval(config.recompute, config.model.layers)
 
-    def looks(stage: int) -> tuple[bool, bool, tuple[bool, ...]]:
-        here = range(firsts[stage], firsts[stage + 1])
-        recomputed = tuple(config.recompute.mode == "every_k" and block % every == 0 for block in here)
-        return stage == 0, stage == parallel.stages - 1, recomputed
+    def kind_of_stage(stage: int) -> StageKind:
+        numbers = range(first_blocks[stage], first_blocks[stage + 1])
+        recomputed = tuple(config.recompute.mode == "every_k" and number % every == 0 for number in numbers)
+        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed)
 
-    alike: dict[object, list[int]] = {}
+    ranks_of_kind: dict[object, list[int]] = {}
     for rank in range(parallel.pp):
-        # The ends of a pipeline send to one side only, whatever they hold.
-        look = (_ends(rank, parallel.pp), *map(looks, stage_of_rank(parallel, rank)))
-        alike.setdefault(look, []).append(rank)
-    return list(alike.values())
+        stages = tuple(kind_of_stage(stage) for stage in stage_of_rank(parallel, rank))
+        # The ends of a pipeline send to one side only, whatever stages they hold.
+        kind = _ends(rank, parallel.pp), stages
+        ranks_of_kind.setdefault(kind, []).append(rank)
+    return list(ranks_of_kind.values())
 
 
 def plan_trace(parallel: Parallel, ranks: list[int], micro_batches: int) -> TracePlan:
-    """The shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
-    pp = parallel.pp
+    """Return the shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
     needed = set(_keys(parallel, micro_batches, ranks[0]))
-    for fewer in range(1, micro_batches):
-        for length in range(min(pp, 3), min(pp, LONGEST_PIPELINE) + 1):
-            for place in range(length):
-                # As many ranks before it, and after it, as it has in truth, or fewer; none only at an end.
-                like = [r for r in ranks if 0 <= r - place <= pp - length and _ends(r, pp) == _ends(place, length)]
-                try:
-                    if like and needed <= set(_keys(replace(parallel, pp=length, split=()), fewer, place)):
-                        return TracePlan(ranks, like[0], fewer, length, place)
-                except ValueError:  # the schedule wants more micro batches
-                    continue
-    return TracePlan(ranks, ranks[0], micro_batches, pp, ranks[0])
+    shortest = min(parallel.pp, 3)
+    longest = min(parallel.pp, LONGEST_PIPELINE)
+    for count, length in product(range(1, micro_batches), range(shortest, longest + 1)):
+        short = replace(parallel, pp=length, split=())
+        for place in range(length):
+            rank = _rank_in_place(ranks, parallel.pp, place, length)
+            if rank is None:
+                continue
+            try:
+                keys = set(_keys(short, count, place))
+            except ValueError:  # the schedule wants more micro batches
+                continue
+            if needed <= keys:
+                return TracePlan(ranks, rank, count, length, place)
+    return TracePlan(ranks, ranks[0], micro_batches, parallel.pp, ranks[0])
+
+
+def _rank_in_place(ranks: list[int], pp: int, place: int, length: int) -> int | None:
+    """Return the first of `ranks` that may be rank `place` of a pipeline of `length`, None if there is none.
+
+    In the short pipeline it has as many ranks before it and after it as in the one of `pp` ranks, or fewer, and none
+    only if it is an end in truth too.
+    """
+    for rank in ranks:
+        fits = 0 <= rank - place <= pp - length
+        if fits and _ends(rank, pp) == _ends(place, length):
+            return rank
+    return None
 
 
 def _ends(place: int, pp: int) -> tuple[bool, bool]:
-    """Whether a rank is the first, and the last, of a pipeline."""
+    """Return whether a rank is the first, and the last, of a pipeline."""
     return place == 0, place == pp - 1
 
 
@@ -126,12 +155,13 @@ def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
     return action_keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
 
 
-def _highest(parallel: Parallel, one: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
-    """The step of the rank with the highest peak, of those whose every action is in the trace."""
-    steps: list[tuple[int, ReplayedStep]] = []
-    for rank in one.ranks:
+def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
+    """Return the step of the rank with the highest peak, of those whose every action is in the trace."""
+    steps: dict[int, ReplayedStep] = {}
+    for rank in plan.ranks:
         order = _keys(parallel, micro_batches, rank)
         if set(order) <= set(traced.keys):
-            steps.append((rank, replay(traced, order, micro_batches)))
-    rank, step = max(steps, key=lambda found: sum(found[1].peak.values()))
-    return RankKind(one.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, one.pp))
+            steps[rank] = replay(traced, order, micro_batches)
+    rank = max(steps, key=lambda rank: sum(steps[rank].peak.values()))
+    step = steps[rank]
+    return RankKind(plan.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, plan.pp))
