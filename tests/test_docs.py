@@ -41,13 +41,15 @@ def test_output_is_as_quoted(page: Path, quote) -> None:  # type: ignore[no-unty
 
 def bash_commands() -> list[tuple[str, str]]:
     """Return (page, command) of every ```bash block that is not marked as not run."""
-    found = []
+    commands = []
     for page in PAGES:
         for mark, block in re.findall(r"(<!-- not run: .*? -->\n)?```bash\n(.*?)```", page.read_text(), re.S):
-            if not mark:
-                commands = re.sub(r"\\\n\s*", "", block).splitlines()
-                found += [(page.name, command.split("   ")[0].split("  #")[0].strip()) for command in commands]
-    return found
+            if mark:
+                continue
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                command = re.split(r"\s+#", line)[0]
+                commands.append((page.name, command.strip()))
+    return commands
 
 
 COMMANDS = bash_commands()
@@ -99,9 +101,11 @@ def test_drawings_are_up_to_date() -> None:
 
 def tracked_text() -> list[Path]:
     """Return the files whose comments and prose a reader meets."""
-    folders = ["torchllm", "recipes", "tests", "docs", "train_configs"]
-    found = [file for folder in folders for kind in ("py", "md", "toml") for file in (ROOT / folder).rglob(f"*.{kind}")]
-    return [*found, *ROOT.glob("*.md")]
+    files = list(ROOT.glob("*.md"))
+    for folder in ("torchllm", "recipes", "tests", "docs", "train_configs"):
+        for kind in ("py", "md", "toml"):
+            files += (ROOT / folder).rglob(f"*.{kind}")
+    return files
 
 
 def test_no_reference_leads_nowhere() -> None:
