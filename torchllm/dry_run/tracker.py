@@ -174,11 +174,11 @@ class Tracker(TorchDispatchMode):
 
     def _pass_on(self, old: Tensor, new: Tensor) -> None:
         """The memory of `old` is that of `new` too: only a fake tensor is copied by waiting for it."""
-        before, after = old.untyped_storage(), new.untyped_storage()
-        live = self._live.get(id(before))
-        if before is not after and live is not None:
-            del self._live[id(before)]
-            self._keep(after, live[1])
+        old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
+        live = self._live.get(id(old_storage))
+        if old_storage is not new_storage and live is not None:
+            del self._live[id(old_storage)]
+            self._keep(new_storage, live[1])
             self.held.pop()
 
     # -- collectives

@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
 
 
 def matrices(model: Model) -> Matrices:
-    """Sizes of the weight matrices that tokens are multiplied with."""
+    """Return the sizes of the weight matrices that tokens are multiplied with."""
     attention = 2 * model.hidden * (model.heads + model.kv) * model.head_width
     down = model.hidden * model.ffn
     ffn = (3 if model.features.gated_ffn else 2) * down
@@ -42,7 +42,7 @@ def matrices(model: Model) -> Matrices:
 
 
 def parameter_count(model: Model) -> int:
-    """All parameters (N): both embedding matrices, a tied one once; norms, biases, learned positions."""
+    """Return the number of parameters (N): both embedding matrices, a tied one once; norms, biases, positions."""
     sizes = matrices(model)
     norms = (2 * model.layers + 1) * model.hidden
     count = model.layers * (sizes.attention + sizes.ffn) + norms
@@ -61,25 +61,28 @@ def parameter_count(model: Model) -> int:
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-    """(query, key) pairs that a causal mask leaves in documents of these lengths, in tokens."""
+    """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens."""
     return sum(length * (length + 1) // 2 for length in lengths)
 
 
 def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None) -> float:
-    """Model FLOPs of one token. `pairs`: keys that a query sees, on average; None: all S of them, as PaLM counts."""
+    """Return the model FLOPs of one token (PaLM, appendix B).
+
+    pairs: keys that a query sees, on average; None: all S of them, as PaLM counts.
+    """
     keys = sequence_length if pairs is None else pairs
     return 6 * parameter_count(model) + 12 * model.layers * model.heads * model.head_width * keys
 
 
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Matrix products of one token's forward pass as they run, attention unmasked; the backward pass is twice that."""
+    """Return the FLOPs of one token's forward pass as it runs, attention unmasked; the backward pass is twice that."""
     sizes = matrices(model)
     attention = 4 * model.heads * model.head_width * sequence_length  # scores, and their product with the values
     return model.layers * (2 * (sizes.attention + sizes.ffn) + attention) + 2 * sizes.head
 
 
 def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
-    """Matrix products that the backward pass runs a second time.
+    """Return the FLOPs of the matrix products that the backward pass runs a second time.
 
     `loss_chunk` over 0: the output projection too. torch ends a recomputation at the last tensor that it needs, so the
     last product of whatever is recomputed at once (always a down projection) is not among them; nor, for every mode, is
@@ -89,26 +92,28 @@ def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_leng
     ffn, down = 2 * sizes.ffn, 2 * sizes.down
     block = 2 * sizes.attention + 4 * model.heads * model.head_width * sequence_length + ffn
     size = recompute_interval(recompute, model.layers)
-    again = {
+    runs = math.ceil(model.layers / size)
+    by_mode = {
         "none": 0,
         "full": model.layers * (block - down),
-        "segment": model.layers * block - math.ceil(model.layers / size) * down,
-        "every_k": math.ceil(model.layers / size) * (block - down),
+        "segment": model.layers * block - runs * down,
+        "every_k": runs * (block - down),
         "ffn": model.layers * (ffn - down),
         "selective": 0,
     }
-    return again[recompute.mode] + (2 * sizes.head if loss_chunk else 0)
+    head = 2 * sizes.head if loss_chunk else 0
+    return by_mode[recompute.mode] + head
 
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:
-    """`recompute.k` with its default filled in."""
+    """Return `recompute.k` with its default filled in."""
     return recompute.k or (2 if recompute.mode == "every_k" else round(math.sqrt(layers)))
 
 
 def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
-    """Matrix products that a training step runs: forward, backward and what is recomputed; attention unmasked."""
-    again = recomputed_flops_per_token(model, recompute, sequence_length, loss_chunk)
-    return 3 * forward_flops_per_token(model, sequence_length) + again
+    """Return the FLOPs that a training step runs: forward, backward and what is recomputed; attention unmasked."""
+    recomputed = recomputed_flops_per_token(model, recompute, sequence_length, loss_chunk)
+    return 3 * forward_flops_per_token(model, sequence_length) + recomputed
 
 
 class DevicePeak(NamedTuple):
@@ -151,7 +156,7 @@ DEVICE_PEAKS = (
 
 
 def device_peak_flops(name: str, precision: Literal["bfloat16", "tf32"]) -> float | None:
-    """Dense peak of a GPU by the name its driver gives it, in FLOP/s; None for one that is not in `DEVICE_PEAKS`."""
+    """Return the dense peak of a GPU in FLOP/s by its driver's name for it; None if it is not in `DEVICE_PEAKS`."""
     bare = re.sub(r"^(NVIDIA )?(GeForce )?", "", name.strip())
     for peak in DEVICE_PEAKS:
         if re.fullmatch(peak.name, bare, re.IGNORECASE):
