@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Parallel, Source, load_config
+from torchllm.config import Config, Parallel, Source, load_config, write_config
 from torchllm.config.inert import CONTRADICTIONS, IDLE, SOURCE_KINDS, contradictions, idle_keys
 
 Keys = dict[str, Any]
@@ -116,3 +116,21 @@ def test_every_default_is_comparable() -> None:
         (field,) = (field for field in fields(getattr(Config(), section)) if field.name == key)
         assert not is_dataclass(field.default)
         assert getattr(getattr(Config(), section), key) == field.default
+
+
+def test_a_resolved_config_is_not_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its keys were all told when the run first started; one from the command line is told."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    chosen = tmp_path / "chosen.toml"
+    chosen.write_text('[run]\nfolder = "runs/x"\n[parallel]\ndp_shard = 1\nzero_stage = 1\n')
+    config = load_config([str(chosen)])
+    assert "parallel.zero_stage: does nothing in this run" in capsys.readouterr().err
+
+    resolved = tmp_path / "config.toml"
+    write_config(config, resolved)
+    assert load_config([str(resolved)]) == config
+    assert capsys.readouterr().err == ""
+    load_config([str(resolved), "--parallel.zero_stage=2"])
+    assert "--parallel.zero_stage: does nothing in this run" in capsys.readouterr().err

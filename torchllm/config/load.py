@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from torchllm.config.arguments import Arguments, override, parse_arguments
-from torchllm.config.checks import layout_problems, resolve_degrees, value_problems
+from torchllm.config.checks import AXES, layout_problems, resolve_degrees, value_problems
 from torchllm.config.environment import Ranks, job_id, print_error_lines, print_notes, read_ranks, refuse
 from torchllm.config.inert import idle_keys
 from torchllm.config.read import Fault, read_table
@@ -84,6 +84,16 @@ class Draft(Generic[C]):
         if self.is_overridden(path):
             return f"--{dotted(path)}: {message}"
         return f"{self.origin(path)}: {dotted(path)}: {message}"
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the file is the config of a run folder: it names the folder and every degree.
+
+        Nobody chose the keys in such a file one by one, and what they do not do was printed when the run first started.
+        """
+        paths: list[KeyPath] = [("run", "folder")]
+        paths += [("parallel", axis) for axis in AXES]
+        return all(path in self.layer.origins and not self.is_overridden(path) for path in paths)
 
     def report(self, path: KeyPath, message: str) -> None:
         """Add an error."""
@@ -164,7 +174,9 @@ def finish(draft: Draft[C]) -> C:
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
     for inert in idle_keys(config):
-        draft.notes.append(draft.located(tuple(inert.key.split(".")), inert.message))
+        path = tuple(inert.key.split("."))
+        if draft.is_overridden(path) or not draft.is_resolved:
+            draft.notes.append(draft.located(path, inert.message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)
