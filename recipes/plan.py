@@ -103,9 +103,7 @@ def plan_parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
     basis = score.add_mutually_exclusive_group()
     basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
-    basis.add_argument(
-        "--leave-out", choices=("model", "dataset"), help="refit without each, and score what was left out"
-    )
+    basis.add_argument("--leave-out", choices=("model", "dataset"), help="fit without each in turn, and score it")
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")

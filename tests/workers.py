@@ -22,7 +22,7 @@ _counter = itertools.count()
 
 
 class WorkerFailed(AssertionError):
-    """What went wrong on the first rank that failed of its own accord."""
+    """What went wrong on the first rank that failed by itself."""
 
 
 class Pool:
@@ -77,7 +77,7 @@ class Pool:
         return [results[rank] for rank in range(world_size)]
 
     def stop(self, ranks: Any = None) -> None:
-        """End these ranks' processes (all when None); they are started anew when needed."""
+        """End these ranks' processes (all when None); they are started again when needed."""
         for rank in list(self.ranks if ranks is None else ranks):
             process, connection = self.ranks.pop(rank, (None, None))
             if process is not None:

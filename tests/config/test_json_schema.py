@@ -11,7 +11,7 @@ from torchllm.config.json_schema import json_schema
 def test_the_committed_file_is_current() -> None:
     committed = (ROOT / "docs/config.schema.json").read_text()
     assert committed == json.dumps(json_schema(), indent=2) + "\n", (
-        "write it anew: python -m torchllm.config.json_schema > docs/config.schema.json"
+        "regenerate it: python -m torchllm.config.json_schema > docs/config.schema.json"
     )
 
 

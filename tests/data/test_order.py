@@ -57,7 +57,7 @@ def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int,
     epochs = [-1] * len(sizes)
     for n in range(1500):
         source, epoch, number = order.locate(n)
-        assert epoch in (epochs[source], epochs[source] + 1)  # no epoch is left out or comes back
+        assert epoch in (epochs[source], epochs[source] + 1)  # no epoch is skipped or comes back
         epochs[source] = epoch
         visited.setdefault((source, epoch), []).append(number)
     for (source, epoch), numbers in visited.items():

@@ -13,7 +13,7 @@ from torchllm.dry_run.run import _keys, plan_trace, rank_kinds
 from torchllm.dry_run.trace import trace
 
 SCALARS = 32
-"""bytes a micro batch that the short step does not scale: numbers of tokens and pairs, losses. Tensors are exact."""
+"""bytes per micro batch that the short step does not scale: numbers of tokens and pairs, losses. Tensors are exact."""
 
 
 def test_keys_tell_actions_apart_by_what_comes_before_and_after_on_their_stage() -> None:

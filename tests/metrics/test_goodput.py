@@ -18,7 +18,7 @@ def test_what_a_launch_lost_is_not_productive() -> None:
 
 
 def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
-    killed = Launch(1000.0, 0, seen=1100.0, step=40, lost={"start-up": 20.0})  # 2 s a step
+    killed = Launch(1000.0, 0, seen=1100.0, step=40, lost={"start-up": 20.0})  # 2 s per step
     resumed = Launch(1130.0, 30, seen=1200.0, step=60, lost={"start-up": 10.0})
     wall, lost = account([killed, resumed])
     assert wall == 200

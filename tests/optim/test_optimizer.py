@@ -71,7 +71,7 @@ def give_gradients(module: nn.Module, step: int, poison: bool) -> None:
 
 
 def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
-    """torch's plain optimizer, with the step that is not finite left out by hand."""
+    """torch's plain optimizer, with the step that is not finite skipped by hand."""
     model = plain()
     named = dict(model.named_parameters())
     groups = [

@@ -161,13 +161,13 @@ def initialised_from_the_first_offset() -> Any:
 
 
 def norm_gradient_taken_as_whole() -> Any:
-    """Of sequence parallelism: the sum over the ranks' tokens is left out."""
+    """Of sequence parallelism: the sum over the ranks' tokens is missing."""
 
     return _norm_gradients_not_summed(lambda module: isinstance(module, Decoder | Block))
 
 
 def head_norm_gradient_taken_as_whole() -> Any:
-    """Of tensor parallelism with model.qk_norm: the sum over the ranks' heads is left out."""
+    """Of tensor parallelism with model.qk_norm: the sum over the ranks' heads is missing."""
     return _norm_gradients_not_summed(lambda module: isinstance(module, Attention))
 
 

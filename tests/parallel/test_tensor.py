@@ -61,7 +61,7 @@ def test_collectives_of_tensor_parallelism() -> None:
     for n in range(LAYERS):
         expected += [*(f"{n} {name}" for name in PRODUCTS[:4]), "reduce"]
         expected += [*(f"{n} {name}" for name in PRODUCTS[4:]), "reduce"]
-    assert forward == [*expected, f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss: three numbers a token
+    assert forward == [*expected, f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss: three numbers per token
     assert backward == ["reduce"] * (2 * LAYERS + 1)  # q, k, v (gate, up) together, and the head
 
 

@@ -140,7 +140,7 @@ PEAKS = {
     "ZB-H2": (59, 70),
 }
 """GiB of the 1.5B and the 6.2B model on 8 ranks without data parallelism, arXiv 2401.10241, tables 3 to 5, by schedule
-(ZB-1p and ZB-2p by the schedules behind them); interleaved with 3 and 4 stages a rank"""
+(ZB-1p and ZB-2p by the schedules behind them); interleaved with 3 and 4 stages per rank"""
 
 
 @pytest.mark.parametrize("schedule", PEAKS)

@@ -114,7 +114,7 @@ GPT: dict[str, Any] = {"family": "gpt", "tied_embeddings": True, "vocab": 51200,
 PUBLISHED = {
     # Hagemann et al. 2023 (arXiv 2311.05610), table 2: LLAMA 13B on 64 A100, 70.5 % MFU in 26.54 s
     "13B": (Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=128000), 64, 2048, 26.54, 70.5, None),
-    # Narayanan et al. 2021 (arXiv 2104.04473), table 1: HFU; seconds from its tokens a second and GPU
+    # Narayanan et al. 2021 (arXiv 2104.04473), table 1: HFU; seconds from its tokens per second per GPU
     "1.7B": (Model(layers=24, hidden=2304, heads=24, ffn=9216, **GPT), 32, 512, 3.528, None, 44.0),
     "145B": (Model(layers=80, hidden=12288, heads=96, ffn=49152, **GPT), 1536, 2304, 24.817, None, 47.0),
     "1T": (Model(layers=128, hidden=25600, heads=160, ffn=102400, **GPT), 3072, 3072, 102.63, None, 52.0),

@@ -189,7 +189,7 @@ def test_the_largest_pipelines_are_simulated_at_once() -> None:
 
     def seconds(micro_batches: int) -> float:
         gc.collect()
-        gc.disable()  # it would look through what other tests have left, the oftener the more is made
+        gc.disable()  # a collection would look through all that other tests have made
         start = time.process_time()
         equal(parallel, micro_batches, StageTimes(1, 1, 1))
         taken = time.process_time() - start

@@ -52,7 +52,7 @@ def test_full_recompute_is_narayanans_hardware_flops() -> None:
     """arXiv 2104.04473, equation 3: 96 B s L h^2 (1 + s / 6h + V / 16Lh), each block's forward pass run again."""
     length, hidden, layers, vocab = 2048, GPT.hidden, GPT.layers, GPT.vocab
     formula = 96 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (16 * hidden * layers))
-    unneeded = layers * 2 * 4 * hidden**2  # the paper runs down projections again too; torch stops before them
+    unneeded = layers * 2 * 4 * hidden**2  # Narayanan et al. run down projections again too; torch stops before them
     executed = executed_flops_per_token(GPT, Recompute("full"), length)
     assert executed + unneeded == pytest.approx(formula, rel=1e-12)
 

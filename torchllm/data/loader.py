@@ -195,7 +195,7 @@ class TrainLoader:
                 tokenizers.add(source.header["tokenizer"])
                 skipped.update(source.header["skipped"])
         self.skipped: dict[str, int] = dict(skipped)
-        """records left out of the corpora (data.on_bad_record = "skip"), by their fault"""
+        """records skipped by data.on_bad_record = "skip", by their fault"""
         self._reader = _Reader(sources, length, data.document_mask)
         self._order = DataOrder(seed, sizes, self._weights)
         self._fingerprint: dict[str, Any] = {

@@ -295,7 +295,7 @@ def computing_parts(
 
 
 def launched_in(kernels: Iterable[ProfiledEvent], phase: list[Stretch]) -> list[Stretch]:
-    """Return when the kernels ran that the host launched within a phase, NCCL's left out."""
+    """Return when the kernels ran that the host launched within a phase, without NCCL's."""
     ran = []
     for kernel in kernels:
         index = bisect_right(phase, kernel.launched, key=lambda stretch: stretch[0]) - 1

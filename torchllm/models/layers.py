@@ -110,7 +110,7 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
 
 
 def rotary_angles(model: Model, positions: Tensor) -> Rotary:
-    """positions (B, S) -> cos, sin. Computed anew in each forward: there is no buffer to lose, shard or load."""
+    """positions (B, S) -> cos, sin. Computed in each forward, so there is no buffer to lose, shard or load."""
     angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
     return angles.cos(), angles.sin()
 

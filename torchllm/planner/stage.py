@@ -104,7 +104,7 @@ def exposed(sent: float, behind: float, share: float) -> float:
 def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, float]:
     """Return the seconds of a block's collectives over tp: forward, backward, recomputed.
 
-    Two all-reduces a pass of the hidden states (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
+    Two all-reduces of the hidden states per pass (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
     parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
     hides them, but the backward's where a framework computes the weights' gradients meanwhile.
     """
@@ -149,7 +149,7 @@ def context_parallel(case: Case, core: float) -> tuple[float, float]:
 def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float, float]:
     """Return the exposed seconds of FSDP's gathers and scatters of one block, forward and backward.
 
-    Under pp gradients are reduced once a step (`predict.tail`).
+    Under pp gradients are reduced once per step (`predict.tail`).
     """
     parallel, software = case.parallel, case.software
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:

@@ -18,7 +18,7 @@ A100: dict[str, Any] = {"gpu": "A100-80GB", "cluster": "dgx_a100", "status": "ok
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1 and the micro batches and interleaving of its published scripts:
 # billions of parameters, layers, hidden, heads, tp, pp, GPUs, sequences, micro batch, virtual stages, seconds (from
-# tokens a second).
+# tokens per second).
 TABLE_1 = (
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 3.528),
     ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 3.697),
@@ -38,7 +38,7 @@ TABLE_4 = ((0, "none", 7.7, 11.9), (1, "none", 7.2, 11.8), (0, "full", 7.7, 19.5
 TABLE_4 += ((1, "selective", 7.2, 13.1),)
 
 # Qi et al. 2023 (arXiv 2401.10241), tables 3 to 5: schedule, virtual stages, seconds of 24, 32 and 64 micro batches
-# (from its samples a second), GB at the peak.
+# (from its samples per second), GB at the peak.
 ZERO_BUBBLE = {
     ("1.5B", 22, 2304, 24, 6): (
         ("1F1B", 1, (1.525, 1.92, 3.529), 30),
@@ -55,7 +55,7 @@ ZERO_BUBBLE = {
 }
 
 # MosaicML's llm-foundry (github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md): GPU, layers, hidden,
-# heads, length, micro batch, accumulated, recomputation, tokens a second and GPU. FSDP on eight GPUs.
+# heads, length, micro batch, accumulated, recomputation, tokens per second per GPU. FSDP on eight GPUs.
 FOUNDRY = (
     ("A100-80GB", 40, 5120, 40, 1024, 40, 3, "full", 2330),
     ("A100-80GB", 32, 4096, 32, 2048, 6, 2, "none", 4641),

@@ -273,7 +273,7 @@ class Job:
     def shardings(self, mesh: DegreeMesh) -> list[tuple[int, int, int]]:
         """Return the possible (dp_replicate, dp_shard, zero_stage)."""
         stages = self.allowed("zero_stage", [0, 1, 2, 3])
-        if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once a step: 2 is 1
+        if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once per step: 2 is 1
             stages = [stage for stage in stages if stage != 2]
         found = []
         for shard in divisors(mesh.data):
