@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torchllm.config import Model
 from torchllm.spec.flops import parameter_count
 
+BARS_START = 150.0
+"""where the bars of the ZeRO stages begin: right of their longest label"""
 IMAGES = Path(__file__).parent / "images"
 BLUE, ORANGE, GREEN, GREY = "#4c78a8", "#f58518", "#54a24b", "#bab0ac"
 
@@ -105,7 +107,7 @@ def draw_zero_stages() -> str:
     labels = []
     for row, (stage, parts) in enumerate(held):
         y = 45 + 40 * row
-        x = 110.0
+        x = BARS_START
         labels.append(Label(10, y + 20, f"zero_stage {stage}"))
         for part, color in zip(parts, colors, strict=True):
             width = 4 * part
@@ -113,12 +115,12 @@ def draw_zero_stages() -> str:
                 boxes.append(Box(round(x, 1), y, round(width, 1), 30, color))
             x += width
         labels.append(Label(round(x + 8, 1), y + 20, f"{sum(parts):.0f} GiB"))
-    x = 110.0
+    x = BARS_START
     for name, color in zip(names, colors, strict=True):
         boxes.append(Box(x, 15, 12, 12, color))
         labels.append(Label(x + 18, 26, name))
         x += 40 + 7 * len(name)
-    return svg(720, 215, boxes, labels)
+    return svg(760, 215, boxes, labels)
 
 
 def drawings() -> dict[str, str]:
