@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -23,22 +23,49 @@ TOLERANCE = {"rtol": 0.0, "atol": 2e-6}  # float32 averages of numbers of size 1
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key-value heads
 
 
-def qkv(heads: int, kv: int) -> tuple[Tensor, Tensor, Tensor]:
+class QKV(NamedTuple):
+    """Random queries (B, S, H, Q), keys and values (B, S, K, Q)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def qkv(heads: int, kv: int) -> QKV:
     generator = torch.Generator().manual_seed(heads)
-    return tuple(torch.randn(BATCH, LENGTH, n, WIDTH, generator=generator) for n in (heads, kv, kv))  # type: ignore[return-value]
+    q = torch.randn(BATCH, LENGTH, heads, WIDTH, generator=generator)
+    k = torch.randn(BATCH, LENGTH, kv, WIDTH, generator=generator)
+    v = torch.randn(BATCH, LENGTH, kv, WIDTH, generator=generator)
+    return QKV(q, k, v)
+
+
+def visible_keys(document_of_token: Tensor | None, query: int) -> list[int]:
+    """Positions up to the query's own, of the same document."""
+    visible = []
+    for key in range(query + 1):
+        if document_of_token is None or document_of_token[key] == document_of_token[query]:
+            visible.append(key)
+    return visible
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """Attention one query at a time, float64."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[2] // k.shape[2]
+    q = q.double()
+    k = k.double()
+    v = v.double()
+    sequences, length, heads, width = q.shape
+    group = heads // k.shape[2]
     out = torch.empty_like(q)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[2]):
-            for i in range(q.shape[1]):
-                seen = [j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]]
-                weights = torch.softmax(k[b, seen, h // group] @ q[b, i, h] / q.shape[-1] ** 0.5, 0)
-                out[b, i, h] = weights @ v[b, seen, h // group]
+    for b in range(sequences):
+        document_of_token = None if documents is None else documents[b]
+        for i in range(length):
+            visible = visible_keys(document_of_token, i)
+            for h in range(heads):
+                keys = k[b, visible, h // group]
+                values = v[b, visible, h // group]
+                scores = keys @ q[b, i, h] / width**0.5
+                weights = torch.softmax(scores, 0)
+                out[b, i, h] = weights @ values
     return out
 
 
@@ -59,50 +86,66 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_core_is_attention(name: str, heads: int, kv: int, documents: Tensor | None) -> None:
     core = CORES[name]()
     q, k, v = qkv(heads, kv)
+    mask = core.mask(documents)  # type: ignore[operator]
     with torch.no_grad():
-        out = core(q, k, v, core.mask(documents))  # type: ignore[operator]
-    torch.testing.assert_close(out.double(), spelled_out(q, k, v, documents), **TOLERANCE)
+        out = core(q, k, v, mask)
+    expected = spelled_out(q, k, v, documents)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 def test_gradients_of_the_cores(heads: int, kv: int, documents: Tensor | None) -> None:
     inputs = qkv(heads, kv)
-    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(9))
+    generator = torch.Generator().manual_seed(9)
+    upstream = torch.randn(inputs.q.shape, generator=generator)
 
-    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        return torch.autograd.grad(run(*leaves), leaves, upstream)
+    def gradients(run: Callable[..., Tensor]) -> QKV:
+        leaves = QKV(*(x.clone().requires_grad_() for x in inputs))
+        out = run(*leaves)
+        return QKV(*torch.autograd.grad(out, leaves, upstream))
 
     def core(name: str) -> Callable[..., Tensor]:
         module: Any = CORES[name]()
-        return lambda q, k, v: module(q, k, v, module.mask(documents))
+        mask = module.mask(documents)
+        return lambda q, k, v: module(q, k, v, mask)
 
-    expected = gradients(lambda q, k, v: spelled_out(q, k, v, documents).float())
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return spelled_out(q, k, v, documents).float()
+
+    tolerance = {"rtol": 0, "atol": 1e-5}  # sums over 13 queries and up to 6 heads
+    expected = gradients(reference)
     for name in ("eager", "sdpa"):
-        for got, wanted in zip(gradients(core(name)), expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)  # sums over 13 queries and up to 6 heads
+        computed = gradients(core(name))
+        torch.testing.assert_close(computed.q, expected.q, **tolerance)
+        torch.testing.assert_close(computed.k, expected.k, **tolerance)
+        torch.testing.assert_close(computed.v, expected.v, **tolerance)
 
 
 def test_document_mask() -> None:
     mask = document_mask(torch.tensor([[0, 0, 1]]))
     assert mask.shape == (1, 1, 3, 3)
-    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+    first, second, third = mask[0, 0].tolist()
+    assert first == [True, False, False]
+    assert second == [True, True, False]
+    assert third == [False, False, True]
 
 
 def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
     q, k, v = (x.bfloat16() for x in qkv(4, 2))
     out = EagerAttention()(q, k, v, None)
+    expected = spelled_out(q, k, v, None)
     assert out.dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of scores up to 8, of weights up to 1 and of the result
-    torch.testing.assert_close(out.double(), spelled_out(q, k, v, None), rtol=0, atol=5e-2)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=5e-2)
 
 
 def test_flex_refuses_a_backward_on_a_cpu() -> None:
     core = CORES["flex"]()
     q, k, v = (x.requires_grad_() for x in qkv(4, 2))
+    mask = core.mask(DOCUMENTS)  # type: ignore[operator]
     with pytest.raises(UserError, match='"flex" has no backward on a CPU: use "sdpa" or "eager"'):
-        core(q, k, v, core.mask(DOCUMENTS))  # type: ignore[operator]
+        core(q, k, v, mask)
 
 
 def test_flash_without_its_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,18 +166,27 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
     fake = types.ModuleType("flash_attn")
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    core, q, k, v = CORES["flash"](), *qkv(4, 2)
-    torch.testing.assert_close(core(q, k, v, core.mask(None)), EagerAttention()(q, k, v, None), **TOLERANCE)  # type: ignore[operator]
+    core = CORES["flash"]()
+    q, k, v = qkv(4, 2)
+    mask = core.mask(None)  # type: ignore[operator]
+    expected = EagerAttention()(q, k, v, None)
+    torch.testing.assert_close(core(q, k, v, mask), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 def test_cached_core_is_the_whole_computation(name: str, heads: int, kv: int) -> None:
     q, k, v = qkv(heads, kv)
-    cached, prompt = CachedAttention(CORES[name]()), 6
-    parts = [slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, LENGTH))]
-    out = torch.cat([cached(q[:, p], k[:, p], v[:, p], cached.mask(None)) for p in parts], dim=1)
-    torch.testing.assert_close(out.double(), spelled_out(q, k, v, None), **TOLERANCE)
+    cached = CachedAttention(CORES[name]())
+    prompt = 6
+    parts = [cached(q[:, :prompt], k[:, :prompt], v[:, :prompt], cached.mask(None))]
+    for i in range(prompt, LENGTH):
+        token = slice(i, i + 1)
+        part = cached(q[:, token], k[:, token], v[:, token], cached.mask(None))
+        parts.append(part)
+    out = torch.cat(parts, dim=1)
+    expected = spelled_out(q, k, v, None)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])
@@ -146,23 +198,28 @@ def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biase
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values * 0.2)
     x = torch.randn(BATCH, LENGTH, 24, generator=generator)
-    rotary = rotary_angles(model, torch.arange(LENGTH).expand(BATCH, LENGTH))
-
-    seen: dict[str, Tensor] = {}
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    rotary = rotary_angles(model, positions)
 
     class Recorder(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-            seen.update(q=q, k=k, v=v)
+            self.inputs = QKV(q, k, v)
             return q * 2
 
-    module.core = Recorder()
+    module.core = recorder = Recorder()
     out = module(x, rotary, None)
-    assert (seen["q"].shape, seen["k"].shape) == ((BATCH, LENGTH, 6, 8), (BATCH, LENGTH, 2, 8))
-    plain = module.v_proj(x).view(BATCH, LENGTH, 2, 8)
-    assert torch.equal(seen["v"], plain)
-    assert torch.equal(seen["k"][:, 0], module.k_proj(x).view(BATCH, LENGTH, 2, 8)[:, 0])
-    assert not torch.allclose(seen["k"][:, 5], module.k_proj(x).view(BATCH, LENGTH, 2, 8)[:, 5])
-    torch.testing.assert_close(out, module.o_proj(seen["q"].flatten(-2) * 2))
-    assert dataclasses.replace(model, kv_heads=0).kv == 6
+    q, k, v = recorder.inputs
+    assert q.shape == (BATCH, LENGTH, 6, 8)
+    assert k.shape == (BATCH, LENGTH, 2, 8)
+    plain_v = module.v_proj(x).view(BATCH, LENGTH, 2, 8)
+    assert torch.equal(v, plain_v)
+    plain_k = module.k_proj(x).view(BATCH, LENGTH, 2, 8)
+    assert torch.equal(k[:, 0], plain_k[:, 0])
+    assert not torch.allclose(k[:, 5], plain_k[:, 5])
+    doubled = q.flatten(-2) * 2
+    torch.testing.assert_close(out, module.o_proj(doubled))
+    every_head = dataclasses.replace(model, kv_heads=0)
+    assert every_head.kv == 6

@@ -1,7 +1,9 @@
 """Norms, feed-forward layers and rotary positions against their formulas in float64, and RMSNorm's compiled kernel."""
 
+import copy
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,47 +32,62 @@ def filled(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values)
     return module
 
 
 def inputs(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=generator)
 
 
 def test_rms_norm_is_its_formula() -> None:
-    norm, x = filled(RMSNorm(24, 1e-2)), inputs(2, 5, 24)
+    norm = filled(RMSNorm(24, 1e-2))
+    x = inputs(2, 5, 24)
     wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight.double()
+    mean_square = wide.square().mean(-1, keepdim=True)
+    normalized = wide / (mean_square + 1e-2).sqrt()
+    expected = normalized * norm.weight.double()
     torch.testing.assert_close(norm(x).double(), expected, **ROUNDING)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
-    x, weight = inputs(4, 2048).bfloat16(), torch.ones(2048, dtype=torch.bfloat16)
+    x = inputs(4, 2048).bfloat16()
+    weight = torch.ones(2048, dtype=torch.bfloat16)
     expected = rms_norm(x.float(), weight.float(), 1e-5).bfloat16()
     assert torch.equal(rms_norm(x, weight, 1e-5), expected)
 
 
 def test_layer_norm_is_its_formula() -> None:
-    norm, x = filled(LayerNorm(24, 1e-2)), inputs(2, 5, 24)
+    norm = filled(LayerNorm(24, 1e-2))
+    x = inputs(2, 5, 24)
     wide = x.double()
     centred = wide - wide.mean(-1, keepdim=True)
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight + norm.bias
+    variance = centred.square().mean(-1, keepdim=True)
+    normalized = centred / (variance + 1e-2).sqrt()
+    expected = normalized * norm.weight + norm.bias
     torch.testing.assert_close(norm(x).double(), expected, **ROUNDING)
 
 
 def test_feed_forward_layers_are_their_formulas() -> None:
-    x, tolerance = inputs(2, 5, 24), {"rtol": 1e-5, "atol": 1e-4}  # outputs of size 100
+    x = inputs(2, 5, 24)
+    wide = x.double()
+    tolerance = {"rtol": 1e-5, "atol": 1e-4}  # outputs of size 100
     swiglu = filled(SwiGLU(MODEL))
-    gate, up, down = (p.weight.double() for p in (swiglu.gate_proj, swiglu.up_proj, swiglu.down_proj))
-    gated = x.double() @ gate.T
-    expected = (gated * torch.sigmoid(gated) * (x.double() @ up.T)) @ down.T
+    gate = wide @ swiglu.gate_proj.weight.double().T
+    up = wide @ swiglu.up_proj.weight.double().T
+    silu = gate * torch.sigmoid(gate)
+    expected = (silu * up) @ swiglu.down_proj.weight.double().T
     torch.testing.assert_close(swiglu(x).double(), expected, **tolerance)
 
-    gelu = filled(GELUFeedForward(replace(MODEL, family="gpt")))  # with biases
-    h = F.linear(x.double(), gelu.up_proj.weight.double(), gelu.up_proj.bias.double())
-    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    expected = F.linear(h, gelu.down_proj.weight.double(), gelu.down_proj.bias.double())
+    with_biases = replace(MODEL, family="gpt")
+    gelu = filled(GELUFeedForward(with_biases))
+    double = copy.deepcopy(gelu).double()
+    h = F.linear(wide, double.up_proj.weight, double.up_proj.bias)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))
+    h = 0.5 * h * (1 + tanh)
+    expected = F.linear(h, double.down_proj.weight, double.down_proj.bias)
     torch.testing.assert_close(gelu(x).double(), expected, **tolerance)
 
 
@@ -79,32 +96,45 @@ def test_rotation_is_a_product_of_complex_numbers(theta: float) -> None:
     model = Model(hidden=32, heads=2, rope_theta=theta)  # heads of 16 features: 8 complex numbers
     x = inputs(2, 6, 2, 16)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 700]])  # documents restart; order is free
-    angles = positions.double().unsqueeze(-1) * theta ** (-torch.arange(8).double() / 8)
+    frequencies = theta ** (-torch.arange(8).double() / 8)
+    angles = positions.double().unsqueeze(-1) * frequencies
+    turn = torch.exp(1j * angles).unsqueeze(2)
     wide = x.double()
-    turned = torch.complex(wide[..., :8], wide[..., 8:]) * torch.exp(1j * angles).unsqueeze(2)
+    turned = torch.complex(wide[..., :8], wide[..., 8:]) * turn
     expected = torch.cat((turned.real, turned.imag), -1)
+    rotated = rotate(x, rotary_angles(model, positions))
     # an angle of 700 is rounded to 3e-5 in float32
-    torch.testing.assert_close(rotate(x, rotary_angles(model, positions)).double(), expected, rtol=0, atol=1e-4)
-    assert torch.equal(rotate(x, rotary_angles(model, positions))[:, 0], x[:, 0])  # position 0 turns nothing
+    torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=1e-4)
+    assert torch.equal(rotated[:, 0], x[:, 0])  # position 0 turns nothing
 
 
 def test_scores_depend_on_the_distance_of_positions_only() -> None:
     model = Model(hidden=32, heads=2)
-    q, k = inputs(1, 1, 2, 16), inputs(1, 1, 2, 16).flip(-1)
+    q = inputs(1, 1, 2, 16)
+    k = inputs(1, 1, 2, 16).flip(-1)
 
-    def score(m: int, n: int) -> Tensor:
-        at = (rotary_angles(model, torch.tensor([[p]])) for p in (m, n))
-        return (rotate(q, next(at)) * rotate(k, next(at))).sum(-1)
+    def rotated(x: Tensor, position: int) -> Tensor:
+        rotary = rotary_angles(model, torch.tensor([[position]]))
+        return rotate(x, rotary)
 
-    torch.testing.assert_close(score(7, 3), score(104, 100), rtol=0, atol=1e-4)
-    assert (score(7, 3) - score(7, 4)).abs().max() > 0.1
+    def score(query: int, key: int) -> Tensor:
+        products = rotated(q, query) * rotated(k, key)
+        return products.sum(-1)
+
+    distance_4 = score(7, 3)
+    torch.testing.assert_close(distance_4, score(104, 100), rtol=0, atol=1e-4)
+    distance_3 = score(7, 4)
+    assert (distance_4 - distance_3).abs().max() > 0.1
 
 
 def test_rotation_keeps_the_type_and_computes_in_float32() -> None:
     model = Model(hidden=32, heads=2)
-    x, rotary = inputs(1, 8, 2, 16).bfloat16(), rotary_angles(model, torch.arange(8).unsqueeze(0) + 4000)
+    x = inputs(1, 8, 2, 16).bfloat16()
+    positions = torch.arange(8).unsqueeze(0) + 4000
+    rotary = rotary_angles(model, positions)
     assert rotary[0].dtype == torch.float32
-    assert torch.equal(rotate(x, rotary), rotate(x.float(), rotary).bfloat16())
+    expected = rotate(x.float(), rotary).bfloat16()
+    assert torch.equal(rotate(x, rotary), expected)
 
 
 def test_llama31_scaling_by_wavelength() -> None:
@@ -116,28 +146,37 @@ def test_llama31_scaling_by_wavelength() -> None:
         plain = 500000.0 ** (-2 * i / 128)
         wavelength = 2 * math.pi / plain
         if wavelength < 8192 / 4:
-            case, expected = "kept", plain
+            case = "kept"
+            expected = plain
         elif wavelength > 8192 / 1:
-            case, expected = "scaled", plain / 8
+            case = "scaled"
+            expected = plain / 8
         else:
+            case = "mixed"
             smooth = (8192 / wavelength - 1) / (4 - 1)
-            case, expected = "mixed", (1 - smooth) * plain / 8 + smooth * plain
+            expected = (1 - smooth) * plain / 8 + smooth * plain
         cases.add(case)
         assert got == pytest.approx(expected, rel=2e-6), (i, case)  # float32 powers
     assert cases == {"kept", "mixed", "scaled"}
 
 
-@pytest.mark.skipif(
-    not shutil.which("g++") and not shutil.which("clang++"), reason="torch.compile needs a C++ compiler"
-)
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
 def test_compiled_rms_norm_is_the_eager_one() -> None:
     compiled = torch.compile(rms_norm)
-    x, weight, gradient = inputs(2, 5, 24), inputs(24), inputs(2, 5, 24).flip(0)
+    x = inputs(2, 5, 24)
+    weight = inputs(24)
+    upstream = inputs(2, 5, 24).flip(0)
 
-    def both_ways(kernel: object) -> tuple[Tensor, ...]:
-        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = kernel(a, b, 1e-2)  # type: ignore[operator]
-        return out, *torch.autograd.grad(out, (a, b), gradient)
+    def forward_and_backward(kernel: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = kernel(*leaves, 1e-2)
+        gradients = torch.autograd.grad(out, leaves, upstream)
+        return [out, *gradients]
 
-    for got, expected in zip(both_ways(compiled), both_ways(rms_norm), strict=True):
+    eager_results = forward_and_backward(rms_norm)
+    compiled_results = forward_and_backward(compiled)
+    for got, expected in zip(compiled_results, eager_results, strict=True):
         torch.testing.assert_close(got, expected, **ROUNDING)
