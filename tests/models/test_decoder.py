@@ -58,8 +58,35 @@ def made(model: Model, loss_chunk: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * 0.1)
     return decoder
+
+
+def randomize(reference: Any) -> None:
+    """Add noise to every weight: norms start at 1 and biases at 0, and unlike numbers tell more."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * 0.1)
+
+
+def load_weights(ours: Decoder, reference: Any) -> None:
+    """Copy the weights of Hugging Face's Llama or Qwen3: our names are theirs without "model."."""
+    weights = {name.removeprefix("model."): value for name, value in reference.state_dict().items()}
+    ours.load_state_dict(weights, strict=True)
+    ours.tie_embeddings()
+
+
+def check_logits(ours: Decoder, reference: Any, model: Model) -> None:
+    """Assert that both models compute the same logits, and that these are not all alike."""
+    text = tokens(model)
+    with torch.no_grad():
+        expected = reference(text, use_cache=False).logits
+        got = ours(text, positions())
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -77,7 +104,7 @@ def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> Non
             "original_max_position_embeddings": model.rope_original_length,
         }
     torch.manual_seed(0)
-    theirs = LlamaForCausalLM(
+    reference = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=model.vocab,
             hidden_size=model.hidden,
@@ -97,14 +124,8 @@ def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> Non
         )
     ).eval()
     ours = build_model(model)
-    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
-    ours.load_state_dict(weights, strict=True)  # our names are theirs without "model."
-    ours.tie_embeddings()
-    with torch.no_grad():
-        expected = theirs(tokens(model), use_cache=False).logits
-        got = ours(tokens(model), positions())
-    assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    load_weights(ours, reference)
+    check_logits(ours, reference, model)
 
 
 @pytest.mark.parametrize("changes", QWEN_VARIANTS.values(), ids=QWEN_VARIANTS)
@@ -113,7 +134,7 @@ def test_logits_are_those_of_hugging_faces_qwen3(changes: dict[str, Any]) -> Non
 
     model = replace(QWEN, **changes)
     torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(
+    reference = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=model.vocab,
             hidden_size=model.hidden,
@@ -131,19 +152,39 @@ def test_logits_are_those_of_hugging_faces_qwen3(changes: dict[str, Any]) -> Non
             rope_theta=model.rope_theta,
         )
     ).eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # norms start at 1: unlike ones tell more
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomize(reference)
     ours = build_model(model)
-    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
-    ours.load_state_dict(weights, strict=True)  # our names are theirs without "model."
-    ours.tie_embeddings()
-    with torch.no_grad():
-        expected = theirs(tokens(model), use_cache=False).logits
-        got = ours(tokens(model), positions())
-    assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    load_weights(ours, reference)
+    check_logits(ours, reference, model)
+
+
+GPT2_NAMES = {
+    "ln_1": "input_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+"""Hugging Face's names within a block of GPT-2, and ours; its c_attn is our q_proj, k_proj and v_proj"""
+
+
+def weights_of_gpt2(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Rename, cut and transpose the weights of Hugging Face's GPT-2, whose matrices are (in, out)."""
+    weights: dict[str, Tensor] = {}
+    for index in range(layers):
+        for kind in ("weight", "bias"):
+            for old, new in GPT2_NAMES.items():
+                value = state[f"transformer.h.{index}.{old}.{kind}"]
+                weights[f"layers.{index}.{new}.{kind}"] = value.mT if value.dim() == 2 else value
+            parts = state[f"transformer.h.{index}.attn.c_attn.{kind}"].chunk(3, dim=-1)
+            for name, part in zip("qkv", parts, strict=True):
+                weights[f"layers.{index}.self_attn.{name}_proj.{kind}"] = part.mT if kind == "weight" else part
+    weights["norm.weight"] = state["transformer.ln_f.weight"]
+    weights["norm.bias"] = state["transformer.ln_f.bias"]
+    weights["embed_tokens.weight"] = state["transformer.wte.weight"]
+    weights["embed_positions.weight"] = state["transformer.wpe.weight"]
+    weights["lm_head.weight"] = state["lm_head.weight"]
+    return weights
 
 
 def test_logits_are_those_of_hugging_faces_gpt2() -> None:
@@ -151,7 +192,7 @@ def test_logits_are_those_of_hugging_faces_gpt2() -> None:
 
     model = replace(GPT, tied_embeddings=True)
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(
+    reference = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=model.vocab,
             n_positions=model.max_sequence_length,
@@ -163,37 +204,11 @@ def test_logits_are_those_of_hugging_faces_gpt2() -> None:
             initializer_range=0.1,
         )
     ).eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # biases and norms start at 0 and 1 there: unlike ones tell more
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    weights: dict[str, Tensor] = {}
-    renamed = {
-        "ln_1": "input_layernorm",
-        "attn.c_proj": "self_attn.o_proj",
-        "ln_2": "post_attention_layernorm",
-        "mlp.c_fc": "mlp.up_proj",
-        "mlp.c_proj": "mlp.down_proj",
-    }
-    state = theirs.state_dict()
-    for index in range(model.layers):
-        for kind in ("weight", "bias"):
-            for old, new in renamed.items():
-                value = state[f"transformer.h.{index}.{old}.{kind}"]
-                weights[f"layers.{index}.{new}.{kind}"] = value.mT if value.dim() == 2 else value  # theirs: (in, out)
-            parts = state[f"transformer.h.{index}.attn.c_attn.{kind}"].chunk(3, dim=-1)
-            for name, part in zip("qkv", parts, strict=True):
-                weights[f"layers.{index}.self_attn.{name}_proj.{kind}"] = part.mT if kind == "weight" else part
-    weights |= {f"norm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
-    weights |= {"embed_tokens.weight": state["transformer.wte.weight"], "lm_head.weight": state["lm_head.weight"]}
-    weights["embed_positions.weight"] = state["transformer.wpe.weight"]
+    randomize(reference)
+    weights = weights_of_gpt2(reference.state_dict(), model.layers)
     ours = build_model(model)
     ours.load_state_dict(weights, strict=True)
-    with torch.no_grad():
-        expected = theirs(tokens(model), use_cache=False).logits
-        got = ours(tokens(model), positions())
-    assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    check_logits(ours, reference, model)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -204,24 +219,29 @@ def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, mo
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)  # seconds less, same meaning
     model = replace(FAMILIES[family], attention=kernel)  # type: ignore[arg-type]
     decoder = made(model)
-    text, documents = tokens(model), torch.tensor([[0] * 9 + [1] * 8 + [2] * 7] * 2)
-    place = torch.cat([torch.arange(n) for n in (9, 8, 7)]).expand(2, 24)
+    text = tokens(model)
+    lengths = torch.tensor([9, 8, 7])
+    documents = torch.arange(3).repeat_interleave(lengths).expand(2, 24)
+    position_in_document = torch.cat([torch.arange(9), torch.arange(8), torch.arange(7)]).expand(2, 24)
     second = slice(9, 17)
 
     @torch.no_grad()
     def logits(text: Tensor) -> Tensor:
-        return decoder(text, place, documents)
+        return decoder(text, position_in_document, documents)
+
+    def with_other_tokens(*places: slice) -> Tensor:
+        changed = text.clone()
+        for place in places:
+            changed[:, place] = (text[:, place] + 1) % model.vocab
+        return changed
 
     packed = logits(text)
-    changed = text.clone()
-    changed[:, :9] = (changed[:, :9] + 1) % model.vocab  # the document before
-    changed[:, 17:] = (changed[:, 17:] + 1) % model.vocab  # the document after
-    assert torch.equal(logits(changed)[:, second], packed[:, second])
+    other_documents = logits(with_other_tokens(slice(0, 9), slice(17, 24)))
+    assert torch.equal(other_documents[:, second], packed[:, second])
 
-    later = text.clone()
-    later[:, 13:] = (later[:, 13:] + 1) % model.vocab
-    assert torch.equal(logits(later)[:, :13], packed[:, :13])
-    assert not torch.allclose(logits(later)[:, 14:17], packed[:, 14:17])  # seen where they should be
+    other_end = logits(with_other_tokens(slice(13, 24)))
+    assert torch.equal(other_end[:, :13], packed[:, :13])
+    assert not torch.allclose(other_end[:, 14:17], packed[:, 14:17])  # later tokens of the document do see them
 
     with torch.no_grad():
         alone = decoder(text[:, second], torch.arange(8).expand(2, 8))
@@ -231,26 +251,35 @@ def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, mo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_turn_logits_into_a_loss_sum(family: str) -> None:
     model = FAMILIES[family]
-    decoder, text = made(model, loss_chunk=11), tokens(model)
+    decoder = made(model, loss_chunk=11)
+    text = tokens(model)
     labels = text.roll(-1, dims=1)
     labels[:, -1] = -100
     loss = decoder(text, positions(), None, labels)
     logits = decoder(text, positions()).double()
-    expected = -logits.log_softmax(-1)[:, :-1].gather(-1, labels[:, :-1].unsqueeze(-1)).sum()
+    log_probabilities = logits.log_softmax(-1)[:, :-1]
+    targets = labels[:, :-1].unsqueeze(-1)
+    expected = -log_probabilities.gather(-1, targets).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_generation_is_the_whole_computation(family: str) -> None:
     model = FAMILIES[family]
-    decoder, text = made(model), tokens(model)
+    decoder = made(model)
+    text = tokens(model)
     with torch.no_grad():
         expected = decoder(text, positions())
         for module in list(decoder.modules()):
             if isinstance(module, Attention):
                 module.core = CachedAttention(module.core)
-        parts = [slice(0, 7), *(slice(i, i + 1) for i in range(7, 24))]
-        got = torch.cat([decoder(text[:, part], positions()[:, part]) for part in parts], dim=1)
+        prompt = slice(0, 7)
+        parts = [decoder(text[:, prompt], positions()[:, prompt])]
+        for i in range(7, 24):
+            token = slice(i, i + 1)
+            part = decoder(text[:, token], positions()[:, token])
+            parts.append(part)
+        got = torch.cat(parts, dim=1)
     torch.testing.assert_close(got, expected, rtol=0, atol=5e-6)  # attention over a row at a time: other sums
 
 
@@ -264,8 +293,10 @@ def test_stages_without_some_ends_compose_to_the_whole(family: str) -> None:
     last.embed_tokens = last.embed_positions = None
     with torch.no_grad():
         states = first(tokens(model), positions())
-        assert states.shape == (2, 24, model.hidden)
-        assert torch.equal(last(states, positions()), whole(tokens(model), positions()))
+        logits = last(states, positions())
+        expected = whole(tokens(model), positions())
+    assert states.shape == (2, 24, model.hidden)
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

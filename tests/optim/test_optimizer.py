@@ -32,7 +32,6 @@ OPTIMIZERS = {
 RATES = [0.1, 0.05, 0.1, 0.02, 0.08]
 SKIPPED = 2  # index of a step that is not finite
 DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
-YES, NO = torch.tensor(True), torch.tensor(False)
 
 
 def meta() -> Decoder:
@@ -55,31 +54,40 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
 def give_gradients(module: nn.Module, step: int, poison: bool) -> None:
     """This rank's part of the gradients; poison: not finite."""
     for name, parameter in module.named_parameters():
-        whole = gradient(canonical_name(name), parameter.shape, step) * (float("nan") if poison else 1.0)
-        if isinstance(parameter, DTensor):
-            shape, offset = local_region(parameter)
-            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
-            whole = DTensor.from_local(
-                part,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        parameter.grad = whole
+        whole = gradient(canonical_name(name), parameter.shape, step)
+        if poison:
+            whole = whole * float("nan")
+        parameter.grad = shard_like(parameter, whole) if isinstance(parameter, DTensor) else whole
+
+
+def shard_like(parameter: DTensor, whole: Tensor) -> DTensor:
+    """Return a tensor cut among the ranks as the parameter is, from the whole of it."""
+    part = whole
+    shape, offset = local_region(parameter)
+    for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dimension, first, length)
+    return DTensor.from_local(
+        part.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
     """torch's plain optimizer, with the step that is not finite skipped by hand."""
     model = plain()
     named = dict(model.named_parameters())
-    groups = [
-        {
-            "params": [p for n, p in named.items() if n.endswith(DECAYED) == decayed],
-            "weight_decay": settings.weight_decay * decayed,
-        }
-        for decayed in (True, False)
+    decayed = []
+    undecayed = []
+    for name, parameter in named.items():
+        group = decayed if name.endswith(DECAYED) else undecayed
+        group.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     torchs: torch.optim.Optimizer
     if settings.name == "adamw":
@@ -90,8 +98,8 @@ def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
     for step, rate in enumerate(RATES):
         if step != SKIPPED:
             give_gradients(model, step, poison=False)
-            for group in torchs.param_groups:
-                group["lr"] = rate
+            for parameter_group in torchs.param_groups:
+                parameter_group["lr"] = rate
             torchs.step()
     return {name: parameter.detach() for name, parameter in named.items()}
 
@@ -100,45 +108,58 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     """Everything that a step may change, as bytes: weights, moments, counters."""
     tensors = list(model.parameters())
     for parameter in model.parameters():
-        tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return [tensor.detach().numpy().tobytes() for tensor in local]
+        state = optimizer.state[parameter]
+        for name in sorted(state):
+            tensors.append(state[name])
+    contents = []
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        contents.append(local.detach().numpy().tobytes())
+    return contents
 
 
 def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """All steps with the library, one of them not finite: it must change no bit."""
     optimizer = build_optimizer([model], settings)
     for step, rate in enumerate(RATES):
-        give_gradients(model, step, poison=step == SKIPPED)
+        skipped = step == SKIPPED
+        give_gradients(model, step, poison=skipped)
         initial_bits = bits(model, optimizer)
-        apply_if_finite(optimizer, rate, YES if step != SKIPPED else NO)
-        changed = [a != b for a, b in zip(initial_bits, bits(model, optimizer), strict=True)]
-        assert any(changed) == (step != SKIPPED), step
+        finite = torch.tensor(not skipped)
+        apply_if_finite(optimizer, rate, finite)
+        unchanged = bits(model, optimizer) == initial_bits
+        assert unchanged == skipped, step
     return optimizer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_plain_parameters(name: str) -> None:
     model = plain()
-    optimizer = train(model, OPTIMIZERS[name])
-    expected = expected_parameters(OPTIMIZERS[name])
+    settings = OPTIMIZERS[name]
+    optimizer = train(model, settings)
+    expected = expected_parameters(settings)
     for parameter, value in model.named_parameters():
         # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
         torch.testing.assert_close(value.detach(), expected[parameter], rtol=1e-6, atol=1e-6, msg=parameter)
-    if OPTIMIZERS[name].name == "adamw":
-        assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
+    if settings.name == "adamw":
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        assert steps == {len(RATES) - 1}
 
 
 def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
     """On 4 FSDP ranks: whole parameters by optimizer and name, on rank 0."""
-    parallel, out = Parallel(dp_shard=4), {}
+    parallel = Parallel(dp_shard=4)
     mesh = build_mesh(parallel, CPU)
+    trained: dict[str, dict[str, Any]] = {}
     for name in names:
         stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), torch.float32, 32)
         initialize(stages, MODEL, CPU, seed=0)
         train(stages[0], OPTIMIZERS[name])
-        out[name] = {n: p.full_tensor().detach().numpy() for n, p in stages[0].named_parameters()}  # type: ignore[attr-defined]
-    return out if torch.distributed.get_rank() == 0 else None
+        trained[name] = {}
+        for parameter, value in stages[0].named_parameters():
+            whole = value.full_tensor()  # type: ignore[operator]
+            trained[name][parameter] = whole.detach().numpy()
+    return trained if torch.distributed.get_rank() == 0 else None
 
 
 def test_sharded_parameters() -> None:
@@ -151,14 +172,22 @@ def test_sharded_parameters() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_exists_from_the_start_and_weights_are_untouched(name: str) -> None:
-    model, untouched = plain(), plain()
-    optimizer = build_optimizer([model], OPTIMIZERS[name])
-    expected = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"} if "momentum" in name else set()}
+    model = plain()
+    untouched = plain()
+    settings = OPTIMIZERS[name]
+    optimizer = build_optimizer([model], settings)
+    expected = set()
+    if settings.name == "adamw":
+        expected = {"step", "exp_avg", "exp_avg_sq"}
+    elif settings.momentum > 0:
+        expected = {"momentum_buffer"}
     for parameter, value in zip(model.parameters(), untouched.parameters(), strict=True):
         assert torch.equal(parameter.view(torch.int32), value.view(torch.int32))  # -0.0 is not 0.0 here
         assert parameter.grad is None
-        assert optimizer.state[parameter].keys() == expected[OPTIMIZERS[name].name]
-        assert all(not state.any() for state in optimizer.state[parameter].values())
+        state = optimizer.state[parameter]
+        assert state.keys() == expected
+        for tensor in state.values():
+            assert not tensor.any()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -169,11 +198,14 @@ def test_groups_follow_the_table(family: str, tied: bool) -> None:
         decoder = build_model(model)
     initialize([decoder], model, CPU, seed=0)
     decayed, undecayed = build_optimizer([decoder], OPTIMIZERS["adamw"]).param_groups
-    names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    assert [decayed["weight_decay"], undecayed["weight_decay"]] == [0.3, 0.0]
-    assert all(names[id(p)].endswith(DECAYED) for p in decayed["params"])
-    assert not any(names[id(p)].endswith(DECAYED) for p in undecayed["params"])
-    assert sorted(names) == sorted(id(p) for group in (decayed, undecayed) for p in group["params"])  # each once
+    name_of = {parameter: name for name, parameter in decoder.named_parameters()}
+    decayed_names = [name_of[parameter] for parameter in decayed["params"]]
+    undecayed_names = [name_of[parameter] for parameter in undecayed["params"]]
+    assert decayed["weight_decay"] == 0.3
+    assert undecayed["weight_decay"] == 0.0
+    assert all(name.endswith(DECAYED) for name in decayed_names)
+    assert not any(name.endswith(DECAYED) for name in undecayed_names)
+    assert sorted(decayed_names + undecayed_names) == sorted(name_of.values())  # each parameter once
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
@@ -184,5 +216,5 @@ def test_a_parameter_without_a_gradient_stays() -> None:
         initial_weight = model.embed_tokens.weight.detach().clone()
         give_gradients(model, 0, poison=False)
         model.embed_tokens.weight.grad = None
-        apply_if_finite(optimizer, 0.1, YES)
+        apply_if_finite(optimizer, 0.1, torch.tensor(True))
         assert torch.equal(model.embed_tokens.weight, initial_weight)
