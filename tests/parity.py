@@ -167,6 +167,12 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     return mesh, stages
 
 
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Return some sequences of a batch."""
+    documents = None if batch.document_ids is None else batch.document_ids[rows]
+    return Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents)
+
+
 def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batch]:
     """Return this rank's micro batches of a step."""
     batch = step_batch(config, step, ragged)
@@ -174,8 +180,7 @@ def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batc
     batches = []
     for first in range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size):
         rows = slice(first, first + size)
-        documents = None if batch.document_ids is None else batch.document_ids[rows]
-        batches.append(Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents))
+        batches.append(rows_of(batch, rows))
     return batches
 
 

@@ -1,21 +1,17 @@
 """The global gradient norm over every axis, against a float64 norm of the whole gradients."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.parity import Settings, step_batch, tiny
+from tests.parity import Settings, build, rows_of, step_batch, tiny
 from tests.workers import run
-from torchllm.data.batch import Batch
-from torchllm.models.decoder import build_model
+from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.grad_norm import clip, grad_norm, gradients
-from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage
 
 CPU = torch.device("cpu")
@@ -32,56 +28,81 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-def norms(layouts: dict[str, Settings]) -> dict[str, dict[str, float]]:
-    """By layout: the norm, that of the whole gradients, after huge gradients, after clipping."""
-    out = {}
-    for name, settings in layouts.items():
-        config = tiny({**UNEVEN, **settings})
-        mesh = build_mesh(config.parallel, CPU)
-        with torch.device("meta"):
-            model = build_model(config.model)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
-        initialize(stages, config.model, CPU, config.run.seed)
-        batch = step_batch(config, 1, ragged=True)
-        rank_batch = Batch(*(x if x is None else x[mesh.data_rank :: mesh.data_size] for x in batch))
-        OneStage(stages, config.parallel)([rank_batch], torch.tensor(1e-2))
+class Norms(NamedTuple):
+    """Norms of a layout's gradients."""
 
-        def whole() -> float:
-            full = [g.full_tensor() for g in gradients(stages) if isinstance(g, DTensor)]  # noqa: B023
-            return math.sqrt(sum(float(g.double().square().sum()) for g in full))
+    norm: float
+    """by the library, before any clipping"""
+    expected: float
+    """of the whole gradients in float64, as are the next three"""
+    not_clipped: float
+    """max_grad_norm = 0"""
+    within_the_limit: float
+    """max_grad_norm twice the norm"""
+    clipped: float
+    """max_grad_norm a quarter of the norm"""
+    huge: float
+    """by the library, of the clipped gradients times 1e30"""
+    gradients: int
+    """number of tensors"""
 
-        result = {"norm": grad_norm(stages, CPU).item(), "expected": whole()}
-        clip(stages, grad_norm(stages, CPU), 0.0)
-        result["left"] = whole()
-        clip(stages, grad_norm(stages, CPU), 2.0 * result["expected"])
-        result["below"] = whole()
-        clip(stages, grad_norm(stages, CPU), 0.25 * result["expected"])
-        result["clipped"] = whole()
-        result["parameters"] = float(len(list(gradients(stages))))
-        for gradient in gradients(stages):
-            gradient.mul_(1e30)
-        result["huge"] = grad_norm(stages, CPU).item()
-        out[name] = result
-    return out
+
+def whole_norm(stages: list[Decoder]) -> float:
+    """Gather every gradient and return their norm in float64."""
+    squares = 0.0
+    for gradient in gradients(stages):
+        if isinstance(gradient, DTensor):
+            whole = gradient.full_tensor()
+            squares += float(whole.double().square().sum())
+    return math.sqrt(squares)
+
+
+def norms_of_layout(settings: Settings) -> Norms:
+    config = tiny({**UNEVEN, **settings})
+    mesh, stages = build(config)
+    batch = step_batch(config, 1, ragged=True)
+    of_this_rank = rows_of(batch, slice(mesh.data_rank, None, mesh.data_size))
+    OneStage(stages, config.parallel)([of_this_rank], torch.tensor(1e-2))
+    norm = grad_norm(stages, CPU).item()
+    expected = whole_norm(stages)
+    clip(stages, grad_norm(stages, CPU), 0.0)
+    not_clipped = whole_norm(stages)
+    clip(stages, grad_norm(stages, CPU), 2.0 * expected)
+    within_the_limit = whole_norm(stages)
+    clip(stages, grad_norm(stages, CPU), 0.25 * expected)
+    clipped = whole_norm(stages)
+    for gradient in gradients(stages):
+        gradient.mul_(1e30)
+    huge = grad_norm(stages, CPU).item()
+    count = len(list(gradients(stages)))
+    return Norms(norm, expected, not_clipped, within_the_limit, clipped, huge, count)
+
+
+def norms(layouts: dict[str, Settings]) -> dict[str, Norms]:
+    return {name: norms_of_layout(settings) for name, settings in layouts.items()}
 
 
 def test_norm_and_clipping_in_every_layout() -> None:
-    by_rank = run(norms, 4, LAYOUTS)
-    assert all(results == by_rank[0] for results in by_rank)  # bitwise the same on all ranks
-    for name, results in by_rank[0].items():
-        assert results["norm"] > 0
+    first_rank, *other_ranks = run(norms, 4, LAYOUTS)
+    for results in other_ranks:
+        assert results == first_rank  # bitwise the same on all ranks
+    for name, results in first_rank.items():
+        assert results.norm > 0
         # both float64 over the same numbers
-        assert results["norm"] == pytest.approx(results["expected"], rel=1e-12), name
-        assert results["left"] == results["below"] == results["expected"], name  # untouched to the bit
+        assert results.norm == pytest.approx(results.expected, rel=1e-12), name
+        assert results.not_clipped == results.expected, name  # untouched to the bit
+        assert results.within_the_limit == results.expected, name
         # clipped in float32 to the norm / (norm + 1e-6)
-        assert results["clipped"] == pytest.approx(0.25 * results["expected"], rel=1e-5), name
-        assert results["huge"] == pytest.approx(0.25e30 * results["expected"], rel=1e-5), (
-            name
-        )  # its squares overflow float32
+        assert results.clipped == pytest.approx(0.25 * results.expected, rel=1e-5), name
+        # its squares overflow float32
+        assert results.huge == pytest.approx(0.25e30 * results.expected, rel=1e-5), name
         config = tiny({**UNEVEN, **LAYOUTS[name]})
-        assert results["parameters"] == len(list(build_model(config.model).parameters()))
-    same = [by_rank[0][name]["norm"] for name in ("fsdp4", "dp4", "fsdp2xtp2", "fsdp2xtp2+sp", "tp4")]
-    assert same == pytest.approx([same[0]] * 5, rel=1e-5)  # one model, one batch: rounding of the gradients
+        parameters = list(build_model(config.model).parameters())
+        assert results.gradients == len(parameters)
+    # one model, one batch: rounding of the gradients
+    expected = pytest.approx(first_rank["fsdp4"].norm, rel=1e-5)
+    for name in ("dp4", "fsdp2xtp2", "fsdp2xtp2+sp", "tp4"):
+        assert first_rank[name].norm == expected, name
 
 
 def three(*sizes: int) -> nn.Module:
@@ -93,11 +114,13 @@ def three(*sizes: int) -> nn.Module:
 
 def test_without_ranks_and_over_several_stages() -> None:
     stages = [three(1, 1), three(1)]
-    for value, parameter in zip((2.0, 3.0, 6.0), (p for s in stages for p in s.parameters()), strict=True):
+    parameters = [*stages[0].parameters(), *stages[1].parameters()]
+    for value, parameter in zip((2.0, 3.0, 6.0), parameters, strict=True):
         parameter.grad = torch.tensor([value])
     assert grad_norm(stages, CPU).item() == 7.0
     clip(stages, grad_norm(stages, CPU), 3.5)
-    assert [g.item() for g in gradients(stages)] == pytest.approx([1.0, 1.5, 3.0], rel=1e-6)
+    clipped = [gradient.item() for gradient in gradients(stages)]
+    assert clipped == pytest.approx([1.0, 1.5, 3.0], rel=1e-6)
 
 
 def test_tied_parameters_count_once_and_missing_gradients_not_at_all() -> None:
@@ -128,4 +151,5 @@ def test_large_gradients_are_summed_in_float64() -> None:
     """Ten million equal numbers: a float32 sum on a CPU is off by 1e-4, a float64 one by 2e-11."""
     module = three(10_000_000)
     next(module.parameters()).grad = torch.full((10_000_000,), 0.1)
-    assert grad_norm([module], CPU).item() == pytest.approx(math.sqrt(1e7) * float(torch.tensor(0.1)), rel=1e-9)
+    expected = math.sqrt(1e7) * float(torch.tensor(0.1))
+    assert grad_norm([module], CPU).item() == pytest.approx(expected, rel=1e-9)

@@ -1,22 +1,20 @@
 """Validation loss: the token-weighted mean over all ranks and batches, and nothing left behind."""
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.parity import Settings, step_batch, tiny
+from tests.parity import Settings, build, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
 from torchllm.train.evaluate import evaluate
 
@@ -33,8 +31,9 @@ LAYOUTS: dict[str, Settings] = {
 
 
 def parts(batch: Batch, rank: int, size: int) -> list[Batch]:
-    """A rank's sequences, one a batch."""
-    return [Batch(*(x if x is None else x[i : i + 1] for x in batch)) for i in range(rank, len(batch.tokens), size)]
+    """Return a rank's sequences, one per batch."""
+    sequences = range(rank, len(batch.tokens), size)
+    return [rows_of(batch, slice(index, index + 1)) for index in sequences]
 
 
 def plain(config: Config) -> Decoder:
@@ -49,11 +48,12 @@ def expected_loss(config: Config) -> float:
     batch = step_batch(config, 1, ragged=True)
     with torch.no_grad():
         logits = plain(config)(batch.tokens, batch.positions, batch.document_ids).double()
-    losses = [
-        float(-row.log_softmax(0)[label])
-        for row, label in zip(logits.flatten(0, 1), batch.labels.flatten().tolist(), strict=True)
-        if label != -100
-    ]
+    labels = batch.labels.flatten().tolist()
+    losses = []
+    for row, label in zip(logits.flatten(0, 1), labels, strict=True):
+        if label != -100:
+            log_probabilities = row.log_softmax(0)
+            losses.append(-float(log_probabilities[label]))
     return math.fsum(losses) / len(losses)
 
 
@@ -62,43 +62,61 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     batches = parts(step_batch(config, 1, ragged=True), 0, 1)
     assert (batches[0].labels == -100).all()  # a batch without any target
     model = plain(config)
-    assert evaluate(OneStage([model], config.parallel), batches, CPU) == pytest.approx(expected_loss(config), rel=1e-6)
+    loss = evaluate(OneStage([model], config.parallel), batches, CPU)
+    assert loss == pytest.approx(expected_loss(config), rel=1e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def evaluate_sharded(layouts: dict[str, Settings]) -> dict[str, tuple[float, bool, bool]]:
-    """By layout: the loss, whether parameters are sharded again, and whether a step afterwards gets its gradients."""
-    out: dict[str, Any] = {}
-    for name, settings in layouts.items():
-        config = tiny({**SMALL, "model.layers": 4, **settings})
-        mesh = build_mesh(config.parallel, CPU)
-        with torch.device("meta"):
-            model = build_model(config.model)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.float32, 32)
-        initialize(stages, config.model, CPU, config.run.seed)
-        batches = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
-        local = [shard_sequence(batch, mesh) for batch in batches]
-        step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+class Evaluated(NamedTuple):
+    """What one rank observed of an evaluation."""
 
-        def trained() -> list[torch.Tensor]:
-            for parameter in stages[0].parameters():  # noqa: B023
-                parameter.grad = None
-            step(local, torch.tensor(1e-2))  # noqa: B023
-            return [p.grad.to_local().clone() for p in stages[0].parameters() if isinstance(p.grad, DTensor)]  # noqa: B023
+    loss: float
+    sharded: bool
+    """all parameters are sharded again"""
+    same_gradients: bool
+    """a step afterwards has the gradients of the step before, and there are some"""
 
-        expected = trained()
-        loss = evaluate(step, batches, CPU, mesh)
-        sharded = all(isinstance(parameter, DTensor) for parameter in stages[0].parameters())
-        out[name] = loss, sharded, all(map(torch.equal, expected, trained())) and len(expected) > 0
+
+def evaluate_layout(settings: Settings) -> Evaluated:
+    config = tiny({**SMALL, "model.layers": 4, **settings})
+    mesh, stages = build(config)
+    batch = step_batch(config, 1, ragged=True)
+    batches = parts(batch, mesh.data_rank, mesh.data_size)
+    local = [shard_sequence(batch, mesh) for batch in batches]
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+
+    def gradients_of_a_step() -> list[torch.Tensor]:
+        for parameter in stages[0].parameters():
+            parameter.grad = None
+        step(local, torch.tensor(1e-2))
+        gradients = []
+        for parameter in stages[0].parameters():
+            if isinstance(parameter.grad, DTensor):
+                gradients.append(parameter.grad.to_local().clone())
+        return gradients
+
+    expected = gradients_of_a_step()
+    loss = evaluate(step, batches, CPU, mesh)
+    sharded = all(isinstance(parameter, DTensor) for parameter in stages[0].parameters())
+    same_gradients = len(expected) > 0
+    for gradient, expected_gradient in zip(gradients_of_a_step(), expected, strict=True):
+        same_gradients &= torch.equal(gradient, expected_gradient)
+    return Evaluated(loss, sharded, same_gradients)
+
+
+def evaluate_layouts(layouts: dict[str, Settings]) -> dict[str, Evaluated]:
+    results = {name: evaluate_layout(settings) for name, settings in layouts.items()}
     dist.barrier()
-    return out
+    return results
 
 
 def test_every_layout_evaluates_the_same_model_and_trains_on() -> None:
-    by_rank = run(evaluate_sharded, 2, LAYOUTS)
-    expected = expected_loss(tiny({**SMALL, "model.layers": 4}))
-    for results in by_rank:
-        for name, (loss, sharded, same) in results.items():
-            assert loss == pytest.approx(expected, rel=1e-6), name
-            assert sharded, name  # what FSDP gathers in a forward without a backward is no parameter
-            assert same, name
+    results_of_ranks = run(evaluate_layouts, 2, LAYOUTS)
+    config = tiny({**SMALL, "model.layers": 4})
+    expected = pytest.approx(expected_loss(config), rel=1e-6)
+    for results in results_of_ranks:
+        assert results.keys() == LAYOUTS.keys()
+        for name, result in results.items():
+            assert result.loss == expected, name
+            assert result.sharded, name  # what FSDP gathers in a forward without a backward is no parameter
+            assert result.same_gradients, name

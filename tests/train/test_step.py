@@ -1,7 +1,7 @@
 """The step: what is not finite on one rank is applied on none; token counts are global; the policy's errors."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.parity import Settings, step_batch, tiny
+from tests.parity import Settings, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
@@ -73,20 +73,32 @@ class Rig:
         """This rank's two micro batches of a step."""
         whole = step_batch(self.config, number, ragged=False)
         whole = whole._replace(labels=labels(whole.labels))
-        fields = [x if x is None else x[self.mesh.data_rank :: self.mesh.data_size].chunk(2) for x in whole]
-        return [Batch(*(x if x is None else x[index] for x in fields)) for index in range(2)]
+        of_this_rank = rows_of(whole, slice(self.mesh.data_rank, None, self.mesh.data_size))
+        half = len(of_this_rank.tokens) // 2
+        return [rows_of(of_this_rank, slice(0, half)), rows_of(of_this_rank, slice(half, None))]
 
     def bits(self) -> list[bytes]:
         """Weights, moments and counters of this rank."""
-        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        tensors: list[Tensor] = list(parameters)
+        parameters: list[Tensor] = []
+        for stage in self.stages:
+            parameters += stage.parameters()
+        tensors = list(parameters)
         for parameter in parameters:
-            tensors += [value for _, value in sorted(self.optimizer.state[parameter].items())]
-        return [(t.to_local() if isinstance(t, DTensor) else t).detach().numpy().tobytes() for t in tensors]
+            state = self.optimizer.state[parameter]
+            for name in sorted(state):
+                tensors.append(state[name])
+        contents = []
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            contents.append(local.detach().numpy().tobytes())
+        return contents
 
 
 def first_norm(rig: Rig) -> torch.nn.Module:
-    """Of this rank's first block; whatever the stage, every block's values reach the loss and its gradients return."""
+    """Return the norm of this rank's first block.
+
+    Whatever the stage, every block's values reach the loss and its gradients return.
+    """
     return next(iter(rig.stages[0].layers.values())).input_layernorm
 
 
@@ -117,65 +129,114 @@ def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
     return first_norm(rig).register_forward_hook(spoil).remove
 
 
-WAYS = {"loss": bad_loss, "gradient": bad_gradient, "micro batch": bad_micro_batch}
+class Failure(NamedTuple):
+    """One way in which a step can fail on a rank."""
+
+    spoil: Callable[[Rig, int, float], Callable[[], None]]
+    value: float
 
 
-def skipped_steps(layouts: dict[str, Settings]) -> list[dict[str, Any]]:
-    """Take a good, a bad and a good step per layout and way to fail; returns what this rank saw."""
-    cases = []
-    for name, settings in layouts.items():
-        for number, (way_name, spoil) in enumerate(WAYS.items()):
-            bad = (float("nan"), float("inf"))[number % 2]
-            rig, calm = Rig(settings), Rig(settings)
-            rig.step(1, rig.batches(1))
-            bits = rig.bits()
-            undo = spoil(rig, dist.get_world_size() - 1, bad)
-            result = rig.step(2, rig.batches(2))
-            untouched = rig.bits() == bits
-            cleared = not list(gradients(rig.stages))
-            undo()
-            next_result = rig.step(3, rig.batches(3))
-            calm.step(1, calm.batches(1))
-            calm.step(3, calm.batches(3))  # as if the bad step had never been
-            cases.append(
-                {
-                    "case": (name, way_name),
-                    "finite": bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)),
-                    "untouched": untouched,
-                    "cleared": cleared,
-                    "counts": [
-                        int(x)
-                        for x in (result.skipped, result.consecutive, next_result.skipped, next_result.consecutive)
-                    ],
-                    "moved on": rig.bits() != bits,
-                    "as if never": rig.bits() == calm.bits(),
-                }
-            )
-    return cases
+NAN = float("nan")
+INFINITY = float("inf")
+FAILURES = {
+    "loss": Failure(bad_loss, NAN),
+    "gradient": Failure(bad_gradient, INFINITY),
+    "micro batch": Failure(bad_micro_batch, NAN),
+}
+
+
+class SkippedStep(NamedTuple):
+    """What one rank observed around a step that was not finite on the last rank."""
+
+    finite: bool
+    """the step's loss and gradient norm"""
+    untouched: bool
+    """the step changed no bit of weights, moments and counters"""
+    cleared: bool
+    """no gradient remains"""
+    skipped: int
+    consecutive: int
+    skipped_after_next: int
+    consecutive_after_next: int
+    next_step_applied: bool
+    same_as_without: bool
+    """bits after the next step are those of a run that never took the bad step"""
+
+
+def skip_a_step(settings: Settings, failure: Failure) -> SkippedStep:
+    """Take a good, a bad and a good step."""
+    last_rank = dist.get_world_size() - 1
+    rig = Rig(settings)
+    rig.step(1, rig.batches(1))
+    bits = rig.bits()
+    undo = failure.spoil(rig, last_rank, failure.value)
+    result = rig.step(2, rig.batches(2))
+    untouched = rig.bits() == bits
+    cleared = not list(gradients(rig.stages))
+    undo()
+    next_result = rig.step(3, rig.batches(3))
+
+    undisturbed = Rig(settings)
+    undisturbed.step(1, undisturbed.batches(1))
+    undisturbed.step(3, undisturbed.batches(3))
+    return SkippedStep(
+        finite=bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)),
+        untouched=untouched,
+        cleared=cleared,
+        skipped=int(result.skipped),
+        consecutive=int(result.consecutive),
+        skipped_after_next=int(next_result.skipped),
+        consecutive_after_next=int(next_result.consecutive),
+        next_step_applied=rig.bits() != bits,
+        same_as_without=rig.bits() == undisturbed.bits(),
+    )
+
+
+def skip_steps(layouts: dict[str, Settings]) -> dict[str, SkippedStep]:
+    """Return what this rank observed, by layout and failure."""
+    observed = {}
+    for layout, settings in layouts.items():
+        for name, failure in FAILURES.items():
+            observed[f"{layout}, {name}"] = skip_a_step(settings, failure)
+    return observed
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_a_step_that_is_not_finite_on_one_rank_is_applied_on_none(ranks: int) -> None:
-    for cases in zip(*run(skipped_steps, ranks, LAYOUTS[ranks]), strict=True):
-        for rank, case in enumerate(cases):
-            expected = {"finite": False, "untouched": True, "cleared": True, "counts": [1, 1, 1, 1]}
-            expected |= {"moved on": True, "as if never": True}
-            assert case == {"case": case["case"], **expected}, f"rank {rank}"
+    layouts = LAYOUTS[ranks]
+    expected = SkippedStep(
+        finite=False,
+        untouched=True,
+        cleared=True,
+        skipped=1,
+        consecutive=1,
+        skipped_after_next=1,
+        consecutive_after_next=1,
+        next_step_applied=True,
+        same_as_without=True,
+    )
+    results = run(skip_steps, ranks, layouts)
+    for rank, observed in enumerate(results):
+        assert len(observed) == len(layouts) * len(FAILURES)
+        for case, step in observed.items():
+            assert step == expected, f"{case}, rank {rank}"
 
 
 def counted_steps() -> list[tuple[int, int]]:
     """skipped and consecutive after each of: good, bad, bad, good, bad."""
-    rig, out = Rig({}), []
-    for number, bad in enumerate([False, True, True, False, True], start=1):
-        undo = bad_loss(rig, 0, float("nan") if bad else 0.0)
+    rig = Rig({})
+    counts = []
+    for number, added in enumerate([0.0, NAN, NAN, 0.0, NAN], start=1):
+        undo = bad_loss(rig, 0, added)
         result = rig.step(number, rig.batches(number))
         undo()
-        out.append((int(result.skipped), int(result.consecutive)))
-    return out
+        counts.append((int(result.skipped), int(result.consecutive)))
+    return counts
 
 
 def test_skipped_steps_are_counted_and_the_longest_run_of_them() -> None:
-    assert run(counted_steps, 1)[0] == [(0, 0), (1, 1), (2, 2), (2, 2), (3, 2)]
+    (counts,) = run(counted_steps, 1)
+    assert counts == [(0, 0), (1, 1), (2, 2), (2, 2), (3, 2)]
 
 
 def ragged_steps(settings: Settings) -> dict[str, list[float]]:
@@ -191,8 +252,13 @@ def ragged_steps(settings: Settings) -> dict[str, list[float]]:
     def none(labels: Tensor) -> Tensor:
         return torch.full_like(labels, IGNORED)
 
-    results: Sequence[StepResult] = [rig.step(1, rig.batches(1, only_rank_0)), rig.step(2, rig.batches(2, none))]
-    finite = all(bool(p.to_local().isfinite().all()) for p in rig.stages[0].parameters() if isinstance(p, DTensor))
+    first = rig.step(1, rig.batches(1, only_rank_0))
+    second = rig.step(2, rig.batches(2, none))
+    results = [first, second]
+    finite = True
+    for parameter in rig.stages[0].parameters():
+        if isinstance(parameter, DTensor):
+            finite &= bool(parameter.to_local().isfinite().all())
     return {
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
@@ -232,29 +298,41 @@ def masked_pairs() -> tuple[int, int]:
     rig = Rig({"data.document_mask": True})
     documents = step_batch(rig.config, 1, ragged=False).document_ids
     assert documents is not None
-    same = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril()  # what the attention cores may see
-    return int(rig.step(1, rig.batches(1)).pairs), int(same.sum())
+    same_document = documents.unsqueeze(1) == documents.unsqueeze(2)
+    visible = same_document.tril()  # what the attention cores may see
+    result = rig.step(1, rig.batches(1))
+    return int(result.pairs), int(visible.sum())
 
 
 def test_pairs_are_those_that_the_masks_leave() -> None:
-    counted, visible = run(masked_pairs, 1)[0]
+    ((counted, visible),) = run(masked_pairs, 1)
     assert counted == visible
 
 
 def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResult:
-    counts = (torch.tensor(n) for n in (skipped, consecutive))
-    return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(8), torch.tensor(36), 1e-3, *counts)
+    return StepResult(
+        loss=torch.tensor(loss),
+        grad_norm=torch.tensor(norm),
+        tokens=torch.tensor(8),
+        pairs=torch.tensor(36),
+        learning_rate=1e-3,
+        skipped=torch.tensor(skipped),
+        consecutive=torch.tensor(consecutive),
+    )
 
 
 def test_the_policy_stop() -> None:
     training = Training(on_nonfinite="stop")
     check_finite(training, 20, result(2.0, 1.0, 0, 0))
+    bad = result(NAN, INFINITY, 2, 1)
     with pytest.raises(UserError, match=r"2 step\(s\) up to step 20 \(loss nan, gradient norm inf\); none was applied"):
-        check_finite(training, 20, result(float("nan"), float("inf"), 2, 1))
+        check_finite(training, 20, bad)
 
 
 def test_the_policy_skip_gives_up_after_too_many_in_a_row() -> None:
     training = Training(on_nonfinite="skip", max_consecutive_nonfinite=3)
-    check_finite(training, 20, result(float("nan"), 1.0, 7, 2))
+    two_in_a_row = result(NAN, 1.0, 7, 2)
+    check_finite(training, 20, two_in_a_row)
+    three_in_a_row = result(2.0, 1.0, 7, 3)
     with pytest.raises(UserError, match=r"3 steps in a row up to step 20, the limit of training.max_consecutive_nonf"):
-        check_finite(training, 20, result(2.0, 1.0, 7, 3))
+        check_finite(training, 20, three_in_a_row)
