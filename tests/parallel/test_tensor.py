@@ -1,6 +1,8 @@
 """Tensor and sequence parallelism: what is sent in which order, and the loss over a vocabulary cut among ranks."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,13 +25,15 @@ LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}
 ONE["training.sequence_length"] = TOKENS  # 2 x 48 is not 64: no two kinds of collective have one size
 SP = {**ONE, "parallel.sequence_parallel": True}
-PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+PRODUCTS = ATTENTION_PRODUCTS + MLP_PRODUCTS
 
 
 def mark_products(trace: Trace, stage: Decoder) -> None:
     for layer in range(LAYERS):
         for name in PRODUCTS:
-            part = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            part = "self_attn" if name in ATTENTION_PRODUCTS else "mlp"
             module = module_named(stage, f"layers.{layer}.{part}.{name}")
             module.register_forward_pre_hook(trace.mark(f"{layer} {name}"))
     module_named(stage, "lm_head").register_forward_hook(trace.mark("loss"))
@@ -46,48 +50,80 @@ def sent_under(name: str) -> list[Collective | str]:
 
 def words(events: list[Collective | str]) -> list[str]:
     """Collectives of the hidden states as words; the others with their number of elements."""
-    size = TOKENS * HIDDEN
-    return [
-        event if isinstance(event, str) else event.kind + (f" {event.elements}" if event.elements != size else "")
-        for event in events
-    ]
+    result = []
+    for event in events:
+        if isinstance(event, str):
+            result.append(event)
+        elif event.elements == TOKENS * HIDDEN:
+            result.append(event.kind)
+        else:
+            result.append(f"{event.kind} {event.elements}")
+    return result
+
+
+class Phases(NamedTuple):
+    """The events of a step as words, before and after the loss."""
+
+    forward: list[str]
+    backward: list[str]
+
+
+def phases(events: list[Collective | str]) -> Phases:
+    texts = words(events)
+    loss = texts.index("loss")
+    return Phases(texts[:loss], texts[loss + 1 :])
+
+
+def marks(layer: int, products: tuple[str, ...]) -> list[str]:
+    """What `mark_products` records of some products of a layer."""
+    return [f"{layer} {name}" for name in products]
 
 
 def test_collectives_of_tensor_parallelism() -> None:
     """One all-reduce after o, one after down; in the backward one for gate and up, one for q, k and v."""
-    events = words(sent_under("tp"))
-    forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
+    forward, backward = phases(sent_under("tp"))
     expected = ["reduce"]  # the embedding
-    for n in range(LAYERS):
-        expected += [*(f"{n} {name}" for name in PRODUCTS[:4]), "reduce"]
-        expected += [*(f"{n} {name}" for name in PRODUCTS[4:]), "reduce"]
-    assert forward == [*expected, f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss: three numbers per token
+    for layer in range(LAYERS):
+        expected += [*marks(layer, ATTENTION_PRODUCTS), "reduce"]
+        expected += [*marks(layer, MLP_PRODUCTS), "reduce"]
+    expected += [f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss: three numbers per token
+    assert forward == expected
     assert backward == ["reduce"] * (2 * LAYERS + 1)  # q, k, v (gate, up) together, and the head
 
 
 def test_collectives_of_sequence_parallelism() -> None:
     """A gather before q, k, v and before gate, up; a reduce-scatter after o and after down."""
-    events = words(sent_under("tp+sp"))
-    forward, backward = events[: events.index("loss")], events[events.index("loss") + 1 :]
+    forward, backward = phases(sent_under("tp+sp"))
     expected = ["scatter"]  # the embedding
-    for n in range(LAYERS):
-        expected += ["gather", *(f"{n} {name}" for name in PRODUCTS[:4]), "scatter"]
-        expected += ["gather", *(f"{n} {name}" for name in PRODUCTS[4:]), "scatter"]
-    assert forward == [*expected, "gather", f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # head and loss
+    for layer in range(LAYERS):
+        expected += ["gather", *marks(layer, ATTENTION_PRODUCTS), "scatter"]
+        expected += ["gather", *marks(layer, MLP_PRODUCTS), "scatter"]
+    expected += ["gather"]  # the head
+    expected += [f"reduce {TOKENS}", f"reduce {2 * TOKENS}"]  # the loss
+    assert forward == expected
     # each rank's norms have seen a part of the tokens: their gradients, D numbers each, are summed
-    assert backward.count(f"reduce {HIDDEN}") == 2 * LAYERS + 1
-    hidden = [word for word in backward if word != f"reduce {HIDDEN}"]
+    norm = f"reduce {HIDDEN}"
+    assert backward.count(norm) == 2 * LAYERS + 1
+    hidden = [word for word in backward if word != norm]
     assert hidden == ["scatter", *["gather", "scatter"] * (2 * LAYERS), "gather"]  # head, down, ..., embedding
 
 
 def test_sequence_parallelism_sends_the_same_bytes() -> None:
-    tp, sp = (
-        [e for e in sent_under(name) if isinstance(e, Collective) and e.elements != HIDDEN] for name in ("tp", "tp+sp")
-    )
-    assert sum(e.bytes(2) for e in tp) == sum(e.bytes(2) for e in sp)
-    # two ranks send a float32 tensor's size in an all-reduce: per block two forward and two backward; the two ends; and
-    # the loss (the maximum is counted with the two sums)
-    assert sum(e.bytes(2) for e in tp) == 4 * ((4 * LAYERS + 2) * TOKENS * HIDDEN + 3 * TOKENS)
+    sent_bytes = bytes_but_for_norms(sent_under("tp"))
+    assert bytes_but_for_norms(sent_under("tp+sp")) == sent_bytes
+    # Two ranks send a float32 tensor's size in an all-reduce.
+    all_reduces = 4 * LAYERS + 2  # per block two forward and two backward; the two ends
+    loss = 3 * TOKENS  # the maximum and the two sums
+    assert sent_bytes == 4 * (all_reduces * TOKENS * HIDDEN + loss)
+
+
+def bytes_but_for_norms(events: list[Collective | str]) -> float:
+    """Return the bytes that a rank sends, without the gradients of the norms."""
+    total = 0.0
+    for event in events:
+        if isinstance(event, Collective) and event.elements != HIDDEN:
+            total += event.bytes(2)
+    return total
 
 
 def test_logits_are_never_sent() -> None:
@@ -105,28 +141,52 @@ def check_loss_collectives(events: list[Collective | str], times_computed: int) 
     assert sum(loss_sizes) == 3 * TOKENS * times_computed
 
 
-def local_shapes(settings: Settings) -> tuple[dict[str, set[Any]], dict[str, Any]]:
-    """Shapes that the norms and the attention cores get, and of every parameter's shard."""
+Shape = tuple[int, ...]
+KIND_OF_MODULE = {
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    "norm": "norm",
+    "core": "attention",
+    "down_proj": "mlp",
+}
+"""the activations that a module gets, by the last part of its name"""
+
+
+class LocalShapes(NamedTuple):
+    """Shapes of what one rank holds."""
+
+    activations: dict[str, set[Shape]]
+    """what norms, attention cores and down_proj get ("mlp"), and what blocks return"""
+    parameters: dict[str, Shape]
+
+
+def local_shapes(settings: Settings) -> LocalShapes:
     config = tiny(settings)
     _, (stage,) = build(config)
-    shapes: dict[str, set[Any]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
-    kinds = {"input_layernorm": "norm", "post_attention_layernorm": "norm", "norm": "norm", "core": "attention"}
-    kinds |= {"down_proj": "mlp"}
+    shapes: dict[str, set[Shape]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
+
+    def recording_input(kind: str) -> Callable[..., None]:
+        return lambda module, args: shapes[kind].add(_local_shape(args[0]))
+
+    def record_block(module: Any, args: Any, out: Tensor) -> None:
+        shapes["block"].add(_local_shape(out))
+
     for name, module in stage.named_modules():
-        kind = kinds.get(name.rpartition(".")[2])
-        if kind is not None:
-            module.register_forward_pre_hook(
-                lambda module, args, kind=kind: shapes[kind].add(tuple(_local(args[0]).shape))  # type: ignore[misc]
-            )
+        _, _, last_part = name.rpartition(".")
+        if last_part in KIND_OF_MODULE:
+            module.register_forward_pre_hook(recording_input(KIND_OF_MODULE[last_part]))
     for block in stage.layers.values():
-        block.register_forward_hook(lambda module, args, out: shapes["block"].add(tuple(_local(out).shape)))
+        block.register_forward_hook(record_block)
     tokens = torch.arange(TOKENS).view(1, -1)
     stage(tokens, tokens, None, tokens)
-    return shapes, {n: tuple(p.to_local().shape) for n, p in stage.named_parameters()}  # type: ignore[attr-defined]
+    parameters = {name: _local_shape(parameter) for name, parameter in stage.named_parameters()}
+    assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+    return LocalShapes(shapes, parameters)
 
 
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def _local_shape(x: Tensor) -> Shape:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return tuple(local.shape)
 
 
 MATRICES = {
@@ -141,25 +201,29 @@ MATRICES = {
     "down_proj": (64, 96),
 }
 """shape of each matrix of the whole model"""
+CUT_AXIS = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_a_rank_holds(sequence_parallel: bool) -> None:
     """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
     part = TOKENS // 2 if sequence_parallel else TOKENS
-    for shapes, parameters in run(local_shapes, 2, SP if sequence_parallel else ONE):
-        assert shapes == {
+    settings = SP if sequence_parallel else ONE
+    for shapes in run(local_shapes, 2, settings):
+        assert shapes.activations == {
             "norm": {(1, part, HIDDEN)},
             "block": {(1, part, HIDDEN)},
             "attention": {(1, TOKENS, 4, 8)},  # 4 of 8 heads
             "mlp": {(1, TOKENS, 48)},  # 48 of 96
         }
-        for name, shape in parameters.items():
+        for name, shape in shapes.parameters.items():
             module = name.split(".")[-2]
-            full = MATRICES.get(module, (HIDDEN,))  # others are norms
+            expected = list(MATRICES.get(module, (HIDDEN,)))  # others are norms
             cut = rule_of(canonical_name(name)).cut
-            axis = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}[cut]
-            assert shape == tuple(size // 2 if index == axis else size for index, size in enumerate(full)), name
+            axis = CUT_AXIS[cut]
+            if axis is not None:
+                expected[axis] //= 2
+            assert shape == tuple(expected), name
 
 
 class TableGradients(TorchDispatchMode):
@@ -182,21 +246,33 @@ def rows_of_the_embedding_gradient(settings: Settings) -> list[int]:
     config = tiny(settings)
     mesh, stages = build(config)
     with TableGradients() as gradients:
-        OneStage(stages, config.parallel)(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
+        forward_backward = OneStage(stages, config.parallel)
+        batches = my_batches(config, mesh, 1, ragged=False)
+        forward_backward(batches, torch.tensor(1.0))
     return gradients.rows
 
 
 @pytest.mark.parametrize("settings", [ONE, SP], ids=["tp", "tp+sp"])
 def test_a_rank_makes_the_gradient_of_its_part_of_the_embedding(settings: Settings) -> None:
-    assert run(rows_of_the_embedding_gradient, 2, {**settings, "model.vocab": 97}) == [[49], [48]]
+    odd_vocabulary = {**settings, "model.vocab": 97}
+    rows_of_ranks = run(rows_of_the_embedding_gradient, 2, odd_vocabulary)
+    assert rows_of_ranks == [[49], [48]]
 
 
-LOSSES: dict[str, tuple[int, torch.dtype, float]] = {
-    "even": (96, torch.float32, 1.0),
-    "uneven": (97, torch.float32, 1.0),
-    "as few as ranks": (4, torch.float32, 1.0),
-    "bfloat16": (97, torch.bfloat16, 1.0),
-    "logits far over what exp can take": (96, torch.float32, 1e4),
+class Logits(NamedTuple):
+    """Random logits of a test of the loss."""
+
+    vocab: int
+    dtype: torch.dtype
+    size: float
+
+
+LOGITS = {
+    "even": Logits(96, torch.float32, 1.0),
+    "uneven": Logits(97, torch.float32, 1.0),
+    "as few as ranks": Logits(4, torch.float32, 1.0),
+    "bfloat16": Logits(97, torch.bfloat16, 1.0),
+    "logits far over what exp can take": Logits(96, torch.float32, 1e4),
 }
 
 
@@ -213,38 +289,43 @@ def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Losses]:
     """Return the loss, the expected loss and both gradients: for labels all over the vocabulary, and for none."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
+    logits = torch.randn(64, vocab, generator=generator) * size
+    logits = logits.to(dtype)
     labels = torch.randint(vocab, (64,), generator=generator)
     labels[:2] = torch.tensor([0, vocab - 1])
     labels[10:20] = -100
+    no_labels = torch.full((64,), -100)
     losses = []
-    for targets in (labels, torch.full((64,), -100)):
+    for targets in (labels, no_labels):
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain.double(), targets, ignore_index=-100, reduction="sum")
         (3.0 * expected).backward()
         cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
         rank = mesh.get_local_rank()
-        first = min(vocab, -(-vocab // mesh.size()) * rank)
+        rows_per_rank = math.ceil(vocab / mesh.size())
+        first = min(vocab, rows_per_rank * rank)
         loss = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group())
         (3.0 * loss).backward()
         assert loss.dtype == torch.float32
         assert cut.grad.dtype == dtype
         gradient = cut.grad.full_tensor().double().numpy()
-        losses.append(Losses(loss.item(), expected.item(), gradient, plain.grad.double().numpy()))
+        expected_gradient = plain.grad.double().numpy()
+        losses.append(Losses(loss.item(), expected.item(), gradient, expected_gradient))
     return losses
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOGITS)
 def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) -> None:
-    vocab, dtype, size = LOSSES[name]
-    results = run(both_losses, ranks, vocab, dtype, size)
+    logits = LOGITS[name]
+    results = run(both_losses, ranks, *logits)
     # a gradient is rounded to the logits' type once; the loss is a float32 sum of 54 numbers
-    error = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    error = 2**-8 if logits.dtype == torch.bfloat16 else 2e-6
     for targets, no_targets in results:
         assert targets.loss == pytest.approx(targets.expected, rel=1e-6)
         largest = abs(targets.expected_gradient).max()
         assert largest > 1
-        assert abs(targets.gradient - targets.expected_gradient).max() <= error * largest
+        difference = abs(targets.gradient - targets.expected_gradient).max()
+        assert difference <= error * largest
         assert no_targets.loss == 0.0
         assert not no_targets.gradient.any()
