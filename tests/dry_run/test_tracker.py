@@ -12,7 +12,7 @@ from torchllm.config import Parallel
 from torchllm.dry_run.memory import spans
 from torchllm.dry_run.trace import CPU, fake_ranks
 from torchllm.dry_run.tracker import Tracker
-from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.mesh import MeshAxis, build_mesh
 from torchllm.runtime.torch_compat import FakeTensorMode
 
 KIB = 1024
@@ -76,11 +76,12 @@ def test_storage_that_is_emptied_and_filled_in_place() -> None:
 
 def test_a_result_that_is_waited_for_is_one_tensor() -> None:
     with fake_ranks(0, 4), FakeTensorMode() as fake:
-        tracker = Tracker(fake, {})
+        world = dist.group.WORLD.group_name
+        tracker = Tracker(fake, {world: MeshAxis("world", (0,), 4)})
         with tracker:
             tracker.mark("begin")
             x = torch.ones(256)
-            out = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+            out = torch.ops._c10d_functional.all_reduce(x, "sum", world)
             out = torch.ops._c10d_functional.wait_tensor(out)
             more = out + 1
     assert peak_of(tracker) == 3 * KIB == x.nbytes + out.nbytes + more.nbytes
@@ -137,6 +138,23 @@ def test_what_a_rank_sends_in_a_ring_by_axis() -> None:
         ("fsdp", "broadcast"): 1 / 2 * KIB,
         ("world", "all_reduce"): 2 * 7 / 8 * KIB,
     }
+
+
+def test_a_group_that_the_mesh_does_not_name_is_an_error() -> None:
+    """A new parallelism whose group is missing from `Mesh.axis_of_group` must not seem to send nothing."""
+    with fake_ranks(0, 8):
+        mesh = build_mesh(Parallel(dp_shard=2, tp=4), CPU)
+        unnamed = dist.new_group([0, 3, 5])
+        alone = dist.new_group([0])
+        x = torch.ones(256)
+        message = r"all_reduce .* ranks \[0, 3, 5\]. Add the group to Mesh.axis_of_group"
+        with Tracker(None, mesh.axis_of_group) as tracker:
+            dist.all_reduce(x, group=alone)  # a group of one rank sends nothing
+            with pytest.raises(RuntimeError, match=message):
+                dist.all_reduce(x, group=unnamed)
+            with pytest.raises(RuntimeError, match=message):
+                torch.ops._c10d_functional.all_reduce(x, "sum", unnamed.group_name)
+    assert tracker.sent == []
 
 
 def test_logits_are_told_from_the_rest_while_the_head_runs() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.parallel.mesh import MeshAxis
-from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
 
 NEVER = 1 << 62
 """a time after all others"""
@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):
                 if id(storage) in self._live:
                     self._filled[id(storage)] = weakref.ref(storage)
         if "c10d" in namespace:
-            self._note_sent(name, args, out)
+            self._note_sent(name, (*args, *(kwargs or {}).values()), out)
         return out
 
     def mark(self, name: str) -> None:
@@ -184,10 +184,23 @@ class Tracker(TorchDispatchMode):
     # -- collectives
 
     def _note_sent(self, name: str, args: Any, out: Any) -> None:
-        kind = next((kind for word, kind in KINDS.items() if word in name.replace("_", "")), None)
-        axis = next((self.axes[group] for group in map(group_name, args) if group in self.axes), None)
-        if kind is None or axis is None or axis.size == 1:
+        """Note a collective with what this rank sends. Operations that only receive or wait are not in `KINDS`.
+
+        RuntimeError if it runs in a process group of several ranks that belongs to no axis.
+        """
+        kind = collective_kind(name)
+        if kind is None:
             return
+        group = find_group(args)
+        if group.size() == 1:
+            return
+        axis = self.axes.get(group.group_name)
+        if axis is None:
+            raise RuntimeError(
+                f"{kind} in a process group that belongs to no axis of the mesh: ranks "
+                f"{dist.get_process_group_ranks(group)}. Add the group to Mesh.axis_of_group "
+                "(torchllm/parallel/mesh.py), so that the dry run can count what is sent there"
+            )
         whole = max(tensor.nbytes for tensor in _tensors((args, out)))
         self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))
 
@@ -221,13 +234,31 @@ RING: dict[str, Callable[[int], float]] = {
 """what a rank sends of the whole (gathered, reduced or scattered) tensor in a ring of that many ranks"""
 
 
-def group_name(argument: Any) -> str | None:
-    """Functional collectives name their group, the others bring it boxed, beside the boxed kind of the reduction."""
-    if isinstance(argument, torch.ScriptObject):
-        with contextlib.suppress(RuntimeError):
-            return dist.ProcessGroup.unbox(argument).group_name
-        return None
-    return argument if isinstance(argument, str) else None
+def collective_kind(operation: str) -> str | None:
+    """Return the kind of a collective by the name of torch's operation; None if it sends nothing."""
+    bare = operation.replace("_", "")
+    for word, kind in KINDS.items():
+        if word in bare:
+            return kind
+    return None
+
+
+def find_group(arguments: Iterable[Any]) -> dist.ProcessGroup:
+    """Return the process group among the arguments of a collective. ValueError if there is none.
+
+    Functional collectives bring the name of the group, as the last of their strings. The others bring the group boxed;
+    the kind of a reduction is boxed as well.
+    """
+    name = ""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):  # it is no process group
+                return dist.ProcessGroup.unbox(argument)
+        elif isinstance(argument, str):
+            name = argument
+    if not name:
+        raise ValueError("a collective without a process group")
+    return group_with_name(name)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -36,6 +36,7 @@ __all__ = [
     "flatten_mesh",
     "flight_records",
     "group_progress",
+    "group_with_name",
     "join_meshes",
     "limit_groups",
     "local_region",
@@ -247,6 +248,11 @@ def group_progress() -> dict[str, GroupProgress]:
             counts = GroupProgress(status["last_enqueued_collective"], status["last_completed_collective"])
             progress[f"{recorder}/{group}"] = counts
     return progress
+
+
+def group_with_name(name: str) -> dist.ProcessGroup:
+    """Return the process group with this name. Private: torch has no public way from the name to the group."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str
 
 
 def limit_groups(seconds: float, group_ranks: dict[str, list[int]]) -> None:
