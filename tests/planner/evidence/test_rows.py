@@ -12,6 +12,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "pipeline": (2, {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "training.micro_batch_size": 1}),
     "context": (4, {"parallel.cp": 4, "parallel.cp_method": "ulysses", "model.attention": "eager"}),
     "grouped heads": (1, {"model.kv_heads": 2, "model.tied_embeddings": True}),
+    "heads as in Qwen3": (1, {"model.kv_heads": 2, "model.head_dim": 32, "model.qk_norm": True}),
 }
 
 
@@ -29,8 +30,30 @@ def test_a_row_is_the_layout(name: str) -> None:
         assert (case.parallel.schedule, case.parallel.stages) == (config.parallel.schedule, config.parallel.stages)
     if config.parallel.cp > 1:
         assert case.parallel.cp_method == config.parallel.cp_method
-    for key in ("family", "layers", "hidden", "heads", "kv", "ffn", "vocab", "tied_embeddings"):
+    for key in (
+        "family",
+        "layers",
+        "hidden",
+        "heads",
+        "kv",
+        "head_width",
+        "qk_norm",
+        "ffn",
+        "vocab",
+        "tied_embeddings",
+    ):
         assert getattr(case.model, key) == getattr(config.model, key), key
     for key in ("micro_batch_size", "global_batch_size", "sequence_length"):
         assert getattr(case.training, key) == getattr(config.training, key), key
     assert case.recompute.mode == config.recompute.mode
+
+
+def test_a_table_without_head_dim_and_qk_norm_is_read() -> None:
+    """Measurements taken before there were these columns, and published tables."""
+    config = tiny({})
+    cells = {**measurement_of(config, 1), "cluster": "this_cpu"}
+    del cells["head_dim"], cells["qk_norm"]
+    row = read_row(cells)
+    assert row.case is not None, row.problem
+    assert row.case.model.head_width == config.model.hidden // config.model.heads
+    assert not row.case.model.qk_norm

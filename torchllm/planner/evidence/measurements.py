@@ -226,6 +226,8 @@ def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Mod
     layers, hidden, heads = (number(cells, key) for key in ("layers", "hidden", "heads"))
     length = number(cells, "seq_len")
     kv = number(cells, "kv_heads", 0)
+    head_dim = number(cells, "head_dim", 0)  # 0: hidden / heads, as in tables without this column
+    qk_norm = cells.get("qk_norm", "") == "1"
     vocab = number(cells, "vocab", 0)
     if not vocab:
         vocab = default_vocab
@@ -237,9 +239,22 @@ def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Mod
     for family in ("llama", "gpt"):
         features = FAMILIES[family]
         width = ffn or (-(-8 * hidden // 768) * 256 if features.gated_ffn else 4 * hidden)
-        shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": width, "vocab": vocab}
         is_tied = tied == "1" if tied else not features.gated_ffn  # as those of the time were
-        candidates.append(Model(family, tied_embeddings=is_tied, max_sequence_length=length, **shape))  # type: ignore[arg-type]
+        candidates.append(
+            Model(
+                family,
+                layers=layers,
+                hidden=hidden,
+                heads=heads,
+                kv_heads=kv,
+                head_dim=head_dim,
+                qk_norm=qk_norm,
+                ffn=width,
+                vocab=vocab,
+                tied_embeddings=is_tied,
+                max_sequence_length=length,
+            )
+        )
     llama, gpt = candidates
     if not ffn:
         assumed.append("ffn 4 x hidden")

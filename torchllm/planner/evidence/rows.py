@@ -21,6 +21,8 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv,
+        "head_dim": model.head_width,
+        "qk_norm": int(model.qk_norm),
         "ffn": model.ffn,
         "vocab": model.vocab,
         "tied_emb": int(model.tied_embeddings),
