@@ -115,7 +115,7 @@ def test_a_tp_degree_that_leaves_the_node_is_a_warning_with_its_cost(report: Rep
     )
     (said,) = warnings(report._replace(hardware=small))
     sent = max(sum(sent for (axis, _), (_, sent) in kind.sent.items() if axis == "tp") for kind in report.kinds)
-    assert said.startswith(f"parallel.tp = 2 leaves the node (1 ranks): {sent / 1e9:.3g} GB a rank and step")
+    assert said.startswith(f"parallel.tp = 2 leaves the node (1 ranks): {sent / 1e9:.3g} GB per rank and step")
     assert "over rack, 9 times slower" in said
 
 

@@ -97,7 +97,7 @@ def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text.replace("memory = 85.0e9", "memory = 40.0e9"))
     assert read_hardware(str(tmp_path / "mine.toml")).memory == 40e9
     (tmp_path / "bad.toml").write_text(text.replace("memory = 85.0e9", ""))
-    with pytest.raises(UserError, match="memory: is left out"):
+    with pytest.raises(UserError, match="memory: required key is missing"):
         read_hardware(str(tmp_path / "bad.toml"))
     with pytest.raises(UserError, match=r'^--cluster "nosuch\.toml": no such file$'):  # one line: its keys are unknown
         read_hardware("nosuch.toml")

@@ -97,13 +97,13 @@ latency = 1e-6
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("memory = 1e9\n", ""), "memory: is left out"),
+        (("memory = 1e9\n", ""), "memory: required key is missing"),
         (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
         (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
-        (("tf32 = 1e12\n", ""), "peak.tf32: is left out"),
+        (("tf32 = 1e12\n", ""), "peak.tf32: required key is missing"),
         (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
-        (("latency = 1e-6\n[[", "[["), "links.0.latency: is left out"),
-        (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, those of a node"),
+        (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),
+        (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, the number on a node (gpus_per_node)"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(
@@ -158,7 +158,7 @@ def test_tensor_parallel_off_the_node_is_warned_of_with_its_cost() -> None:
     assert slow_tensor_parallel(8, 8, 1e9, hardware) == ""
     assert slow_tensor_parallel(2, 4, 1e9, None) == ""
     said = slow_tensor_parallel(16, 8, 12.34e9, hardware)
-    assert "parallel.tp = 16 leaves the node (8 ranks): 12.3 GB a rank and step" in said
+    assert "parallel.tp = 16 leaves the node (8 ranks): 12.3 GB per rank and step" in said
     assert "over rack, 9 times slower" in said
     assert "a tp that divides 8 stays inside" in said
     assert slow_tensor_parallel(3, 4, 1e9, None)  # inside a node by number, but some groups are on two

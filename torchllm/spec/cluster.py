@@ -1,18 +1,18 @@
-"""The machines a run is planned for: `train_configs/clusters/*.toml`, read strictly, and which link ranks meet on.
+"""The machines a run is planned for: `train_configs/clusters/*.toml`, read strictly, and the links between its ranks.
 
-No torch. Ranks are numbered through the nodes, `gpus_per_node` on each, as run_train.sh starts them.
+No torch. Ranks are numbered node by node, `gpus_per_node` on each, as run_train.sh starts them.
 """
 
 import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from torchllm.config import Bound, Config, Model, Parallel, Training
+from torchllm.config import Bound, Config, Count, Model, Parallel, Positive, Training
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import KeyPath, dotted, read_files, shown
 from torchllm.resources import find_config, resource
@@ -20,126 +20,149 @@ from torchllm.spec.software import Constants
 
 FOLDER = resource("train_configs/clusters")
 
-Given = Annotated[float, Bound(over=0.0)]
-GivenCount = Annotated[int, Bound(at_least=1)]
+OPTIONAL = ("float8", "constants")
+"""keys of a cluster file that may be missing"""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins GPUs up to some number, in one kind of hop."""
+    """One kind of connection, which joins a number of GPUs: NVLink in a node, the network of a rack, of the cluster."""
 
     name: str = ""
-    """what people call it"""
-    gpus: GivenCount = 1
+    """name in reports and warnings"""
+    gpus: Count = 1
     """GPUs that reach each other over this link or a faster one"""
-    bandwidth: Given = math.inf
-    """bytes a second that one GPU can send, one way, while all others send too"""
-    latency: Given = math.inf
-    """seconds until a small message is there"""
-    efficiency: Given = 1.0
+    bandwidth: Positive = math.inf
+    """bytes per second that one GPU can send in one direction while all other GPUs send too"""
+    latency: Positive = math.inf
+    """seconds until a small message arrives"""
+    efficiency: Positive = 1.0
     """share of the bandwidth that large collectives reach"""
 
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Dense matrix products, FLOP/s, by type of the factors; 0: it has no such unit."""
+    """Peak of dense matrix products in FLOP/s, by data type; 0: the GPU has no unit for it."""
 
-    bfloat16: Given = math.inf
-    tf32: Given = math.inf
+    bfloat16: Positive = math.inf
+    tf32: Positive = math.inf
     float8: Annotated[float, Bound(at_least=0.0)] = 0.0
 
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """FLOP/s that attention kernels reach forward on long sequences of heads of 128, a causal mask's pairs counted."""
+    """FLOP/s that attention kernels reach forward, with heads 128 wide and long sequences.
 
-    flash1: Given = math.inf
-    flash2: Given = math.inf
-    flash3: Given = math.inf
-    """the fastest there is: FlashAttention 3 or cuDNN's"""
+    Only the (query, key) pairs that a causal mask leaves are counted.
+    """
+
+    flash1: Positive = math.inf
+    flash2: Positive = math.inf
+    flash3: Positive = math.inf
+    """the fastest available: FlashAttention 3 or cuDNN's"""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of node, and how many of them are joined. Every key but float8 must be in the file."""
+    """One kind of node, and the links that join nodes. All keys but those in `OPTIONAL` are required in the file."""
 
     gpu: str = ""
     """name of the GPU"""
-    gpus_per_node: GivenCount = 1
-    nics_per_node: GivenCount = 1
-    """network cards for computing"""
-    multiprocessors: GivenCount = 1
-    """of one GPU"""
-    memory: Given = math.inf
+    gpus_per_node: Count = 1
+    nics_per_node: Count = 1
+    """network cards that carry collectives"""
+    multiprocessors: Count = 1
+    """number in one GPU"""
+    memory: Positive = math.inf
     """bytes of one GPU that torch can use"""
-    memory_bandwidth: Given = math.inf
-    """bytes a second of one GPU's memory"""
+    memory_bandwidth: Positive = math.inf
+    """bytes per second of one GPU's memory"""
     peak: PeakRates = field(default_factory=PeakRates)
-    achievable: Given = math.inf
+    achievable: Positive = math.inf
     """FLOP/s that large bfloat16 matrix products reach"""
     attention: AttentionRates = field(default_factory=AttentionRates)
     constants: Constants = field(default_factory=Constants)
-    """of torchllm on these machines, fitted by `recipes/plan.py calibrate`"""
+    """constants of torchllm on these machines, fitted by `recipes/plan.py calibrate`"""
     links: tuple[Link, ...] = ()
     """inner to outer: NVLink first, the whole cluster last"""
 
     def link_among(self, shape: Sequence[int], dimensions: Sequence[int]) -> Link | None:
-        """The slowest link that groups of ranks meet on; None: some reach beyond the cluster.
+        """Return the slowest link over which groups of ranks communicate; None if a group exceeds the cluster.
 
         shape: of the mesh of all ranks, numbered row by row; dimensions: those in which the ranks of a group differ.
         """
-        at = _link_among(self._spans, tuple(shape), tuple(dimensions))
-        return None if at is None else self.links[at]
-
-    @cached_property
-    def _spans(self) -> tuple[int, ...]:
-        return tuple(link.gpus for link in self.links)
+        spans = tuple(link.gpus for link in self.links)
+        index = _link_among(spans, tuple(shape), tuple(dimensions))
+        return None if index is None else self.links[index]
 
 
 @lru_cache(maxsize=65536)
 def _link_among(spans: tuple[int, ...], shape: tuple[int, ...], dimensions: tuple[int, ...]) -> int | None:
-    """Which of links of such spans. A group reaches as far whatever its first rank is; it stays under a link if it
-    does from every place in a span at which a group starts."""
+    """Return the index of the first link under which every group of ranks stays; None if there is none.
+
+    spans: GPUs that each link joins, inner to outer. A link joins ranks 0 to span - 1, span to 2 span - 1 and so on, so
+    a group stays under it if (its first rank mod span) + (its last rank - its first rank) < span.
+    """
+    ranks = math.prod(shape)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    reach = sum((shape[axis] - 1) * strides[axis] for axis in dimensions)
-    for at, span in enumerate(spans):
-        if math.prod(shape) <= span:  # all ranks are in one
-            return at
-        places = {0}
-        for axis in set(range(len(shape))) - set(dimensions) if reach < span else ():
-            different = min(shape[axis], span // math.gcd(span, strides[axis]))
-            places = {(place + step * strides[axis]) % span for place in places for step in range(different)}
-        if max(places) + reach < span:
-            return at
+    reach = 0  # from the first rank of a group to its last: the same for all groups
+    for axis in dimensions:
+        reach += (shape[axis] - 1) * strides[axis]
+    other_axes = [axis for axis in range(len(shape)) if axis not in dimensions]
+    for index, span in enumerate(spans):
+        if ranks <= span:
+            return index
+        if reach < span and max(_first_ranks(span, shape, strides, other_axes)) + reach < span:
+            return index
     return None
 
 
+def _first_ranks(span: int, shape: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> set[int]:
+    """Return the first rank, modulo `span`, of every group. axes: those in which the groups differ from each other."""
+    remainders = {0}
+    for axis in axes:
+        period = span // math.gcd(span, strides[axis])  # after as many steps along the axis, remainders repeat
+        steps = range(min(shape[axis], period))
+        remainders = {(start + step * strides[axis]) % span for start in remainders for step in steps}
+    return remainders
+
+
 def slow_tensor_parallel(tp: int, gpus_per_node: int, sent: float, hardware: Hardware | None) -> str:
-    """A warning if some tp ranks are not on one node; else empty. `sent`: bytes a rank sends over tp in a step."""
+    """Return a warning if some tp ranks are not on one node, else "".
+
+    sent: bytes that a rank sends over tp in a step. hardware: names the links; None: not known.
+    """
     if gpus_per_node % tp == 0:
         return ""
-    inside, outside = "links inside a node", "the network, some ten times slower"
-    if hardware is not None and hardware.gpus_per_node < hardware.links[-1].gpus:
-        inner, outer = next(two for two in pairwise(hardware.links) if two[0].gpus == hardware.gpus_per_node)
-        inside, outside = inner.name, f"{outer.name}, {inner.bandwidth / outer.bandwidth:.3g} times slower"
+    inside = "links inside a node"
+    outside = "the network, some ten times slower"
+    if hardware is not None:
+        for inner, outer in pairwise(hardware.links):
+            if inner.gpus == hardware.gpus_per_node:
+                inside = inner.name
+                outside = f"{outer.name}, {inner.bandwidth / outer.bandwidth:.3g} times slower"
     return (
-        f"parallel.tp = {tp} leaves the node ({gpus_per_node} ranks): {sent / 1e9:.3g} GB a rank and step go not over "
-        f"{inside} but over {outside}; a tp that divides {gpus_per_node} stays inside"
+        f"parallel.tp = {tp} leaves the node ({gpus_per_node} ranks): {sent / 1e9:.3g} GB per rank and step go over "
+        f"{outside}, instead of {inside}; a tp that divides {gpus_per_node} stays inside"
     )
 
 
 def tensor_parallel_warning(config: Config, ranks_on_node: int, itemsize: int) -> str:
-    """`slow_tensor_parallel` of a run, its cost by formula; degrees resolved. `itemsize`: bytes of a hidden state."""
+    """Return the warning of `slow_tensor_parallel` for a run with resolved degrees, "" if there is none.
+
+    itemsize: bytes of one element of the hidden states.
+    """
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
     sent = tensor_parallel_bytes(config.model, config.training, config.parallel, itemsize)
     return slow_tensor_parallel(config.parallel.tp, ranks_on_node, sent, hardware)
 
 
 def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, itemsize: int) -> float:
-    """What a rank sends over tp in a step, degrees resolved, without embedding, head and recomputation.
+    """Return the bytes that a rank sends over tp in a step, without embedding, head and recomputation.
 
-    Two all-reduces of the hidden states a block forward and two backward, 2 (t - 1) / t each in a ring, or with
-    sequence parallelism the same bytes by other names (Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
+    A block all-reduces its hidden states (B, S, D) twice forward and twice backward; an all-reduce sends 2 (t - 1) / t
+    of them in a ring of t ranks (Narayanan et al. 2021, arXiv 2104.04473, section 3.2). With sequence parallelism these
+    bytes are sent by all-gathers and reduce-scatters instead. The degrees of `parallel` are resolved.
     """
     tokens = training.global_batch_size // parallel.data_ranks * (training.sequence_length // parallel.cp)
     blocks = model.layers / parallel.pp
@@ -147,7 +170,7 @@ def tensor_parallel_bytes(model: Model, training: Training, parallel: Parallel, 
 
 
 def unknown_cluster(name: str) -> str:
-    """Return what is wrong with the name of a cluster that has no file; "" if it has one."""
+    """Return why a cluster's name is invalid: it has no file; "" if it has one."""
     if name.endswith(".toml"):
         return "" if Path(find_config(name)).is_file() else f"{shown(name)}: no such file"
     names = sorted(file.stem for file in FOLDER.glob("*.toml"))
@@ -159,9 +182,9 @@ def unknown_cluster(name: str) -> str:
 
 
 def read_cluster(name: str, errors: list[str]) -> Hardware | None:
-    """Return a cluster of train_configs/clusters, or of a TOML file.
+    """Return the cluster with this name in train_configs/clusters, or that of a TOML file.
 
-    None, after a line in `errors` for each thing that is wrong, if the file is missing or invalid.
+    Return None if the file is missing or invalid, after adding a line to `errors` for each fault.
     """
     file = name if name.endswith(".toml") else str(FOLDER / f"{name}.toml")
     layer = read_files(file, errors)
@@ -169,28 +192,44 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
         return None
     faults: list[Fault] = []
     hardware: Hardware = read_table(Hardware, layer.table, faults)
-    wrong = [(fault.path, fault.message) for fault in faults]
-    if not wrong:
-        wrong = list(_problems(hardware, layer.table))
-    for path, message in wrong:
-        errors.append(f"{layer.origins.get(path, file)}: {dotted(path)}: {message}")
-    return None if wrong else hardware
+    if not faults:
+        faults = [*missing_keys(layer.table), *invalid_links(hardware)]
+    for fault in faults:
+        line = layer.origins.get(fault.path, file)
+        errors.append(f"{line}: {dotted(fault.path)}: {fault.message}")
+    return None if faults else hardware
 
 
-def _problems(hardware: Hardware, table: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """What is left out, or does not fit together."""
-    tables: list[tuple[KeyPath, type, dict[str, Any]]] = [
-        ((), Hardware, table),
-        (("peak",), PeakRates, table.get("peak", {})),
-        (("attention",), AttentionRates, table.get("attention", {})),
+class _Section(NamedTuple):
+    """One table of a cluster file."""
+
+    path: KeyPath
+    kind: type
+    """dataclass whose fields are the keys of the table"""
+    table: dict[str, Any]
+
+
+def missing_keys(table: dict[str, Any]) -> Iterator[Fault]:
+    """Yield a fault for each required key that a cluster file lacks."""
+    sections = [
+        _Section((), Hardware, table),
+        _Section(("peak",), PeakRates, table.get("peak", {})),
+        _Section(("attention",), AttentionRates, table.get("attention", {})),
     ]
-    tables += [(("links", str(index)), Link, link) for index, link in enumerate(table.get("links", []))]
-    for path, kind, written in tables:
-        names = {key.name for key in fields(kind)} - {*written, "float8", "constants"}
-        yield from (((*path, name), "is left out") for name in sorted(names))
-    spans = [link.gpus for link in hardware.links]
+    for index, link in enumerate(table.get("links", [])):
+        sections.append(_Section(("links", str(index)), Link, link))
+    for section in sections:
+        for name in sorted(key.name for key in fields(section.kind)):
+            if name not in section.table and name not in OPTIONAL:
+                yield Fault((*section.path, name), "required key is missing")
+
+
+def invalid_links(hardware: Hardware) -> Iterator[Fault]:
+    """Yield a fault for each link that does not fit the others or the node."""
     for index, (inner, outer) in enumerate(pairwise(hardware.links), start=1):
         if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:
-            yield ("links", str(index), "gpus"), f"{outer.gpus} must be a multiple of the {inner.gpus} of {inner.name}"
+            message = f"{outer.gpus} must be a multiple of the {inner.gpus} of {inner.name}"
+            yield Fault(("links", str(index), "gpus"), message)
+    spans = [link.gpus for link in hardware.links]
     if spans and hardware.gpus_per_node not in spans:
-        yield ("links",), f"none has gpus = {hardware.gpus_per_node}, those of a node"
+        yield Fault(("links",), f"none has gpus = {hardware.gpus_per_node}, the number on a node (gpus_per_node)")

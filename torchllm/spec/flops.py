@@ -21,24 +21,30 @@ from torchllm.config import Model, Recompute
 
 
 class Matrices(NamedTuple):
-    """Elements of one model's weight matrices."""
+    """Numbers of elements in one model's weight matrices."""
 
     attention: int
     """q, k, v and output projection of one block"""
     ffn: int
     """feed-forward layer of one block"""
     down: int
-    """the last of those: the feed-forward layer's output projection"""
+    """output projection of the feed-forward layer, included in `ffn`"""
     head: int
-    """output projection, one with the embedding when tied"""
+    """output projection; when tied, the embedding is the same matrix"""
 
 
 def matrices(model: Model) -> Matrices:
     """Return the sizes of the weight matrices that tokens are multiplied with."""
-    attention = 2 * model.hidden * (model.heads + model.kv) * model.head_width
+    q_and_output = 2 * model.hidden * model.heads * model.head_width
+    k_and_v = 2 * model.hidden * model.kv * model.head_width
     down = model.hidden * model.ffn
-    ffn = (3 if model.features.gated_ffn else 2) * down
-    return Matrices(attention, ffn, down, model.vocab * model.hidden)
+    ffn_matrices = 3 if model.features.gated_ffn else 2
+    return Matrices(
+        attention=q_and_output + k_and_v,
+        ffn=ffn_matrices * down,
+        down=down,
+        head=model.vocab * model.hidden,
+    )
 
 
 def parameter_count(model: Model) -> int:
@@ -46,15 +52,19 @@ def parameter_count(model: Model) -> int:
     sizes = matrices(model)
     norms = (2 * model.layers + 1) * model.hidden
     count = model.layers * (sizes.attention + sizes.ffn) + norms
-    count += sizes.head * (1 if model.tied_embeddings else 2)
+    count += sizes.head
+    if not model.tied_embeddings:
+        count += sizes.head
     if model.qk_norm:
         count += model.layers * 2 * model.head_width
     if model.features.norm == "layer":
         count += norms  # a bias as long as the weight
     if model.features.biases:
-        of_attention = (model.heads + 2 * model.kv) * model.head_width + model.hidden
-        of_ffn = (2 if model.features.gated_ffn else 1) * model.ffn + model.hidden
-        count += model.layers * (of_attention + of_ffn)
+        qkv_biases = (model.heads + 2 * model.kv) * model.head_width
+        wide_biases = 2 if model.features.gated_ffn else 1
+        ffn_biases = wide_biases * model.ffn
+        output_biases = 2 * model.hidden  # of attention and of the feed-forward layer
+        count += model.layers * (qkv_biases + ffn_biases + output_biases)
     if model.features.learned_positions:
         count += model.max_sequence_length * model.hidden
     return count
@@ -71,14 +81,16 @@ def flops_per_token(model: Model, sequence_length: int, pairs: float | None = No
     pairs: keys that a query sees, on average; None: all S of them, as PaLM counts.
     """
     keys = sequence_length if pairs is None else pairs
-    return 6 * parameter_count(model) + 12 * model.layers * model.heads * model.head_width * keys
+    attention = 12 * model.layers * model.heads * model.head_width * keys
+    return 6 * parameter_count(model) + attention
 
 
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass as it runs, attention unmasked; the backward pass is twice that."""
     sizes = matrices(model)
     attention = 4 * model.heads * model.head_width * sequence_length  # scores, and their product with the values
-    return model.layers * (2 * (sizes.attention + sizes.ffn) + attention) + 2 * sizes.head
+    block = 2 * (sizes.attention + sizes.ffn) + attention
+    return model.layers * block + 2 * sizes.head
 
 
 def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
@@ -90,7 +102,8 @@ def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_leng
     """
     sizes = matrices(model)
     ffn, down = 2 * sizes.ffn, 2 * sizes.down
-    block = 2 * sizes.attention + 4 * model.heads * model.head_width * sequence_length + ffn
+    attention = 4 * model.heads * model.head_width * sequence_length
+    block = 2 * sizes.attention + attention + ffn
     size = recompute_interval(recompute, model.layers)
     runs = math.ceil(model.layers / size)
     by_mode = {
@@ -107,7 +120,9 @@ def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_leng
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:
     """Return `recompute.k` with its default filled in."""
-    return recompute.k or (2 if recompute.mode == "every_k" else round(math.sqrt(layers)))
+    if recompute.k:
+        return recompute.k
+    return 2 if recompute.mode == "every_k" else round(math.sqrt(layers))
 
 
 def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
@@ -122,9 +137,10 @@ class DevicePeak(NamedTuple):
     name: str
     """regular expression of the whole device name, without NVIDIA and GeForce"""
     bfloat16: float
-    """with float32 accumulation"""
+    """rate with float32 accumulation"""
     tf32: float
     source: str
+    """data sheet or white paper that gives the rates"""
 
 
 # FOOTGUN: data sheets print the figure with 2:4 sparsity, twice the dense one that is here. Names are matched whole: an

@@ -1,8 +1,8 @@
-"""One row a kind of parameter: which names, what it is, how it is cut and how it starts.
+"""One row for each kind of parameter: its names, how it is sharded over tp, how it is initialized, whether it decays.
 
-Read by `parallel/tensor.py` (the cut), by the initialisation (the start), by the optimizer (what is decayed) and by the
-planner (sizes per rank), so it imports no torch. Names are canonical: those of Hugging Face's Llama, without the
-prefixes that wrappers add. Every parameter of every model matches exactly one row (tested).
+The table is read by `parallel/tensor.py` (the cut), `parallel/initialize.py` (the start), the optimizer (weight decay)
+and the planner (sizes per rank), so it imports no torch. Names are canonical: those of Hugging Face's Llama, without
+the prefixes that wrappers add. Every parameter of every model matches exactly one row (tested).
 
 Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, S positions.
 """
@@ -21,9 +21,11 @@ class ParameterRule(NamedTuple):
     """One kind of parameter."""
 
     pattern: str
+    """regular expression of the whole canonical name"""
     cut: Cut
     start: Start
     decayed: bool
+    """whether the optimizer applies weight decay to it"""
 
 
 PARAMETER_RULES = (
@@ -49,12 +51,12 @@ _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what recompute and compile wrappers put into it."""
+    """Return a parameter's name without the prefixes that wrappers of recompute and compile insert."""
     return _WRAPPERS.sub("", name)
 
 
 def rule_of(name: str) -> ParameterRule:
-    """The one row that a canonical name matches; KeyError names a parameter that the table forgot."""
+    """Return the row that a canonical name matches. KeyError if the table has no row for the parameter."""
     for rule in PARAMETER_RULES:
         if re.fullmatch(rule.pattern, name):
             return rule

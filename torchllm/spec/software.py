@@ -1,4 +1,4 @@
-"""What a training framework does that its layout does not say, and the six constants it is fitted by. No torch.
+"""What a training framework does that a layout does not say, and the six constants that are fitted. No torch.
 
 Facts are read from its source or paper. Constants are the same for every model, sequence length and number of GPUs;
 what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks that run on it.
@@ -14,89 +14,90 @@ AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted, at most six, each with its unit."""
+    """The constants that `recipes/plan.py calibrate` fits to measurements, each with its unit."""
 
     launch: float = 5e-6
-    """seconds between two kernels, and of their start and end, in which a GPU computes next to nothing"""
+    """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
     traffic: float = 1.2
-    """bytes that elementwise kernels move over those that the formulas count"""
+    """bytes that elementwise kernels move, divided by the bytes that the formulas count"""
     exposed: float = 0.5
-    """share of what could be hidden behind compute that is not: gathers, reductions (1: nothing overlaps)"""
+    """share of the gathers and reductions that could overlap with computation but does not (1: nothing overlaps)"""
     wait: float = 2e-5
     """seconds that a collective of tensor parallelism waits for its slowest rank, and a pipeline stage for the next"""
     flush: float = 0.5
-    """micro batches whose time a pipeline loses in a step beyond its bubble"""
+    """time that a pipeline loses in a step beyond its bubble, in micro batches"""
     allocator: float = 1.17
-    """memory reserved over memory in use, of what comes and goes within a step"""
+    """bytes reserved divided by bytes in use, for tensors that are allocated and freed within a step"""
 
 
 UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "flush": "micro batches", "allocator": "x"}
-"""of the constants"""
+"""unit of each constant; x: a ratio"""
 
 
 @dataclass(frozen=True)
 class Software:
-    """One framework. Sizes in bytes a parameter or element."""
+    """One training framework. Sizes are in bytes per parameter or per element unless they say otherwise."""
 
     name: str = "torchllm"
     weights: float = 2.0
-    """working copy of a weight, where there is one beside the states"""
+    """working copy of a weight, if there is one beside the states"""
     gradients: float = 4.0
-    """gradient as it is kept and reduced"""
+    """a gradient, as it is stored and reduced"""
     gathered: float = 2.0
-    """a weight as it is sent to be gathered"""
+    """a weight, as it is sent in an all-gather"""
     states: float = 12.0
     """master weight and moments"""
     reserve: float = 2.0e9
-    """bytes of a device that no tensor and no allocator has: CUDA context, NCCL's buffers, libraries"""
+    """bytes per device outside the allocator: CUDA context, NCCL's buffers, libraries"""
     peaks_allocated: bool = False
-    """its measured peaks are of what tensors hold; False: of what the allocator has reserved"""
+    """True: its measured peaks are bytes that tensors hold; False: bytes that the allocator has reserved"""
     fsdp: bool = True
-    """weights are float32 shards, gathered in 16 bits; False: a 16-bit copy beside the states"""
+    """True: weights are float32 shards, gathered in 16 bits; False: a 16-bit copy is stored beside the states"""
     temporary_gradients: float = 2.0
     """a weight's gradient of one micro batch, until it is added to the step's"""
     gradient_copies: float = 0.0
-    """of all gradients, to send them: buckets, flat buffers; 0 where they are sent from where they are"""
+    """buffers from which gradients are sent (buckets, flat buffers); 0: they are sent in place"""
     kept_logits: float = 4.0
-    """of a token and row of the vocabulary, from the loss's forward to its backward"""
+    """bytes per logit from the forward of the loss to its backward"""
     logits_forward: float = 10.0
-    """and at the peak of its forward: 16 bits, float32, and their shifted or normalised selves"""
+    """bytes per logit at the peak of that forward: 16 bits, float32, and shifted or normalized copies"""
     logits_backward: float = 12.0
-    """and of its backward"""
+    """bytes per logit at the peak of that backward"""
     keeps_gathered: bool = True
-    """with sequence parallelism, what a product reads is kept as it was gathered; False: it is gathered again"""
+    """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
     fused_scores: float = 2.0
-    """bytes of a score that a fused softmax keeps: its result"""
+    """bytes per score that a fused softmax stores: its result"""
     eager_scores: float = 6.0
-    """bytes of a score that a plain softmax keeps: float32, and 16 bits for the product with the values"""
+    """bytes per score that a plain softmax stores: float32, and 16 bits for the product with the values"""
     vocab_parallel: bool = True
-    """tp shares the head and the logits"""
+    """True: the head and the logits are sharded over tp"""
     whole_logits: bool = False
-    """the logits of all tp ranks are gathered, and each computes the loss of all of them"""
+    """True: the logits of all tp ranks are gathered, and each rank computes the loss of all of them"""
     recomputes_attention_only: bool = False
-    """recompute.mode selective is attention's core (Korthikanti et al.), not all but products and attention"""
+    """True: recompute.mode selective recomputes the core of attention (Korthikanti et al. 2022, arXiv 2205.05198);
+    False: everything except matrix products and attention"""
     keeps_every_other: bool = False
-    """recompute.mode selective keeps every other product, not all"""
+    """True: recompute.mode selective stores every second matrix product; False: all of them"""
     recomputes_whole_blocks: bool = True
-    """the last product of a recomputed block is computed again too"""
+    """True: the last product of a recomputed block is computed again too"""
     dropout: bool = False
-    """three dropouts a block, whose masks are kept"""
+    """True: each block has three dropouts, whose masks are stored"""
     fused_elementwise: bool = False
-    """bias, activation, dropout and residual in one kernel each"""
+    """True: bias, activation, dropout and residual are fused into one kernel each"""
     one_card: bool = False
-    """gathers of sharded weights go over one network card of a node, not over all"""
+    """True: gathers of sharded weights use one network card per node; False: all cards"""
     overlaps_tensor_parallel: bool = False
-    """tensor parallelism's collectives of the backward run beside the gradients of the weights"""
+    """True: tensor parallelism's collectives in the backward overlap with the gradients of the weights"""
     overlaps_reduction: bool = False
-    """gradients are reduced while the last backward computes"""
+    """True: gradients are reduced while the last backward computes"""
     attention: AttentionKernel = "flash2"
-    """where a measurement does not say"""
+    """kernel, if a measurement does not say"""
     fused_norm: bool = False
-    """RMSNorm in one kernel, where a measurement does not say"""
+    """whether RMSNorm is one kernel, if a measurement does not say"""
     default_sequence_parallel: bool = False
-    """where a measurement does not say"""
+    """whether sequences are split over tp, if a measurement does not say"""
     default_zero_stage: int = 3
-    """where a measurement does not say"""
+    """ZeRO stage, if a measurement does not say"""
     default_vocab: int = 51200
-    """where a measurement does not say: GPT-2's, made divisible"""
+    """rows of the embedding, if a measurement does not say: GPT-2's, made divisible"""
     constants: Constants = Constants()
