@@ -1,11 +1,10 @@
 """Recomputation: the same gradients to the bit, the memory that was promised, nothing computed or sent in vain."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,8 +59,10 @@ def built(model: Model, recompute: Recompute) -> Decoder:
 
 
 def inputs(model: Model) -> tuple[Tensor, Tensor, None, Tensor]:
-    tokens = torch.randint(model.vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None, tokens
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab, (BATCH, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    return tokens, positions, None, tokens
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt", "eager")])
@@ -109,9 +110,18 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+class Memory(NamedTuple):
+    """Bytes of the tensors that a step makes."""
+
+    saved: int
+    """between forward and backward"""
+    peak: int
+
+
 @functools.cache
-def memory(model: Model, recompute: Recompute) -> tuple[int, int]:
-    """Bytes kept between forward and backward, and the most that lived during the step."""
+def memory(layers: int, recompute: Recompute) -> Memory:
+    """Measure one step of a model of so many blocks."""
+    model = replace(SMALL, layers=layers)
     decoder = built(model, recompute)
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)  # of every mode alike, so not to be counted
@@ -120,43 +130,51 @@ def memory(model: Model, recompute: Recompute) -> tuple[int, int]:
         loss = decoder(*batch)
         saved = live.now
         loss.backward()
-    return saved, live.most
+    return Memory(saved, live.most)
 
 
 def test_each_mode_keeps_less_than_the_one_before() -> None:
-    model = replace(SMALL, layers=8)
     order = [Recompute(), Recompute("ffn"), Recompute("every_k", 2), Recompute("full"), Recompute("segment", 4)]
-    saved = [memory(model, recompute)[0] for recompute in order]
+    saved = [memory(8, recompute).saved for recompute in order]
     assert saved == sorted(saved, reverse=True)
     assert len(set(saved)) == len(saved), saved
-    selective = memory(model, Recompute("selective"))[0]
-    assert memory(model, Recompute("full"))[0] < selective < saved[0]
+    none = memory(8, Recompute()).saved
+    selective = memory(8, Recompute("selective")).saved
+    full = memory(8, Recompute("full")).saved
+    assert full < selective < none
 
 
 def test_kept_bytes_of_full_and_segment() -> None:
     """The blocks' inputs, (B, S, D) each, and nothing else of them."""
     for recompute in (Recompute("full"), Recompute("segment", 1), Recompute("segment", 2), Recompute("segment", 4)):
-        growth = memory(replace(SMALL, layers=8), recompute)[0] - memory(replace(SMALL, layers=4), recompute)[0]
-        assert growth == 4 // (recompute.k or 1) * HIDDEN_BYTES, recompute
+        growth = memory(8, recompute).saved - memory(4, recompute).saved
+        inputs_of_segments = 4 // (recompute.k or 1)
+        assert growth == inputs_of_segments * HIDDEN_BYTES, recompute
 
 
 def test_segments_take_memory_that_grows_with_the_root_of_the_layers() -> None:
     """L = 4, 16, 36: the inputs of 2, 4, 6 segments are kept, and 2, 4, 6 blocks live while one is recomputed."""
-    layers = (4, 16, 36)
-    assert [recompute_interval(Recompute("segment"), count) for count in layers] == [2, 4, 6]
-    pairs = [memory(replace(SMALL, layers=count), Recompute("segment")) for count in layers]
-    saved, peaks = ([b - a for a, b in itertools.pairwise(values)] for values in zip(*pairs, strict=True))
-    assert saved == [2 * HIDDEN_BYTES] * 2
+    segment = Recompute("segment")
+    assert [recompute_interval(segment, layers) for layers in (4, 16, 36)] == [2, 4, 6]
+    four = memory(4, segment)
+    sixteen = memory(16, segment)
+    thirty_six = memory(36, segment)
+    assert sixteen.saved - four.saved == 2 * HIDDEN_BYTES
+    assert thirty_six.saved - sixteen.saved == 2 * HIDDEN_BYTES
     # linear in sqrt(L), to the byte: each step is two inputs and two blocks, which may share a tensor at their border
-    a_block = memory(replace(SMALL, layers=8), Recompute())[0] - memory(replace(SMALL, layers=4), Recompute())[0]
-    assert peaks[0] == peaks[1]
-    assert 2 * a_block // 4 <= peaks[0] <= 2 * (a_block // 4 + HIDDEN_BYTES)
+    four_blocks = memory(8, Recompute()).saved - memory(4, Recompute()).saved
+    growth = sixteen.peak - four.peak
+    assert thirty_six.peak - sixteen.peak == growth
+    assert 2 * four_blocks // 4 <= growth <= 2 * (four_blocks // 4 + HIDDEN_BYTES)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute("full")], ids=ids)
 def test_without_segments_it_grows_with_the_layers(recompute: Recompute) -> None:
-    peaks = [memory(replace(SMALL, layers=count), recompute)[1] for count in (4, 8, 16)]
-    assert peaks[2] - peaks[1] == 2 * (peaks[1] - peaks[0]) > 0
+    four = memory(4, recompute).peak
+    eight = memory(8, recompute).peak
+    sixteen = memory(16, recompute).peak
+    assert eight > four
+    assert sixteen - eight == 2 * (eight - four)
 
 
 # forwards in a step of 5 blocks: of whole blocks, attention cores, and feed-forward layers
@@ -194,16 +212,19 @@ TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size
 def sent_over_tp(layout: Settings) -> dict[str, int]:
     """Collectives of a step, by mode."""
     modes = ("none", "selective", "full", "segment", "ffn")
-    events = {mode: traced({**layout, "recompute.mode": mode}) for mode in modes}
-    return {
-        mode: sum(isinstance(e, Collective) and e.axis == "tp" for e in recorded) for mode, recorded in events.items()
-    }
+    counts = {}
+    for mode in modes:
+        events = traced({**layout, "recompute.mode": mode})
+        over_tp = [event for event in events if isinstance(event, Collective) and event.axis == "tp"]
+        counts[mode] = len(over_tp)
+    return counts
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_collectives_that_are_sent_again(sequence_parallel: bool) -> None:
     """selective keeps what was sent; the others send a recomputed block's again but the last, which ends it."""
-    sent = run(sent_over_tp, 2, {**TP, "parallel.sequence_parallel": sequence_parallel})[0]
+    layout = {**TP, "parallel.sequence_parallel": sequence_parallel}
+    sent = run(sent_over_tp, 2, layout)[0]
     a_block = 4 if sequence_parallel else 2
     assert sent["selective"] == sent["none"]
     assert sent["full"] == sent["none"] + 2 * (a_block - 1)
