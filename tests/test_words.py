@@ -1,0 +1,63 @@
+"""The English of what users read: words that sounded foreign in earlier texts do not come back."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import ROOT
+from tests.user_texts import user_texts
+
+INSTEAD = {
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bseldom(er)?\b": "rarely, less often",
+    r"\boftener\b": "more often",
+    r"\bfor want of\b": "without, because of too little",
+    r"\b(is|are) left out\b": "is missing, is omitted",
+    r"\bof its own accord\b": "by itself",
+    r"\bthe (paper|lecture)\b": "the name of the work, as in docs/references.md",
+    r"\bDESIGN\b": "nothing: no such file is in this repository",
+    r"\b(bytes|FLOPs?|messages|numbers|samples|seconds|steps|tokens) an? [a-z]+": "per",
+}
+"""pattern -> what plain English has for it"""
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def foreign_words(text: str) -> list[str]:
+    """Return what a text says that plain English says otherwise, each with a proposal."""
+    found = []
+    for pattern, proposal in INSTEAD.items():
+        for match in re.finditer(pattern, text):
+            found.append(f"{match.group(0)!r}: say {proposal!r}")
+    return found
+
+
+def test_the_list_of_texts_has_errors_help_and_shell_messages() -> None:
+    texts = list(user_texts(ROOT))
+    shell = [text for place, text in texts if place.startswith("run_train.sh")]
+    help_texts = [text for place, text in texts if place.startswith("torchllm/config/schema.py")]
+    assert any(text.startswith("RECIPE=$recipe: ") for text in shell)
+    assert any("did you mean" in text for _, text in texts)
+    assert any(text.startswith("peak learning rate") for text in help_texts)
+
+
+def test_a_foreign_word_is_found() -> None:
+    assert foreign_words("tokens a rank, for want of memory") == [
+        "'for want of': say 'without, because of too little'",
+        "'tokens a rank': say 'per'",
+    ]
+
+
+@pytest.mark.parametrize("folder", ["recipes", "run_train.sh", "torchllm"])
+def test_users_read_plain_english(folder: str) -> None:
+    wrong = []
+    for place, text in user_texts(ROOT):
+        if place.startswith(folder):
+            wrong += [f"{place}: {word}" for word in foreign_words(text)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_in_plain_english(page: Path) -> None:
+    assert not foreign_words(page.read_text(encoding="utf-8"))
