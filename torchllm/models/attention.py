@@ -1,8 +1,8 @@
 """Causal self-attention: projections around a replaceable core.
 
 A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
-reads key-value head h // (H / K). Its `mask(document_ids)` makes, once a forward, what it needs to keep a token from
-seeing later tokens and other documents. Parallelism replaces the core (context parallel) or gives it fewer heads
+reads key-value head h // (H / K). Its `mask(document_ids)` returns, once per forward, what it needs to hide later
+tokens and other documents from a token. Parallelism replaces the core (context parallel) or gives it fewer heads
 (tensor parallel); generation wraps it (`CachedAttention`).
 """
 
@@ -20,7 +20,7 @@ from torchllm.models.layers import RMSNorm, Rotary, rotate
 
 
 class Attention(nn.Module):
-    """q, k, v projections, norms of q and k and rotary positions if the model has them, the core, output projection."""
+    """Projects to q, k, v, applies qk-norm and rotary positions if the model has them, the core and o_proj."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.core: Any = CORES[model.attention]()
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
-        """x (B, S, D) -> (B, S, D)"""
+        """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
         heads = (-1, self.head_width)
         q = self.q_proj(x).unflatten(-1, heads)
         k = self.k_proj(x).unflatten(-1, heads)
@@ -51,14 +51,23 @@ class Attention(nn.Module):
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Which key each query may see, (B, 1, S, S) bool: not later, and of the same document. document_ids: (B, S)."""
+    """Return which keys a query may see, (B, 1, S, S) bool: those of its document that are not later.
+
+    document_ids: (B, S).
+    """
     length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
+    same_document = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    visible = same_document & causal_mask(length, length, document_ids.device)
+    return visible.unsqueeze(1)  # the same for all heads
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return which keys a query may see, (queries, keys) bool: those that are not later."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
 class EagerAttention(nn.Module):
-    """Plain products and a softmax: the reference of the tests; compiled it is the fused-softmax kernel."""
+    """Computes plain products and a softmax: the tests' reference. Compiled, its softmax is one fused kernel."""
 
     @staticmethod
     def mask(document_ids: Tensor | None) -> Tensor | None:
@@ -66,30 +75,35 @@ class EagerAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
-            mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
-        groups = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * q.shape[-1] ** -0.5
+            mask = causal_mask(q.shape[1], k.shape[1], q.device)
+        queries_per_key = q.shape[2] // k.shape[2]
+        k = k.repeat_interleave(queries_per_key, dim=2)
+        v = v.repeat_interleave(queries_per_key, dim=2)
+        scale = q.shape[-1] ** -0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * scale
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 class ScaledDotProductAttention(nn.Module):
-    """torch's scaled_dot_product_attention: the fastest kernel it has for the device."""
+    """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device."""
 
     @staticmethod
     def mask(document_ids: Tensor | None) -> Tensor | None:
         return None if document_ids is None else document_mask(document_ids)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return out.transpose(1, 2)
 
 
 class FlashAttention(nn.Module):
-    """The flash-attn package's kernel; causal only, so the config refuses it with document masks."""
+    """Calls the kernel of the flash-attn package. It is causal only, so the config refuses it with document masks.
+
+    UserError if the package is not installed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +125,10 @@ class FlashAttention(nn.Module):
 
 
 class FlexAttention(nn.Module):
-    """torch's FlexAttention: skips blocks of the document mask that nothing sees. It has no backward on a CPU."""
+    """Calls torch's FlexAttention, which skips blocks of the document mask that no query sees.
+
+    It has no backward on a CPU: UserError there.
+    """
 
     @staticmethod
     def mask(document_ids: Tensor | None) -> Any:
@@ -129,14 +146,17 @@ class FlexAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if q.device.type == "cpu" and q.requires_grad:
             raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = _causal_block_mask(q.shape[2], q.device) if mask is None else mask
-        return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        if mask is None:
+            mask = _causal_block_mask(q.shape[1], q.device)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
+        grouped = q.shape[1] != k.shape[1]
+        out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
 
 @cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    """FlexAttention is a kernel only when compiled; one compilation serves every layer."""
+    """Return FlexAttention compiled, without which it is no fused kernel; one compilation serves all layers."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
@@ -150,9 +170,10 @@ def _causal_block_mask(length: int, device: torch.device) -> Any:
 
 
 class CachedAttention(nn.Module):
-    """A core that remembers the keys and values it has seen, for generation one token at a time.
+    """A core that caches the keys and values of earlier calls, for generation one token at a time.
 
-    The first call (the prompt) goes to the wrapped core; each later call brings one token, which may see all before it.
+    The first call (the prompt) goes to the wrapped core. Each later call brings one token, which sees all tokens before
+    it.
     """
 
     def __init__(self, core: Any) -> None:
@@ -166,9 +187,12 @@ class CachedAttention(nn.Module):
         if self.keys is None or self.values is None:
             self.keys, self.values = k, v
             return self.core(q, k, v, mask)
-        self.keys, self.values = torch.cat((self.keys, k), dim=1), torch.cat((self.values, v), dim=1)
-        q, k, v = (x.transpose(1, 2) for x in (q, self.keys, self.values))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        self.keys = torch.cat((self.keys, k), dim=1)
+        self.values = torch.cat((self.values, v), dim=1)
+        q, k, v = q.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2)  # (B, H, S, Q)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
 
 CORES: dict[str, type[nn.Module]] = {

@@ -1,8 +1,8 @@
-"""One decoder, made of the features that its model asks for (`config.Features`): Llama, GPT, Qwen.
+"""The decoder, built from the features of its model (`config.Features`): Llama, GPT, Qwen.
 
-Plain PyTorch: nothing here knows of ranks. What parallelism needs from it: blocks in a ModuleDict keyed by their global
-index, ends that a pipeline stage may lack, positions and document ids as inputs, and replaceable parts (attention core,
-norm kernel, cross entropy, `run_blocks`).
+It is plain PyTorch and knows nothing of ranks. Parallelism relies on these: blocks are in a ModuleDict keyed by their
+global index, a pipeline stage may lack either end, positions and document ids are inputs, and some parts are
+replaceable (attention core, norm kernel, cross entropy, `run_blocks`).
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotar
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Adds attention and the feed-forward layer, each with a norm before it, to the residual stream."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -27,27 +27,27 @@ class Block(nn.Module):
         self.mlp = build_feed_forward(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
-        """x (B, S, D) -> (B, S, D)"""
+        """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
-    """The blocks in their order."""
+    """Run the blocks one after the other: x (B, S, D) -> (B, S, D)."""
     for block in blocks:
         x = block(x, rotary, mask)
     return x
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head. A pipeline stage has a part of the blocks and maybe no embedding or no head."""
+    """Embedding, blocks, norm and head. A pipeline stage has some of the blocks and may lack either of the ends."""
 
     def __init__(self, model: Model, loss_chunk: int) -> None:
         super().__init__()
         self.model = model
         self.embeds = True
-        """whether the input is tokens; False on a pipeline stage that gets hidden states (the last one of a tied model
-        has `embed_tokens` all the same, for its head's weight)"""
+        """whether the input is tokens; False on a pipeline stage that receives hidden states (the last stage of a tied
+        model has `embed_tokens` nevertheless, as its head's weight)"""
         self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab, model.hidden)
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
@@ -61,8 +61,7 @@ class Decoder(nn.Module):
     def tie_embeddings(self) -> None:
         """Make the head use the embedding's parameter if the model says so.
 
-        FOOTGUN: `parallelize_module` and `to_empty` each replace parameters and so untie them without a word; both are
-        followed by this call.
+        FOOTGUN: `parallelize_module` and `to_empty` replace parameters, which unties them silently; call this after.
         """
         if self.model.tied_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]
@@ -70,10 +69,10 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
-        """Tokens to the sum of the loss, or to logits when there are no labels.
+        """Return the sum of the loss, (); without labels logits (B, S, V); without a head hidden states (B, S, D).
 
-        x: (B, S) tokens, or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
-        (B, S); document_ids None: every earlier token is seen. Returns (), (B, S, V), or (B, S, D) without the head.
+        x: tokens (B, S), or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
+        (B, S). document_ids None: a token sees all tokens before it.
         """
         if self.embeds and self.embed_tokens is not None:
             x = self.embed_tokens(x)
@@ -87,14 +86,14 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x), labels)
 
     def mask(self, document_ids: Tensor | None) -> Any:
-        """What the attention cores need to hide later tokens and other documents; made once for all blocks."""
+        """Return what the attention cores need to hide later tokens and other documents; it serves all blocks."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
         return first.core.mask(document_ids)
 
 
 def build_model(model: Model, loss_chunk: int = 0) -> Decoder:
-    """The decoder with uninitialised weights; under `torch.device("meta")` it takes no memory.
+    """Return the decoder with uninitialized weights; under `torch.device("meta")` it takes no memory.
 
-    loss_chunk: tokens whose logits exist at a time; 0: all of a micro batch.
+    loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch.
     """
     return Decoder(model, loss_chunk)

@@ -19,16 +19,18 @@ IGNORED = -100
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log p(label) in nats over the labels that are not ignored. logits (N, V), labels (N) -> float32 ()"""
+    """Return the sum of -log p(label), in nats, over the labels that are not `IGNORED`.
+
+    logits (N, V), labels (N) -> () float32.
+    """
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 class Head(nn.Module):
-    """Hidden states and labels -> loss sum; without labels -> logits.
+    """Computes the sum of the loss from hidden states and labels, or logits if there are no labels.
 
-    Replaceable: `cross_entropy` (compiled, vocabulary-parallel) and `project` (its weight's gradient put off). With
-    `chunk` tokens, logits of that many tokens exist at a time and are computed again in the backward pass; 0: all at
-    once.
+    `cross_entropy` (compiled, vocabulary-parallel) and `project` (with its weight's gradient deferred) are replaceable.
+    If `chunk` is over 0, logits of only that many tokens exist at a time, and are computed again in the backward pass.
     """
 
     def __init__(self, model: Model, chunk: int) -> None:
@@ -38,18 +40,24 @@ class Head(nn.Module):
         self.chunk = chunk
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """hidden (B, S, D), labels (B, S) -> () float32; labels None -> logits (B, S, V)"""
+        """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V).
+
+        hidden: (B, S, D). labels: (B, S).
+        """
         if labels is None:
             return self.project(hidden)
-        rows, targets = hidden.flatten(0, 1), labels.flatten()
+        rows = hidden.flatten(0, 1)
+        targets = labels.flatten()
         if not self.chunk:
             return self._loss(rows, targets)
-        chunks = zip(rows.split(self.chunk), targets.split(self.chunk), strict=True)
-        return torch.stack([checkpoint(self._loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        losses = []
+        for some_rows, some_targets in zip(rows.split(self.chunk), targets.split(self.chunk), strict=True):
+            losses.append(checkpoint(self._loss, some_rows, some_targets, use_reentrant=False))
+        return torch.stack(losses).sum()
 
     def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
         return self.cross_entropy(self.project(rows), targets)
 
     def project(self, rows: Tensor) -> Tensor:
-        """(..., D) -> logits (..., V)"""
+        """Return the logits of hidden states: (..., D) -> (..., V)."""
         return F.linear(rows, self.weight)

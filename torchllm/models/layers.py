@@ -15,7 +15,10 @@ from torchllm.config import Model
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32. `kernel` is replaceable: compiled it is one fused pass over x."""
+    """Normalizes x by its root mean square: x / rms(x) * weight, computed in float32 (arXiv 1910.07467).
+
+    `kernel` is replaceable: compiled it is one fused pass over x.
+    """
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -24,12 +27,12 @@ class RMSNorm(nn.Module):
         self.kernel: Callable[..., Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)"""
+        """Normalize the last dimension of x: (..., width) -> (..., width)."""
         return self.kernel(x, self.weight, self.epsilon)
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) * weight + bias."""
+    """Normalizes x by its mean and deviation: (x - mean(x)) / std(x) * weight + bias (arXiv 1607.06450)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -39,31 +42,33 @@ class LayerNorm(nn.Module):
         self.kernel: Callable[..., Tensor] = layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)"""
+        """Normalize the last dimension of x: (..., width) -> (..., width)."""
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
 def build_norm(model: Model) -> nn.Module:
-    """Return the norm of the residual stream that the model asks for."""
+    """Return the norm of the residual stream, by `model.features.norm`, with uninitialized weights."""
     kind = RMSNorm if model.features.norm == "rms" else LayerNorm
     return kind(model.hidden, model.norm_epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return x / rms(x) * weight: x (..., width), weight (width) -> (..., width)."""
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Return the layer norm of x: x (..., width), weight and bias (width) -> (..., width)."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
 def build_feed_forward(model: Model) -> nn.Module:
-    """Return the feed-forward layer that the model asks for."""
+    """Return the feed-forward layer, by `model.features.gated_ffn`, with uninitialized weights."""
     return SwiGLU(model) if model.features.gated_ffn else GELUFeedForward(model)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), the gated feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
+    """Computes down(silu(gate(x)) * up(x)), the feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -73,12 +78,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)"""
+        """Transform each token: (B, S, D) -> (B, S, D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GELUFeedForward(nn.Module):
-    """down(gelu(up(x))), the feed-forward layer of GPT, with the tanh form of GELU."""
+    """Computes down(gelu(up(x))), the feed-forward layer of GPT, with the tanh form of GELU (arXiv 1606.08415)."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -87,39 +92,47 @@ class GELUFeedForward(nn.Module):
         self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, D) -> (B, S, D)"""
+        """Transform each token: (B, S, D) -> (B, S, D)."""
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
 
 
 Rotary = tuple[Tensor, Tensor]
-"""cosine and sine of every position's angles, each (B, S, Q / 2), float32"""
+"""cosine and sine of every position's angles, each (B, S, Q / 2) float32"""
 
 
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
-    """Angle per position of each pair of features, (Q / 2), with Llama 3.1's scaling for long contexts.
+    """Return the angle per position, in radians, of each pair of features, (Q / 2) float32.
 
-    Wavelengths over original_length / low_frequency_factor turn `rope_scaling_factor` times slower, those under
-    original_length / high_frequency_factor are kept, and between them the two are mixed linearly.
+    Angles are those of RoFormer (Su et al. 2021, arXiv 2104.09864), with Llama 3.1's scaling for long contexts: pairs
+    with a wavelength over original_length / low_frequency_factor turn `rope_scaling_factor` times slower, those under
+    original_length / high_frequency_factor are unchanged, and between these the two are mixed linearly.
     """
     exponents = torch.arange(0, model.head_width, 2, device=device, dtype=torch.float32) / model.head_width
-    kept = 1.0 / model.rope_theta**exponents
-    turns = model.rope_original_length * kept / (2 * math.pi)  # full turns within the original context
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    share_kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * share_kept + kept / model.rope_scaling_factor * (1.0 - share_kept)
+    unscaled = 1.0 / model.rope_theta**exponents
+    scaled = unscaled / model.rope_scaling_factor
+    turns = model.rope_original_length * unscaled / (2 * math.pi)  # full turns within the original context
+    low = model.rope_low_frequency_factor
+    high = model.rope_high_frequency_factor
+    share_unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled * share_unscaled + scaled * (1.0 - share_unscaled)
 
 
 def rotary_angles(model: Model, positions: Tensor) -> Rotary:
-    """positions (B, S) -> cos, sin. Computed in each forward, so there is no buffer to lose, shard or load."""
+    """Return cosine and sine of every position's angles, each (B, S, Q / 2) float32; positions: (B, S).
+
+    They are computed in each forward, so there is no buffer to lose, shard or load.
+    """
     angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the pairs (x[i], x[i + Q / 2]) by their position's angles: Hugging Face's "rotate half" layout.
+    """Rotate the pairs (x[i], x[i + Q / 2]) by the angles of their position: Hugging Face's "rotate half" layout.
 
-    x (B, S, H, Q) -> (B, S, H, Q) in x's type; the product is float32, as the angles are.
+    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The products are computed in float32, the type of the angles.
     """
-    cos, sin = (part.unsqueeze(2) for part in rotary)
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    cos, sin = rotary
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # the same for all heads
+    a, b = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return rotated.to(x.dtype)
