@@ -5,6 +5,7 @@ default process group, and returns what they returned, in order of rank. `functi
 module). A failing function fails only its test; ranks that died or hang are replaced.
 """
 
+import atexit
 import contextlib
 import itertools
 import multiprocessing as mp
@@ -129,4 +130,5 @@ def _forget_groups() -> None:
 
 
 POOL = Pool()
+atexit.register(POOL.stop)  # a script that uses the pool ends, although its ranks wait for more calls
 run = POOL.run

@@ -101,7 +101,7 @@ def test_a_contradiction_is_refused_and_an_idle_key_is_told(
     with pytest.raises(SystemExit, match="2"):
         load_config(["x.toml"])
     assert capsys.readouterr().err == (
-        'x.toml:2: optimizer.momentum: does nothing in this run: it needs optimizer.name = "sgd"\n'
+        'x.toml:2: optimizer.momentum: does nothing in this run: it needs optimizer.name = "sgd"; or remove it\n'
     )
     assert load_config(["x.toml", "--optimizer.name=sgd"]).parallel.cp_method == "ulysses"
     assert capsys.readouterr().err == (

@@ -249,7 +249,8 @@ def test_lowering_mends_only_the_layout(
     monkeypatch.setenv("NPROC", "6")
     assert refusal(capsys, lambda: load_config(["x.toml", "--check"])) == [
         "x.toml:7: recompute.k: 9 is over model.layers 4",
-        'x.toml:7: recompute.k: does nothing in this run: it needs recompute.mode = "segment" or "every_k"',
+        "x.toml:7: recompute.k: does nothing in this run: "
+        'it needs recompute.mode = "segment" or "every_k"; or remove it',
     ]
 
 

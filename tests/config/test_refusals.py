@@ -316,7 +316,8 @@ REFUSALS = {
         [
             'x.toml:3: training.micro_batch_size: must be a whole number of at least 1, not "2"',
             "x.toml:7: recompute.k: 3 is over model.layers 2",
-            'x.toml:7: recompute.k: does nothing in this run: it needs recompute.mode = "segment" or "every_k"',
+            "x.toml:7: recompute.k: does nothing in this run: "
+            'it needs recompute.mode = "segment" or "every_k"; or remove it',
         ],
     ),
     # Arguments.
@@ -412,7 +413,9 @@ REFUSALS = {
             for flag in ("--dry", "-n", "--check=1")
         ],
     ),
-    "JSON of a run": Refusal("", ["--json"], ["--run.json: does nothing in this run: it needs run.dry_run = true"]),
+    "JSON of a run": Refusal(
+        "", ["--json"], ["--run.json: does nothing in this run: it needs run.dry_run = true; or remove it"]
+    ),
     "layout that nobody plans": Refusal(
         "[parallel]\nlayout = 'auto'",
         [],

@@ -1,7 +1,7 @@
 """Learning-rate schedules: their values at the corners and their shapes between."""
 
 import math
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -9,6 +9,8 @@ from torchllm.config import Schedule
 from torchllm.optim.schedule import LearningRate
 
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
+NAMES = get_args(get_type_hints(Schedule)["name"])
+"""every schedule that a config may name"""
 
 
 def rates(**settings: Any) -> list[float]:
@@ -24,7 +26,7 @@ def nearly(rate: float) -> Any:
     return pytest.approx(rate, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("name", NAMES)
 def test_corners_and_monotony(name: str) -> None:
     curve = rates(name=name)
     assert curve[0] == pytest.approx(PEAK / WARMUP)  # the first step already learns

@@ -151,7 +151,8 @@ IDLE = (
 
 def contradictions(config: Config) -> list[Inert]:
     """Return the keys that do nothing because another key is set against them."""
-    return [*_unmet(config, CONTRADICTIONS), *_unused_source_keys(config.data.sources)]
+    unmet = [inert._replace(message=f"{inert.message}; or remove it") for inert in _unmet(config, CONTRADICTIONS)]
+    return [*unmet, *_unused_source_keys(config.data.sources)]
 
 
 def idle_keys(config: Config) -> list[Inert]:
