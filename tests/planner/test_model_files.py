@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.spec.test_model_sizes import FOLDER, load
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.dry_run.memory import left_by_forwards
+from torchllm.dry_run.memory import saved_by_forwards
 from torchllm.dry_run.tracker import Tracker
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.planner.activations import block_activations
@@ -63,7 +63,7 @@ def traced_bytes(model: Model, stage: StageSize) -> int:
             result = run_stage(decoder, tokens)
             tracker.end_forward()
             tracker.mark("tail")
-            (left,) = left_by_forwards(tracker)
+            (left,) = saved_by_forwards(tracker)
             assert result.requires_grad  # until here the result holds all that its backward needs
     return left
 

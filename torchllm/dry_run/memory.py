@@ -1,4 +1,4 @@
-"""From what a tracker noted to memory by purpose: at the start, the end and the peak of every action of a step."""
+"""Turns the notes of a tracker into memory by purpose: at the start, the end and the peak of every action of a step."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -15,7 +15,7 @@ PURPOSES = {
     "optimizer": "moments",
     "gradients": "this rank's share, and sums of whole ones over micro batches",
     "gathered": "weights that are whole for a while, and what they are gathered in",
-    "activations": "kept from a forward for its backward",
+    "activations": "stored by a forward for its backward",
     "logits": "of the head, and what the loss makes of them",
     "inputs": "tokens, labels, positions of all of a step's micro batches",
     "buffers": "of what the other pipeline stages send",
@@ -24,24 +24,24 @@ PURPOSES = {
 
 
 class Span(NamedTuple):
-    """What happened from one mark to the next."""
+    """Memory and messages from one mark to the next."""
 
     name: str
     start: Bytes
     end: Bytes
     peak: Bytes
-    """when the sum was largest"""
-    most: Bytes
-    """of each purpose, when that was largest"""
+    """memory when the sum was largest"""
+    highest: Bytes
+    """for each purpose, its memory when that was largest"""
     sent: list[Sent]
 
     def above_start(self, level: Bytes) -> Bytes:
-        """Return what `level`, one of this span's, has over its start."""
+        """Return `level`, a level within this span, minus the level at its start."""
         return plus(level, self.start, -1)
 
 
 def purpose(held: Held, tracker: Tracker) -> str:
-    """Return what a storage is for; its life tells where nobody has claimed it."""
+    """Return the purpose of a storage: the one it was claimed for, or else one deduced from when it lived."""
     if held.kind:
         return held.kind
     if held.born < tracker.marks[0][0]:
@@ -54,7 +54,7 @@ def purpose(held: Held, tracker: Tracker) -> str:
 
 
 def spans(tracker: Tracker) -> list[Span]:
-    """Return the step as marked, first mark to last. The first span starts with all that was made before and lives."""
+    """Return the step in spans, first mark to last. The first span starts with memory made earlier and still held."""
     first = tracker.marks[0][0]
     level: Bytes = Counter()
     changes: list[_Change] = []
@@ -72,18 +72,18 @@ def spans(tracker: Tracker) -> list[Span]:
     sent = [message for message in tracker.sent if message.time >= first]
     starts = [time for time, _ in tracker.marks]
     ends = [*starts[1:], NEVER]
-    found = []
+    found_spans = []
     for (start, name), end in zip(tracker.marks, ends, strict=True):
         changes_within = _between(changes, start, end)
         sent_within = _between(sent, start, end)
         span = _span(name, level, changes_within, sent_within)
-        found.append(span)
+        found_spans.append(span)
         level = span.end
-    return found
+    return found_spans
 
 
 _MADE, _FREED = range(2)
-"""of what happens at one time: all that is made is there before anything is freed"""
+"""order of changes at one time: storages are made before others are freed"""
 
 
 class _Change(NamedTuple):
@@ -93,9 +93,9 @@ class _Change(NamedTuple):
     order: int
     """_MADE or _FREED"""
     kind: str
-    """its purpose"""
+    """purpose of the storage"""
     bytes: int
-    """negative where it is freed"""
+    """size of the storage; negative if it is freed"""
 
 
 Timed = TypeVar("Timed", _Change, Sent)
@@ -111,7 +111,7 @@ def _time(event: _Change | Sent) -> int:
 
 
 def _span(name: str, start: Bytes, changes: Sequence[_Change], sent: Sequence[Sent]) -> Span:
-    """Return the span from one mark to the next, which begins with `start` and goes through `changes`."""
+    """Return the span from one mark to the next, which begins at level `start` and goes through `changes`."""
     level, peak, highest_by_purpose = start.copy(), start.copy(), start.copy()
     total = peak_total = sum(start.values())
     for index, change in enumerate(changes):
@@ -125,19 +125,19 @@ def _span(name: str, start: Bytes, changes: Sequence[_Change], sent: Sequence[Se
 
 
 class PerMicroBatch(NamedTuple):
-    """What one micro batch adds to the memory of a step."""
+    """Memory that one micro batch adds to a step."""
 
     actions: Bytes
-    """from the first action of the step on"""
+    """memory from the first action of the step to the last"""
     tail: Bytes
-    """after the last action"""
+    """memory after the last action"""
 
 
-def of_each_micro_batch(tracker: Tracker, since: int, at_least: int, count: int) -> PerMicroBatch:
+def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: int) -> PerMicroBatch:
     """Return what one of `count` micro batches adds to the step.
 
-    That is: tokens and the like, and what was made after `since` and is there before any action; what is smaller than
-    `at_least` is a sum over micro batches.
+    These are its inputs (tokens, labels, positions), and storages that were made after `since` and are held when the
+    first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count.
     """
     first_action, tail_begins = tracker.marks[1][0], tracker.marks[-1][0]
     actions: Bytes = Counter()
@@ -157,8 +157,8 @@ def _divided(level: Bytes, count: int) -> Bytes:
     return Counter({kind: total // count for kind, total in level.items()})
 
 
-def left_by_forwards(tracker: Tracker) -> list[int]:
-    """Return the bytes that each forward pass made and left: what its backward needs, and its result."""
+def saved_by_forwards(tracker: Tracker) -> list[int]:
+    """Return the bytes that each forward pass made and that outlive it: what its backward needs, and its result."""
     first = tracker.marks[0][0]
     saved = {number: 0 for number, end in enumerate(tracker.forward_ends) if end > first}
     for held in tracker.held:
@@ -174,11 +174,11 @@ def largest(levels: Iterable[Bytes]) -> Bytes:
     return max(levels, key=lambda level: sum(level.values()))
 
 
-def each_largest(a: Bytes, b: Bytes) -> Bytes:
+def larger_of_each(a: Bytes, b: Bytes) -> Bytes:
     """Return the larger of two, purpose by purpose."""
     return Counter({kind: max(a[kind], b[kind]) for kind in a.keys() | b.keys()})
 
 
 def plus(a: Bytes, b: Bytes, times: int = 1) -> Bytes:
-    """Return a + times x b; unlike Counter's own sum it keeps what is not positive."""
+    """Return a + times x b; unlike Counter's own sum it keeps values that are zero or negative."""
     return Counter({kind: a[kind] + times * b[kind] for kind in a.keys() | b.keys()})

@@ -1,18 +1,18 @@
-"""A whole step of any number of micro batches and pipeline ranks, put together from a traced one of a few.
+"""Puts a step of any number of micro batches and pipeline ranks together from a traced step with few of both.
 
-What an action does to memory and what it sends follows from its kind (F, B, ...), its stage, and the kinds of the
-stage's actions before it (weights that are still there need not be gathered) and after it (which may gather before it
-has begun, as torch counts). Apart are the first backward (sums of gradients begin) and the last (they are reduced).
-Each such action is traced once; the true order of the schedule says how often each comes, and what is under way
-together.
+What an action does to memory and what it sends depends on its kind (F, B, ...), on its stage, and on the kinds of the
+stage's previous action (weights may still be gathered) and following action (which may gather its weights ahead). The
+first backward of a stage (sums of gradients are allocated) and the last (they are reduced) are kinds of their own. Each
+kind of action is traced once; the order of the schedule says how often it runs and what is in memory meanwhile.
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from torchllm.dry_run.memory import Bytes, Span, each_largest, largest, plus
+from torchllm.dry_run.memory import Bytes, PerMicroBatch, Span, larger_of_each, largest, plus
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -40,45 +40,63 @@ Key = tuple[ActionKind, ...]
 
 
 class Traced(NamedTuple):
-    """A step that was run."""
+    """A step that was run on fake tensors."""
 
     spans: list[Span]
-    """ "begin", the actions in their order, "tail" (norm, clipping, update)"""
+    """span "begin", the actions in their order, span "tail" (norm, clipping, update)"""
     keys: list[Key]
-    """of the actions"""
+    """keys of the actions"""
     micro_batches: int
-    each: Bytes
-    """what each micro batch adds throughout its forwards and backwards (its tokens, buffers to receive in)"""
-    each_tail: Bytes
-    """and after them"""
+    """number of micro batches in the step"""
+    per_micro_batch: PerMicroBatch
+    """memory that each micro batch adds throughout the step (its tokens, buffers to receive into)"""
     saved: list[int]
-    """bytes that each forward pass left, for its backward"""
+    """bytes that each forward pass stored for its backward"""
+
+
+class Collectives(NamedTuple):
+    """All collectives of one kind over one axis in a step."""
+
+    number: int
+    bytes: float
+    """sum of what this rank sends"""
+
+
+SentTotals = dict[tuple[str, str], Collectives]
+"""(axis, kind of collective) -> what a rank sends in a step"""
 
 
 class ReplayedStep(NamedTuple):
-    """A whole step of one rank."""
+    """Memory and messages of one rank in a whole step."""
 
     peak: Bytes
-    """when most memory was held"""
-    most: Bytes
-    """of each purpose, when that was largest"""
+    """memory when the sum was largest"""
+    highest: Bytes
+    """for each purpose, its memory when that was largest"""
     end: Bytes
-    """when the gradients were complete"""
-    sent: dict[tuple[str, str], tuple[int, float]]
-    """axis and kind of collective -> how many, bytes in all"""
+    """memory when the gradients were complete"""
+    sent: SentTotals
 
 
 def action_keys(order: Sequence[str], stages: Sequence[int]) -> list[Key]:
-    """Return the key of each action of `order`, which are named like 2F0 or (2F1;5B0)OVERLAP_F_B.
+    """Return the key of each action in `order`; actions have names such as 2F0 or (2F1;5B0)OVERLAP_F_B.
 
     stages: global indices of this rank's stages.
     """
-    entries: list[list[tuple[int, str]]] = []
-    """of each entry of the order the position of the stage, and the kind"""
+    actions: list[tuple[int, str]] = []
+    """position of the stage, and kind"""
+    lengths: list[int] = []
+    """number of actions that each entry of `order` names"""
     for name in order:
-        entries.append([(stages.index(int(stage)), kind) for stage, kind in _ACTION.findall(name)])
-    kinds_of_action = iter(_action_kinds([action for entry in entries for action in entry]))
-    return [tuple(next(kinds_of_action) for _ in entry) for entry in entries]
+        named = _ACTION.findall(name)
+        lengths.append(len(named))
+        for stage, kind in named:
+            actions.append((stages.index(int(stage)), kind))
+    kinds = _action_kinds(actions)
+    keys = []
+    for length in lengths:
+        keys.append(tuple(islice(kinds, length)))
+    return keys
 
 
 def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
@@ -94,14 +112,15 @@ def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
         if kind in _MESSAGES:
             yield ActionKind(stage, kind)
             continue
-        kinds, place = kinds_of_stage[stage], computed[stage]
+        kinds = kinds_of_stage[stage]
+        index = computed[stage]
         is_first = done[stage, kind] == 0
         is_last = done[stage, kind] == total[stage, kind] - 1
         yield ActionKind(
             stage,
             kind,
-            previous=kinds[place - 1] if place > 0 else "",
-            following=kinds[place + 1] if place + 1 < len(kinds) else "",
+            previous=kinds[index - 1] if index > 0 else "",
+            following=kinds[index + 1] if index + 1 < len(kinds) else "",
             starts_gradients=is_first and kind != "F",
             finishes_gradients=is_last and kind in ("B", "W"),
         )
@@ -110,31 +129,34 @@ def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
 
 
 def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> ReplayedStep:
-    """Put the step of `order` together from a traced one. KeyError: an action is of no traced kind."""
+    """Return a step of `micro_batches` whose actions are `order`, put together from a traced step.
+
+    KeyError if an action is of no traced kind.
+    """
     begin, *actions, tail = traced.spans
     span_of_key = dict(zip(traced.keys, actions, strict=True))
     missing = micro_batches - traced.micro_batches
-    level = plus(begin.end, traced.each, missing)
-    peaks = [plus(begin.peak, traced.each, missing)]
-    most = plus(begin.most, traced.each, missing)
+    during_actions, during_tail = traced.per_micro_batch
+    level = plus(begin.end, during_actions, missing)
+    peaks = [plus(begin.peak, during_actions, missing)]
+    highest = plus(begin.highest, during_actions, missing)
     for key in order:
         span = span_of_key[key]
         peaks.append(plus(level, span.above_start(span.peak)))
-        most = each_largest(most, plus(level, span.above_start(span.most)))
+        highest = larger_of_each(highest, plus(level, span.above_start(span.highest)))
         level = plus(level, span.above_start(span.end))
-    level = plus(level, traced.each, -missing)
-    level = plus(level, traced.each_tail, missing)
+    level = plus(level, during_actions, -missing)
+    level = plus(level, during_tail, missing)
     peaks.append(plus(level, tail.above_start(tail.peak)))
     sent = _sum_of_sent([begin, *(span_of_key[key] for key in order), tail])
-    return ReplayedStep(largest(peaks), most, level, sent)
+    return ReplayedStep(largest(peaks), highest, level, sent)
 
 
-def _sum_of_sent(spans: Sequence[Span]) -> dict[tuple[str, str], tuple[int, float]]:
-    """Return how many collectives of an axis and kind there are, and their bytes in all."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: dict[tuple[str, str], float] = defaultdict(float)
+def _sum_of_sent(spans: Sequence[Span]) -> SentTotals:
+    """Return the number of collectives of each axis and kind, and their bytes."""
+    totals: SentTotals = {}
     for span in spans:
         for message in span.sent:
-            counts[message.axis, message.kind] += 1
-            sizes[message.axis, message.kind] += message.bytes
-    return {key: (counts[key], sizes[key]) for key in counts}
+            count, size = totals.get((message.axis, message.kind), (0, 0.0))
+            totals[message.axis, message.kind] = Collectives(count + 1, size + message.bytes)
+    return totals

@@ -1,7 +1,7 @@
-"""What a dry run found, as a table for people and as JSON.
+"""Prints the result of a dry run as a table for people and as JSON.
 
-Nothing was computed: there is no loss, no norm and no time. "At the link's rate" is the bytes over the bandwidth of the
-slowest link that the ranks of an axis meet on: what it takes if nothing else is on that link, and hides nothing.
+Nothing was computed: there is no loss, no norm and no time. "At its rate" is the bytes divided by the bandwidth of the
+slowest link between the ranks of an axis: the seconds that sending takes if nothing else uses that link.
 """
 
 import json
@@ -13,59 +13,69 @@ import torch
 
 from torchllm.config import Config
 from torchllm.dry_run.memory import PURPOSES, Bytes
+from torchllm.dry_run.replay import SentTotals
 from torchllm.parallel.mesh import AXES, MeshAxis
 from torchllm.spec.cluster import Hardware, Link, slow_tensor_parallel
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 TIGHT = 0.9
-"""share of a device's memory over which a peak only just fits: the rest goes to what is not counted"""
+"""share of a device's memory over which a peak is "tight": the rest is needed for what is not counted"""
 
 
 class RankKind(NamedTuple):
-    """One kind of rank."""
+    """Memory and messages of one kind of rank."""
 
     pp_ranks: list[int]
     shown: int
-    """the pipeline rank that the figures are of: that with the highest peak"""
+    """pipeline rank that the figures describe: the one with the highest peak"""
     memory: Bytes
-    """by purpose, when most was held"""
-    most: Bytes
-    """of each purpose, when that was largest"""
-    sent: dict[tuple[str, str], tuple[int, float]]
-    """axis and collective -> how many a step, bytes in all"""
-    traced: tuple[int, int]
-    """micro batches and pipeline ranks that were traced; the rest follows"""
+    """memory by purpose when the sum was largest"""
+    highest: Bytes
+    """for each purpose, its memory when that was largest"""
+    sent: SentTotals
+    traced_micro_batches: int
+    """micro batches of the step that was traced, from which the whole step was put together"""
+    traced_pp_ranks: int
+    """pipeline ranks of the step that was traced"""
+
+    @property
+    def peak(self) -> int:
+        """Bytes when the sum was largest."""
+        return sum(self.memory.values())
 
 
 class Report(NamedTuple):
-    """A dry run."""
+    """The result of a dry run."""
 
     config: Config
     dtype: torch.dtype
+    """data type of the computation"""
     shape: tuple[int, ...]
-    """of the mesh"""
+    """degrees of the mesh"""
     axes: list[MeshAxis]
     hardware: Hardware | None
     micro_batches: int
     kinds: list[RankKind]
 
     def link(self, axis: MeshAxis) -> Link | None:
-        """The slowest link that ranks of an axis meet on; None: not known."""
-        return self.hardware.link_among(self.shape, axis.dimensions) if self.hardware else None
+        """Return the slowest link between the ranks of an axis; None if it is unknown."""
+        if self.hardware is None:
+            return None
+        return self.hardware.link_among(self.shape, axis.dimensions)
 
     def verdict(self, kind: RankKind) -> str:
-        """Return whether it fits the device."""
+        """Return whether the peak fits the device: fits, tight, does not fit, or unknown without a cluster."""
         if self.hardware is None:
             return "unknown"
-        share = sum(kind.memory.values()) / self.hardware.memory
+        share = kind.peak / self.hardware.memory
         if share > 1:
             return "does not fit"
         return "tight" if share > TIGHT else "fits"
 
 
 def as_json(report: Report) -> str:
-    """Return one JSON object; sizes in bytes."""
+    """Return the report as one JSON object; sizes are in bytes."""
     config, hardware = report.config, report.hardware
     out: dict[str, Any] = {
         "ranks": _ranks(report),
@@ -84,26 +94,25 @@ def as_json(report: Report) -> str:
 
 
 def _kind_as_dict(report: Report, kind: RankKind) -> dict[str, Any]:
-    """Return what `as_json` says of one kind of rank."""
+    """Return the entry of `as_json` for one kind of rank."""
     sent = []
     for (axis, name), (count, size_sent) in sorted(kind.sent.items()):
         sent.append({"axis": axis, "collective": name, "count": count, "bytes": size_sent})
-    micro_batches, pp_ranks = kind.traced
     return {
         "pp_ranks": kind.pp_ranks,
         "shown_pp_rank": kind.shown,
         "stages": _stages(report, kind),
         "memory": {purpose: kind.memory[purpose] for purpose in PURPOSES},
-        "peak": sum(kind.memory.values()),
-        "at_most": {purpose: kind.most[purpose] for purpose in PURPOSES},
+        "peak": kind.peak,
+        "at_most": {purpose: kind.highest[purpose] for purpose in PURPOSES},
         "fits": report.verdict(kind),
         "sent": sent,
-        "traced": {"micro_batches": micro_batches, "pp_ranks": pp_ranks},
+        "traced": {"micro_batches": kind.traced_micro_batches, "pp_ranks": kind.traced_pp_ranks},
     }
 
 
 def _axis_as_dict(report: Report, axis: MeshAxis) -> dict[str, Any]:
-    """Return what `as_json` says of one mesh axis: its ranks, and the slowest link that they meet on."""
+    """Return the entry of `as_json` for one mesh axis: its ranks, and the slowest link between them."""
     link = report.link(axis)
     return {
         "axis": axis.name,
@@ -114,7 +123,7 @@ def _axis_as_dict(report: Report, axis: MeshAxis) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """Tables with a column for every kind of rank."""
+    """Return the report as tables with a column for every kind of rank."""
     training = report.config.training
     data = report.micro_batches * training.micro_batch_size
     lines = [
@@ -133,6 +142,7 @@ def as_text(report: Report) -> str:
 
 
 def _memory_rows(report: Report) -> Iterator[list[str]]:
+    """Yield the rows of memory: a name, then a cell for each kind of rank."""
     kinds = report.kinds
     if report.config.parallel.pp > 1:
         yield ["pipeline ranks", *(_span(kind.pp_ranks) for kind in kinds)]
@@ -140,45 +150,73 @@ def _memory_rows(report: Report) -> Iterator[list[str]]:
         yield ["the one shown", *(str(kind.shown) for kind in kinds)]
     yield ["memory of a rank at its peak"]
     for purpose in PURPOSES:
-        if any(kind.memory[purpose] for kind in kinds):
-            yield [f"  {purpose}", *(size(kind.memory[purpose]) for kind in kinds)]
-    yield ["  sum", *(size(sum(kind.memory.values())) for kind in kinds)]
+        at_peak = [kind.memory[purpose] for kind in kinds]
+        if any(at_peak):
+            yield [f"  {purpose}", *map(size, at_peak)]
+    yield ["  sum", *(size(kind.peak) for kind in kinds)]
     for purpose in ("activations", "logits"):
-        most = [size(kind.most[purpose]) for kind in kinds]
-        if most != [size(kind.memory[purpose]) for kind in kinds]:
-            yield [f"  {purpose}, at other times", *most]
+        at_peak_cells = [size(kind.memory[purpose]) for kind in kinds]
+        highest_cells = [size(kind.highest[purpose]) for kind in kinds]
+        if highest_cells != at_peak_cells:
+            yield [f"  {purpose}, at other times", *highest_cells]
     if report.hardware is not None:
         yield [f"  {report.hardware.gpu}, {size(report.hardware.memory)}", *map(report.verdict, kinds)]
 
 
 def _sent_rows(report: Report) -> Iterator[list[str]]:
+    """Yield the rows of messages: axis and collective, a cell for each kind of rank, the link and its seconds."""
     yield ["sent by a rank in a step", *("" for _ in report.kinds), "link", "at its rate"]
     for axis in report.axes:
-        found = sorted({name for kind in report.kinds for where, name in kind.sent if where == axis.name})
-        for name in found:
-            cells = [kind.sent.get((axis.name, name), (0, 0.0)) for kind in report.kinds]
-            link = report.link(axis)
-            most = max(sent for _, sent in cells)
-            yield [
-                f"  {axis.name} ({axis.size}) {name}",
-                *(f"{size(sent)} in {count:,}" if count else "-" for count, sent in cells),
-                link.name if link else "-",
-                f"{most / link.bandwidth:.3g} s" if link else "-",
-            ]
+        link = report.link(axis)
+        for collective in _collectives_of(report, axis):
+            cells = []
+            largest_sum = 0.0
+            for kind in report.kinds:
+                count, sent = kind.sent.get((axis.name, collective), (0, 0.0))
+                cells.append(f"{size(sent)} in {count:,}" if count else "-")
+                largest_sum = max(largest_sum, sent)
+            row = [f"  {axis.name} ({axis.size}) {collective}", *cells]
+            if link is None:
+                yield [*row, "-", "-"]
+            else:
+                yield [*row, link.name, f"{largest_sum / link.bandwidth:.3g} s"]
+
+
+def _collectives_of(report: Report, axis: MeshAxis) -> list[str]:
+    """Return the kinds of collectives that any kind of rank runs over an axis, in alphabetical order."""
+    collectives = set()
+    for kind in report.kinds:
+        for axis_name, collective in kind.sent:
+            if axis_name == axis.name:
+                collectives.add(collective)
+    return sorted(collectives)
 
 
 def _table(rows: Iterator[list[str]]) -> list[str]:
-    cells = list(rows)
-    columns = max(map(len, cells))
-    cells = [[*row, *[""] * (columns - len(row))] for row in cells]
-    widths = [max(len(row[column]) for row in cells if row[1:] != [""] * (columns - 1)) for column in range(columns)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    """Return the rows as lines, the first column aligned to the left and all others to the right."""
+    rows_of_cells = list(rows)
+    columns = max(len(row) for row in rows_of_cells)
+    widths = [0] * columns
+    for row in rows_of_cells:
+        if not any(row[1:]):  # a heading, which may be wider than its column
+            continue
+        for column, cell in enumerate(row):
+            widths[column] = max(widths[column], len(cell))
+    lines = []
+    for row in rows_of_cells:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=False):  # a heading has one cell
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def assumptions(report: Report) -> Iterator[str]:
-    """What the figures rest on."""
+    """Yield the assumptions behind the figures, a line each."""
     config = report.config
-    chosen = "" if config.training.dtype != "auto" else ", which auto is there" if report.hardware else ", as here"
+    chosen = ""
+    if config.training.dtype == "auto":
+        chosen = ", which auto is there" if report.hardware else ", as here"
     yield f"computation in {_dtype(report)}{chosen}; weights, gradients and moments in float32"
     yield "kernels as on a CPU: a GPU's fused attention keeps the same for the backward, its fused norms less"
     if config.model.attention in ("flash", "flex"):
@@ -188,8 +226,8 @@ def assumptions(report: Report) -> Iterator[str]:
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     yield "sent: in rings, each collective once round"
     for kind in report.kinds:
-        batches, ranks = kind.traced
-        if (batches, ranks) != (report.micro_batches, config.parallel.pp):
+        batches, ranks = kind.traced_micro_batches, kind.traced_pp_ranks
+        if batches != report.micro_batches or ranks != config.parallel.pp:
             yield (
                 f"of pipeline rank {_span(kind.pp_ranks)}, {batches} micro batches on {ranks} ranks were traced, "
                 f"and put together to {report.micro_batches} on {config.parallel.pp} in the order of the schedule"
@@ -197,19 +235,29 @@ def assumptions(report: Report) -> Iterator[str]:
 
 
 def warnings(report: Report) -> Iterator[str]:
-    """What will be slow, and what there is not."""
+    """Yield a line for what will be slow, and for GPUs that the cluster lacks."""
     hardware, parallel = report.hardware, report.config.parallel
     if hardware is None:
         return
-    sent = max(sum(sent for (axis, _), (_, sent) in kind.sent.items() if axis == AXES[-1]) for kind in report.kinds)
-    if slow := slow_tensor_parallel(parallel.tp, hardware.gpus_per_node, sent, hardware):
+    sent_over_tp = max(_bytes_sent(kind, AXES[-1]) for kind in report.kinds)
+    slow = slow_tensor_parallel(parallel.tp, hardware.gpus_per_node, sent_over_tp, hardware)
+    if slow:
         yield slow
     if _ranks(report) > hardware.links[-1].gpus:
         yield f"{_ranks(report):,} ranks, but the cluster has {hardware.links[-1].gpus:,} GPUs"
 
 
+def _bytes_sent(kind: RankKind, axis: str) -> float:
+    """Return the bytes that a rank sends over an axis in a step."""
+    total = 0.0
+    for (axis_name, _), collectives in kind.sent.items():
+        if axis_name == axis:
+            total += collectives.bytes
+    return total
+
+
 def size(bytes: float) -> str:
-    """Three digits and a unit: 1.23 GiB."""
+    """Return a number of bytes in three digits and a unit: 1.23 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if bytes < 1000 or unit == "GiB":
             break
@@ -218,21 +266,25 @@ def size(bytes: float) -> str:
 
 
 def _stages(report: Report, kind: RankKind) -> list[str]:
-    """The blocks of each stage of the shown rank."""
+    """Return the blocks of each stage of the shown rank, with "e" and "h" for embedding and head: "e 0-1"."""
     parallel = report.config.parallel
     if parallel.pp == 1:
         return [f"e 0-{report.config.model.layers - 1} h"]
     split = balanced_split(report.config.model, parallel, report.config.training.sequence_length)
-    found = []
+    descriptions = []
     for stage in stage_of_rank(parallel, kind.shown):
-        first = sum(split[:stage])
-        ends = "e " * (stage == 0), " h" * (stage == parallel.stages - 1)
-        found.append(f"{ends[0]}{_span(range(first, first + split[stage]))}{ends[1]}")
-    return found
+        first_block = sum(split[:stage])
+        description = _span(range(first_block, first_block + split[stage]))
+        if stage == 0:
+            description = f"e {description}"
+        if stage == parallel.stages - 1:
+            description = f"{description} h"
+        descriptions.append(description)
+    return descriptions
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """0-3,7 of 0, 1, 2, 3, 7."""
+    """Return numbers with runs shortened: "0-3,7" for 0, 1, 2, 3, 7."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

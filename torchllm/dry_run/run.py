@@ -1,8 +1,8 @@
-"""The dry run: every distinct kind of rank of a layout traced, its whole step put together, and reported.
+"""The dry run: traces every distinct kind of rank of a layout, puts its whole step together, and prints a report.
 
-Ranks of one pipeline rank differ only in what they read: the first stands for all. Pipeline ranks are of one kind when
-their stages have the same blocks and ends. They still keep different numbers of micro batches, so each one's step is
-put together, and of a kind the one with the highest peak is shown.
+Ranks with the same pipeline rank differ only in the data that they read, so the first stands for all. Pipeline ranks
+are of one kind if their stages have the same blocks and ends. They still hold different numbers of micro batches, so
+the step of each is put together, and for each kind the rank with the highest peak is shown.
 """
 
 import logging
@@ -27,40 +27,44 @@ from torchllm.spec.flops import recompute_interval
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 LONGEST_PIPELINE = 7
-"""to trace in place of a longer one: enough for every schedule's actions, with those before them"""
+"""pipeline ranks to trace at most: enough for each kind of action of every schedule"""
 
 
 class TracePlan(NamedTuple):
-    """How the pipeline ranks of one kind are traced: as one of them, in a step of fewer ranks and micro batches."""
+    """How the pipeline ranks of one kind are traced: by one of them, in a step of fewer ranks and micro batches."""
 
     ranks: list[int]
+    """pipeline ranks of the kind"""
     rank: int
-    """the one of them that is built"""
+    """pipeline rank whose stages are built"""
     micro_batches: int
+    """micro batches of the traced step"""
     pp: int
-    place: int
-    """which of the `pp` ranks it is"""
+    """pipeline ranks of the traced step"""
+    traced_rank: int
+    """which of the `pp` ranks runs the stages"""
 
 
 def dry_run(config: Config) -> None:
-    """Print what every kind of rank would hold and send; `config`: resolved, of any number of ranks."""
+    """Print what every kind of rank would hold in memory and send. config: resolved, for any number of ranks."""
     report_errors()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    logging.getLogger("torchllm").setLevel(logging.WARNING)  # the order of the techniques, once a kind of rank
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
+    logging.getLogger("torchllm").setLevel(logging.WARNING)  # or the order of techniques is logged per kind of rank
     report = examine(config)
     print(as_json(report) if config.run.json else as_text(report))
 
 
 def examine(config: Config) -> Report:
-    """Return what `dry_run` prints."""
+    """Return the report that `dry_run` prints. config: resolved."""
     training, parallel = config.training, config.parallel
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
     gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
     count = gradient_accumulation(training, parallel.data_ranks)
     plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
-    # A process each: DTensor's caches keep process groups by name, and would find those of the last layout. Forked from
-    # a server, not from here: a child of a process that has computed with several threads may wait for them for ever.
+    # Each trace has its own process: DTensor's caches hold process groups by name and would find those of another
+    # layout. It is forked from a server: a fork of a process that has computed with several threads may wait for them
+    # forever.
     processes = multiprocessing.get_context("forkserver")
     with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
@@ -72,20 +76,22 @@ def examine(config: Config) -> Report:
 
 
 def _trace(config: Config, dtype: torch.dtype, plan: TracePlan) -> Traced:
-    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.place)
+    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.traced_rank)
 
 
 class StageKind(NamedTuple):
-    """What a stage has that other stages may not have."""
+    """The properties in which stages may differ."""
 
     first: bool
+    """whether it has the embedding"""
     last: bool
+    """whether it has the head"""
     recomputed: tuple[bool, ...]
-    """of each block, with recompute.mode = "every_k" """
+    """for each block, whether recompute.mode = "every_k" recomputes it"""
 
 
 def rank_kinds(config: Config) -> list[list[int]]:
-    """Return the pipeline ranks, in one list those whose stages are alike."""
+    """Return lists of pipeline ranks; those in one list have stages of the same kinds."""
     parallel = config.parallel
     blocks: tuple[int, ...] = (0,)
     if parallel.pp > 1:
@@ -101,48 +107,48 @@ def rank_kinds(config: Config) -> list[list[int]]:
     ranks_of_kind: dict[object, list[int]] = {}
     for rank in range(parallel.pp):
         stages = tuple(kind_of_stage(stage) for stage in stage_of_rank(parallel, rank))
-        # The ends of a pipeline send to one side only, whatever stages they hold.
+        # The ends of a pipeline send in one direction only, whatever stages they hold.
         kind = _ends(rank, parallel.pp), stages
         ranks_of_kind.setdefault(kind, []).append(rank)
     return list(ranks_of_kind.values())
 
 
 def plan_trace(parallel: Parallel, ranks: list[int], micro_batches: int) -> TracePlan:
-    """Return the shortest step that has every action of the first of `ranks`, in the shortest pipeline."""
+    """Return the plan of fewest micro batches, then pipeline ranks, that has all actions of the first of `ranks`."""
     needed = set(_keys(parallel, micro_batches, ranks[0]))
     shortest = min(parallel.pp, 3)
     longest = min(parallel.pp, LONGEST_PIPELINE)
     for count, length in product(range(1, micro_batches), range(shortest, longest + 1)):
         short = replace(parallel, pp=length, split=())
-        for place in range(length):
-            rank = _rank_in_place(ranks, parallel.pp, place, length)
+        for traced_rank in range(length):
+            rank = _rank_like(ranks, parallel.pp, traced_rank, length)
             if rank is None:
                 continue
             try:
-                keys = set(_keys(short, count, place))
+                keys = set(_keys(short, count, traced_rank))
             except ValueError:  # the schedule wants more micro batches
                 continue
             if needed <= keys:
-                return TracePlan(ranks, rank, count, length, place)
+                return TracePlan(ranks, rank, count, length, traced_rank)
     return TracePlan(ranks, ranks[0], micro_batches, parallel.pp, ranks[0])
 
 
-def _rank_in_place(ranks: list[int], pp: int, place: int, length: int) -> int | None:
-    """Return the first of `ranks` that may be rank `place` of a pipeline of `length`, None if there is none.
+def _rank_like(ranks: list[int], pp: int, traced_rank: int, length: int) -> int | None:
+    """Return the first of `ranks` that can be traced as rank `traced_rank` of a pipeline of `length` ranks, else None.
 
-    In the short pipeline it has as many ranks before it and after it as in the one of `pp` ranks, or fewer, and none
-    only if it is an end in truth too.
+    In the short pipeline it has at most as many ranks before it and after it as in the pipeline of `pp` ranks, and it
+    is an end of the one if it is the same end of the other.
     """
     for rank in ranks:
-        fits = 0 <= rank - place <= pp - length
-        if fits and _ends(rank, pp) == _ends(place, length):
+        fits = 0 <= rank - traced_rank <= pp - length
+        if fits and _ends(rank, pp) == _ends(traced_rank, length):
             return rank
     return None
 
 
-def _ends(place: int, pp: int) -> tuple[bool, bool]:
-    """Return whether a rank is the first, and the last, of a pipeline."""
-    return place == 0, place == pp - 1
+def _ends(rank: int, pp: int) -> tuple[bool, bool]:
+    """Return whether a rank is the first of a pipeline, and whether it is the last."""
+    return rank == 0, rank == pp - 1
 
 
 @cache
@@ -156,7 +162,7 @@ def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
 
 
 def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
-    """Return the step of the rank with the highest peak, of those whose every action is in the trace."""
+    """Return the step with the highest peak among the ranks whose actions are all in the trace."""
     steps: dict[int, ReplayedStep] = {}
     for rank in plan.ranks:
         order = _keys(parallel, micro_batches, rank)
@@ -164,4 +170,12 @@ def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches:
             steps[rank] = replay(traced, order, micro_batches)
     rank = max(steps, key=lambda rank: sum(steps[rank].peak.values()))
     step = steps[rank]
-    return RankKind(plan.ranks, rank, step.peak, step.most, step.sent, (traced.micro_batches, plan.pp))
+    return RankKind(
+        pp_ranks=plan.ranks,
+        shown=rank,
+        memory=step.peak,
+        highest=step.highest,
+        sent=step.sent,
+        traced_micro_batches=traced.micro_batches,
+        traced_pp_ranks=plan.pp,
+    )

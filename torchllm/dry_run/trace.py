@@ -1,10 +1,10 @@
-"""One rank of any layout, on fake tensors: the library's own model, parallelisms, loss and optimizer, one step of it.
+"""Runs one rank of any layout on fake tensors: a step of the library's own model, parallelisms, loss and optimizer.
 
-torch's fake process group stands for the other ranks, whatever their number; fake tensors have shapes and no numbers.
-The step runs twice and the second counts, for DTensor propagates shapes at the first use of each operation.
+torch's fake process group stands for any number of other ranks; fake tensors have shapes but no values. The step runs
+twice and the second counts, because DTensor propagates shapes at the first use of each operation.
 
-A long pipeline is traced as a short one around this rank's true stages, and a step of many micro batches as one of a
-few (`run.plan`); `replay.py` puts the true step together from it.
+A long pipeline is traced as a short one around this rank's own stages, and a step of many micro batches as one of few
+(`run.plan_trace`); `replay.py` puts the whole step together from it.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchllm.config import Compile, Config, Parallel
 from torchllm.data.batch import Batch
-from torchllm.dry_run.memory import left_by_forwards, of_each_micro_batch, spans
+from torchllm.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.dry_run.replay import Traced, action_keys
 from torchllm.dry_run.tracker import Tracker
 from torchllm.models.decoder import Decoder, build_model
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def traceable(config: Config) -> Config:
-    """The config without what fake tensors cannot do; `assumptions` in report.py says so."""
+    """Return the config without what fake tensors cannot run; `assumptions` in report.py tells the user."""
     attention = config.model.attention
     if attention in ("flash", "flex"):  # one needs its package, the other a compiler; both hold what sdpa's kernel does
         config = replace(config, model=replace(config.model, attention="sdpa"))
@@ -53,7 +53,7 @@ def traceable(config: Config) -> Config:
 
 @contextmanager
 def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
-    """A process group of any size in which sending does nothing."""
+    """Provide, within a `with` block, a process group of any size in which sending does nothing."""
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
         with warnings.catch_warnings():
@@ -63,11 +63,11 @@ def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, pp: int, place: int) -> Traced:
-    """One step of the first of the ranks that hold the stages of `pp_rank`; degrees resolved.
+def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, pp: int, traced_rank: int) -> Traced:
+    """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
 
-    micro_batches: of the step that is run, those of the config's or fewer. pp, place: ranks of its pipeline, the
-    config's or fewer, and which of them holds the stages.
+    micro_batches: number in the traced step, at most as many as in a step of the config. pp: ranks of the traced
+    pipeline, at most as many as in the config. traced_rank: which of them holds the stages.
     """
     config, parallel, training = traceable(config), config.parallel, config.training
     ranks, length = parallel.ranks, training.sequence_length
@@ -76,7 +76,7 @@ def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, 
         with torch.device("meta"):
             model = build_model(config.model, training.loss_chunk)
         stages = parallelize(model, mesh, parallel, config.recompute, config.compile, dtype, length)
-        part = _part(mesh, parallel, pp, place) if pp < parallel.pp else (mesh, parallel)
+        part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _trace(config, dtype, stages, mesh, part, micro_batches, fake)
 
@@ -120,31 +120,34 @@ def _trace(
         spans(tracker),
         action_keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
         micro_batches,
-        *of_each_micro_batch(tracker, built, batches[0].tokens.nbytes // parallel.cp, micro_batches),
-        left_by_forwards(tracker),
+        memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes // parallel.cp, micro_batches),
+        saved_by_forwards(tracker),
     )
 
 
 def true_orders(parallel: Parallel, micro_batches: int, group: dist.ProcessGroup | None) -> list[list[str]]:
-    """The names of all actions of a step, such as 2F0, of each pipeline rank: torch's own lists where it makes them.
+    """Return, for each pipeline rank, the names of its actions in a step, such as 2F0, in their order.
 
-    group: of the pipeline; None: all ranks.
+    They are torch's own lists for schedules of which torch makes lists. group: that of the pipeline; None: all ranks.
     """
-    kind = get_schedule_class(parallel.schedule)
-    if parallel.pp == 1 or issubclass(kind, PipelineScheduleSingle):
-        return [[f"{a.stage}{a.kind}" for a in flat(order)] for order in orders(parallel, micro_batches)]
+    schedule_class = get_schedule_class(parallel.schedule)
+    if parallel.pp == 1 or issubclass(schedule_class, PipelineScheduleSingle):
+        names_of_ranks = []
+        for order in orders(parallel, micro_batches):
+            names_of_ranks.append([f"{action.stage}{action.kind}" for action in flat(order)])
+        return names_of_ranks
     like = torch.empty(1, requires_grad=True)
     stages = [
         PipelineStage(nn.Identity(), index, parallel.stages, CPU, input_args=like, output_args=like, group=group)
         for index in stage_of_rank(parallel, dist.get_rank(group))
     ]
-    schedule = kind(stages, n_microbatches=micro_batches, scale_grads=False)
+    schedule = schedule_class(stages, n_microbatches=micro_batches, scale_grads=False)
     listed = schedule.pipeline_order_with_comms
     return [[str(action) for action in listed[rank]] for rank in sorted(listed)]
 
 
 class _Watched:
-    """A forward and backward whose end, when the gradients are complete, is marked."""
+    """Runs forward and backward, then claims the gradients, which are complete, and marks the tail of the step."""
 
     def __init__(self, inner: ForwardBackward, tracker: Tracker) -> None:
         self.inner, self.tracker, self.stages = inner, tracker, inner.stages
@@ -158,7 +161,10 @@ class _Watched:
 
 
 def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks: bool) -> None:
-    """Tell the tracker when a stage runs forward (`marks`: or backward), and when its head makes logits so wide."""
+    """Tell the tracker when a stage runs forward, and when its head makes logits.
+
+    columns: width of the logits. marks: whether to mark each forward and backward as an action.
+    """
 
     begun: set[int] = set()  # forward passes whose backward has begun
 
@@ -203,17 +209,19 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
 
 
 def _batch(shape: tuple[int, int], documents: bool) -> Batch:
+    """Return a micro batch of any content; its tensors are of `shape` (B, S)."""
     tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
     return Batch(tokens, labels, positions, ids if documents else None)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Return the tensors of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
-def _part(mesh: Mesh, parallel: Parallel, pp: int, place: int) -> tuple[Mesh, Parallel]:
-    """A pipeline of `pp` of the ranks with this one at `place`. Which others they are makes no difference."""
+def _part(mesh: Mesh, parallel: Parallel, pp: int, traced_rank: int) -> tuple[Mesh, Parallel]:
+    """Return a pipeline of `pp` ranks in which this rank is number `traced_rank`; the choice of the others is free."""
     ranks = dist.get_process_group_ranks(mesh.pp.get_group())
-    first = mesh.pp.get_local_rank() - place
+    first = mesh.pp.get_local_rank() - traced_rank
     line = DeviceMesh("cpu", ranks[first : first + pp], mesh_dim_names=mesh.pp.mesh_dim_names)
     return replace(mesh, pp=line), replace(parallel, pp=pp, split=())

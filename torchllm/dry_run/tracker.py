@@ -1,8 +1,8 @@
-"""Counts memory and collectives of whatever runs under it, on fake tensors as on real ones: one dispatch mode.
+"""Counts memory and collectives of the operations that run under it, on fake tensors or real ones, as a dispatch mode.
 
-Memory is that of storages, each counted once from the operation that makes it until it is freed. What a storage is for
-is settled afterwards, by when it was made and how long it lived (`memory.py`). Kernels' own workspaces, the allocator's
-rounding and the buffers of the communication library are not seen.
+Memory is counted in storages, each once, from the operation that makes it until it is freed. The purpose of a storage
+is deduced later, from when it was made and how long it lived (`memory.py`). Workspaces of kernels, the allocator's
+rounding and the buffers of the communication library are not counted.
 
 Three things that a naive count gets wrong, by a factor of 20: tensors of other fake modes (DTensor propagates shapes of
 *global* tensors through one), storages that FSDP frees and refills in place, and wait_tensor, which copies when fake.
@@ -23,23 +23,23 @@ from torchllm.parallel.mesh import MeshAxis
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
 
 NEVER = 1 << 62
-"""a time after all others"""
+"""time of what has not happened: it is after all other times"""
 ACTION = "PP:"
-"""how torch's pipeline schedules begin the names of their actions, for the profiler"""
+"""prefix of the names that torch's pipeline schedules give their actions for the profiler"""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Memory of one storage, from its making to its end. Times count operations."""
+    """Memory of one storage, from when it is made until it is freed. Times count operations."""
 
     bytes: int
     born: int
     window: int
-    """number of the forward pass it was made in; -1: none"""
+    """number of the forward pass in which it was made; -1: none"""
     kind: str
-    """what it is for, where that is known; else empty"""
+    """its purpose, if that is known; else empty"""
     like_gradient: bool
-    """made without recording gradients, as by a backward pass, and of no more dimensions than a parameter"""
+    """made without recording gradients, as in a backward pass, and with at most two dimensions, as parameters have"""
     died: int = NEVER
 
 
@@ -51,13 +51,13 @@ class Sent(NamedTuple):
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send"""
     bytes: float
-    """what this rank sends if the ranks form a ring"""
+    """bytes that this rank sends if the ranks form a ring"""
 
 
 class Tracker(TorchDispatchMode):
-    """While active: what is held and what is sent.
+    """Notes, while it is active, the memory that is held and the collectives that are run.
 
-    `fake`: the mode whose tensors count; None: real ones. `axes`: `Mesh.axis_of_group`.
+    fake: the mode whose tensors count; None: real tensors count. axes: `Mesh.axis_of_group`.
     """
 
     def __init__(self, fake: FakeTensorMode | None, axes: dict[str, MeshAxis]) -> None:
@@ -66,9 +66,9 @@ class Tracker(TorchDispatchMode):
         self.held: list[Held] = []
         self.sent: list[Sent] = []
         self.forward_ends: list[int] = []
-        """of every forward pass of a stage"""
+        """time at which each forward pass of a stage ended"""
         self.marks: list[tuple[int, str]] = []
-        """when what began; pipeline schedules of several stages name their actions themselves"""
+        """time and name of each action that began; schedules of several stages name their actions themselves"""
         self.now = 0
         self.window = -1
         self.columns = 0
@@ -78,12 +78,12 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # DTensors and tensors in flight: what they do inside comes here again
+            return NotImplemented  # DTensors and tensors in flight: their inner operations are dispatched here too
         out = func(*args, **(kwargs or {}))
         self.now += 1
         name, namespace = func.__name__.partition(".")[0], func.namespace
         if namespace == "profiler":
-            self._notice_emptied()  # FSDP names what it does to the profiler, the freeing of weights too
+            self._notice_emptied()  # FSDP names its steps to the profiler, the freeing of weights too
             if "enter" in name and args[0].startswith(ACTION):
                 self.mark(args[0].removeprefix(ACTION))
             return out
@@ -93,7 +93,7 @@ class Tracker(TorchDispatchMode):
         kind = FSDP.get(name, "")
         for tensor in _tensors((out, (kwargs or {}).get("out"))):
             self._hold(tensor, kind)
-            if name in ("split_with_sizes_copy", "copy_"):  # how FSDP fills gathered weights, from others or one rank
+            if name in ("split_with_sizes_copy", "copy_"):  # how FSDP fills gathered weights
                 storage = tensor.untyped_storage()
                 if id(storage) in self._live:
                     self._filled[id(storage)] = weakref.ref(storage)
@@ -102,13 +102,13 @@ class Tracker(TorchDispatchMode):
         return out
 
     def mark(self, name: str) -> None:
-        """Something begins here."""
+        """Note that the action `name` begins now."""
         self.now += 1
         self._notice_emptied()
         self.marks.append((self.now, name))
 
     def restart(self) -> None:
-        """Forget what is over: collectives, marks, and memory that is free again."""
+        """Forget collectives, marks, and memory that has been freed."""
         self.now += 1
         self._notice_emptied()
         self.held = [held for held in self.held if held.died == NEVER]
@@ -117,19 +117,19 @@ class Tracker(TorchDispatchMode):
     # -- memory
 
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what the storages of tensors (or of their local parts) are for."""
+        """Set the purpose of the storages of tensors (of DTensors: of their local parts)."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._hold(local, kind)
             self._live[id(local.untyped_storage())][1].kind = kind
 
     def begin_forward(self) -> None:
-        """A forward pass of a stage begins: what outlives it is kept for the backward pass."""
+        """Note that a forward pass of a stage begins: memory that outlives it is stored for the backward pass."""
         self.window = len(self.forward_ends)
         self.forward_ends.append(NEVER)
 
     def end_forward(self) -> None:
-        """It ends."""
+        """Note that the forward pass ends."""
         self.forward_ends[self.window] = self.now
         self.window = -1
 
@@ -137,12 +137,12 @@ class Tracker(TorchDispatchMode):
         if self.fake is not None and getattr(tensor, "fake_mode", None) is not self.fake:
             return
         storage = tensor.untyped_storage()
-        known = self._live.get(id(storage))
-        if known is not None and known[0]() is storage:
-            known[1].kind = known[1].kind or kind
-            if known[1].bytes != storage.nbytes():  # filled again
-                known[1].died = self.now - 1
-                self._keep(storage, Held(storage.nbytes(), self.now, -1, known[1].kind, False))
+        reference, held = self._live.get(id(storage), (None, None))
+        if reference is not None and held is not None and reference() is storage:
+            held.kind = held.kind or kind
+            if held.bytes != storage.nbytes():  # filled again
+                held.died = self.now - 1
+                self._keep(storage, Held(storage.nbytes(), self.now, -1, held.kind, False))
             return
         if self.columns and tensor.dim() and tensor.shape[-1] == self.columns:
             kind = kind or "logits"
@@ -162,7 +162,7 @@ class Tracker(TorchDispatchMode):
         self.held.append(held)
 
     def _notice_emptied(self) -> None:
-        """FSDP empties the storages of gathered weights, and later fills them again; no operation tells."""
+        """Notice storages of gathered weights that FSDP has emptied, to fill them again later; no operation tells."""
         for key, reference in list(self._filled.items()):
             storage = reference()
             if storage is None or storage.nbytes() != self._live[key][1].bytes:
@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
                     self._keep(storage, Held(storage.nbytes(), self.now, -1, "gathered", False))
 
     def _pass_on(self, old: Tensor, new: Tensor) -> None:
-        """The memory of `old` is that of `new` too: only a fake tensor is copied by waiting for it."""
+        """Treat the memory of `old` as that of `new`: waiting copies fake tensors only, not real ones."""
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         live = self._live.get(id(old_storage))
         if old_storage is not new_storage and live is not None:
@@ -206,7 +206,7 @@ class Tracker(TorchDispatchMode):
 
 
 FSDP = {"all_gather_copy_in": "gathered", "split_with_sizes_copy": "gathered", "chunk_cat": "temporary"}
-"""FSDP's own operations: what their results are for"""
+"""FSDP's own operations, and the purpose of their results"""
 
 KINDS = {
     "allgather": "all_gather",
@@ -216,7 +216,7 @@ KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
-"""words in the names of torch's collectives, without underscores"""
+"""words in the names of torch's collectives, without underscores, and their kinds"""
 
 
 def _once(ranks: int) -> float:
@@ -231,7 +231,7 @@ RING: dict[str, Callable[[int], float]] = {
     "broadcast": _once,
     "send": lambda ranks: 1.0,
 }
-"""what a rank sends of the whole (gathered, reduced or scattered) tensor in a ring of that many ranks"""
+"""share of the whole (gathered, reduced or scattered) tensor that a rank sends in a ring of that many ranks"""
 
 
 def collective_kind(operation: str) -> str | None:
@@ -262,7 +262,7 @@ def find_group(arguments: Iterable[Any]) -> dist.ProcessGroup:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results."""
+    """Yield the tensors among an operation's arguments or results."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
