@@ -1,6 +1,5 @@
 """The parameter table: every parameter one rule, every wrapper's name canonical."""
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -15,10 +14,12 @@ from torchllm.spec.parameters import PARAMETER_RULES, canonical_name, rule_of
 
 TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
 MODELS = {
-    f"{family}{'-tied' * tied}": replace(TINY, family=family, tied_embeddings=tied)
-    for family, tied in itertools.product(("llama", "gpt"), (False, True))
+    "llama": TINY,
+    "llama-tied": replace(TINY, tied_embeddings=True),
+    "llama-qk-norm": replace(TINY, qk_norm=True),
+    "gpt": replace(TINY, family="gpt"),
+    "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
 }
-MODELS["llama-qk-norm"] = replace(TINY, qk_norm=True)
 
 
 def meta(model: Model) -> Decoder:
