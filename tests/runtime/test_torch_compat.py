@@ -50,6 +50,15 @@ def test_flatten_mesh() -> None:
         dist.destroy_process_group()
 
 
+def test_group_with_name() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        group = dist.new_group([1, 5])
+        assert torch_compat.group_with_name(group.group_name) is group
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("error")
 def test_join_meshes() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
