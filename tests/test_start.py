@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import RANK_VARIABLES
+from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
 from torchllm.planner.search import auto
@@ -22,18 +22,13 @@ CLUSTERS = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder, and an environment of one node with two processes that are not started yet."""
-    monkeypatch.chdir(tmp_path)
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    enter_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setenv("NPROC", "2")
     return tmp_path
 
 
 def lines_of_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    with pytest.raises(SystemExit) as stop:
-        load_configs(arguments)
-    assert stop.value.code == 2
-    return capsys.readouterr().err.splitlines()
+    return refusal(capsys, lambda: load_configs(arguments))
 
 
 def test_an_unknown_cluster_is_named_with_all_other_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,16 @@ RANK_VARIABLES = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder and an environment of one rank."""
-    monkeypatch.chdir(tmp_path)
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    enter_empty_folder(tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "1")
     return tmp_path
+
+
+def enter_empty_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder the working folder, in an environment that no launcher has set up."""
+    monkeypatch.chdir(folder)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], load: Callable[[], object]) -> list[str]:

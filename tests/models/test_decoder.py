@@ -89,6 +89,23 @@ def check_logits(ours: Decoder, reference: Any, model: Model) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
+def llama_fields(model: Model) -> dict[str, Any]:
+    """Return the arguments that the configs of Hugging Face's Llama and its descendants have in common."""
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv,
+        "head_dim": model.head_width,
+        "max_position_embeddings": model.max_sequence_length,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": 0.1,
+    }
+
+
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -106,18 +123,8 @@ def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> Non
     torch.manual_seed(0)
     reference = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=model.vocab,
-            hidden_size=model.hidden,
-            intermediate_size=model.ffn,
-            num_hidden_layers=model.layers,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.kv,
-            head_dim=model.head_width,
-            max_position_embeddings=model.max_sequence_length,
-            rms_norm_eps=model.norm_epsilon,
-            tie_word_embeddings=model.tied_embeddings,
-            initializer_range=0.1,
-            # transformers 5 reads rope_parameters, 4 the other two
+            **llama_fields(model),
+            # transformers 5 reads rope_parameters, 4 the two below
             rope_parameters=rope,
             rope_theta=model.rope_theta,
             rope_scaling=rope if model.rope_scaling_factor > 1 else None,
@@ -136,18 +143,8 @@ def test_logits_are_those_of_hugging_faces_qwen3(changes: dict[str, Any]) -> Non
     torch.manual_seed(0)
     reference = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=model.vocab,
-            hidden_size=model.hidden,
-            intermediate_size=model.ffn,
-            num_hidden_layers=model.layers,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.kv,
-            head_dim=model.head_width,
-            max_position_embeddings=model.max_sequence_length,
-            rms_norm_eps=model.norm_epsilon,
-            tie_word_embeddings=model.tied_embeddings,
-            initializer_range=0.1,
-            # transformers 5 reads rope_parameters, 4 the other
+            **llama_fields(model),
+            # transformers 5 reads rope_parameters, 4 rope_theta
             rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
             rope_theta=model.rope_theta,
         )

@@ -97,9 +97,10 @@ def test_every_mesh_is_drawn() -> None:
     drawn = every_mesh(seed=2)
     assert all(map(is_valid, drawn))
     assert meshes(drawn) == meshes(lattice().layouts)
-    rest = every_mesh(seed=2, done=drawn[:400])
-    assert meshes(rest) | meshes(drawn[:400]) == meshes(drawn)
-    assert len(rest) < len(drawn) - 350
+    interrupted = drawn[:-20]
+    rest = every_mesh(seed=2, done=interrupted)
+    assert meshes(rest) | meshes(interrupted) == meshes(drawn)
+    assert len(rest) < 40  # the other pairs of settings are done
 
 
 @pytest.mark.parametrize("part", range(PARTS))

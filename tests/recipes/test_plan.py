@@ -61,7 +61,7 @@ def test_the_written_run_is_one_that_the_config_accepts(
 
 
 def test_sizes_that_are_assumed_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32", "--sequence-length", "1024"])
+    main(["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "8", "--sequence-length", "1024"])
     lines = capsys.readouterr().out.splitlines()
     assert "--global-batch-size is not given: assumed 8 (the default)" in lines
     assert not any(line.startswith("--sequence-length") for line in lines)
