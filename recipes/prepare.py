@@ -9,7 +9,7 @@ end it prints the [[data.sources]] tables that read what it wrote.
 import sys
 from dataclasses import dataclass, field
 
-from torchllm.config import Config, Natural, Positive, load_config
+from torchllm.config import Config, Natural, NonNegative, load_config
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Prepare:
     """folder to write to; each source gets a folder in it"""
     processes: Natural = 0
     """processes that tokenize; 0: one per CPU"""
-    shard_mib: Positive = 64.0
-    """text in a shard, in MiB, approximately: the unit of parallel work, and what is done again after a stop"""
+    shard_mib: NonNegative = 0.0
+    """text in a shard, in MiB, approximately: the unit of parallel work, and what is done again after a stop; 0: 1/256
+    of the source, at least 64 and at most 1024"""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchllm.config import Source
 from torchllm.data.build import CorpusPlan, TokenizerSpec
 from torchllm.data.cache import available_cpus, is_raw, plan_corpus, tokenize_source
-from torchllm.data.corpus import HEADER, Corpus
+from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
 
@@ -48,7 +50,7 @@ from torchllm.data.tokenizer import load_tokenizer
 class Prepared(NamedTuple):
     """A corpus that was written."""
 
-    header: dict[str, Any]
+    header: CorpusHeader
     seconds: float | None
     """that it took; None: it was written earlier"""
 
@@ -89,12 +91,14 @@ def folder_name(index: int, source: Source) -> str:
 def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int) -> Prepared:
     """Write the corpus to `folder`, if it is not there yet."""
     if (folder / HEADER).exists():
-        header = Corpus(folder).header
-        if header["key"] != plan.key:
+        corpus = Corpus(folder)
+        header = corpus.header
+        if header.key != plan.key:
             raise DataError(
                 f"{folder} holds another corpus (other files, tokenizer or settings): choose another prepare.folder, "
                 "or delete that one"
             )
+        corpus.check()
         return Prepared(header, None)
     start = time.perf_counter()
     header = tokenize_source(plan, spec, folder, processes)
@@ -104,9 +108,9 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
 def print_corpus(folder: Path, prepared: Prepared) -> None:
     """Print what the corpus in `folder` holds."""
     header, seconds = prepared
-    speed = "already there" if seconds is None else f"{header['text_bytes'] / 1e6 / seconds:,.1f} MB/s"
-    print(f"{folder}: {header['documents']:,} documents, {header['tokens']:,} tokens, {speed}")
-    for reason, count in header["skipped"].items():
+    speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
+    print(f"{folder}: {header.documents:,} documents, {header.tokens:,} tokens, {speed}")
+    for reason, count in header.skipped.items():
         print(f"  skipped {count:,} records: {reason}")
 
 

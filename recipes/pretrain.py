@@ -54,7 +54,13 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         config.training,
         config.model,
         config.run.seed,
-        DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts),
+        DataRanks(
+            mesh.data_rank,
+            mesh.data_size,
+            prepares=runtime.local_rank == 0,
+            gather_texts=runtime.gather_texts,
+            preparing_rank=runtime.first_rank_on_node,
+        ),
     )
     if config.evaluate.interval:  # an error now, not at the first evaluation, if nothing is held out
         data.validation_sequences(config.evaluate.sequences)

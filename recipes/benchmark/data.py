@@ -82,7 +82,13 @@ def cl100k() -> str:
 def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
     """Time real steps on the config's data: how long a rank waits for batches, and the loader's rate on its own."""
     settings, mesh = config.benchmark, build_mesh(config.parallel, runtime.device)
-    ranks = DataRanks(mesh.data_rank, mesh.data_size, runtime.local_rank == 0, runtime.gather_texts)
+    ranks = DataRanks(
+        mesh.data_rank,
+        mesh.data_size,
+        prepares=runtime.local_rank == 0,
+        gather_texts=runtime.gather_texts,
+        preparing_rank=runtime.first_rank_on_node,
+    )
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
     take_step = build_trial(config, runtime, mesh).step
     waits: list[float] = []

@@ -2,7 +2,8 @@
 
 `tests/fixtures/version_0_1` holds two runs of 8 steps on 2 ranks (torch 2.13.0, AVX512): a Llama under FSDP with ZeRO
 stage 1, and a GPT cut into two pipeline stages. Of each it keeps the resolved config, the metrics of all 8 steps, the
-checkpoint of step 4, and the manifest of step 8 with the sha256 of every file of tensors.
+checkpoint of step 4, and the manifest of step 8 with the sha256 of every file of tensors. `corpus` is the corpus that
+version 0.1 made of `corpus.jsonl`: a later version would make another one, so a run is resumed on this folder.
 """
 
 import json
@@ -39,7 +40,8 @@ def test_its_run_goes_on_as_if_nothing_had_changed(name: str, tmp_path: Path) ->
     assert [step for step, *_ in written] == list(range(1, 9))
     (folder / "metrics.jsonl").unlink()
 
-    errors = pretrain(2, folder, f"--data.cache={tmp_path / 'cache'}", config=folder / "config.toml", settings=())
+    tokens = ("--data.sources.0.kind=tokens", f"--data.sources.0.path={FIXTURE / 'corpus'}")
+    errors = pretrain(2, folder, *tokens, config=folder / "config.toml", settings=())
 
     assert errors == ["", ""]
     resumed = curve(folder)

@@ -1,14 +1,32 @@
+import itertools
 import json
+import os
 import pickle
+import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.data.many_shards import opening_cost, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_documents
+from torchllm.config import Source
 from torchllm.data.cache import tokenize_source
 from torchllm.data.corpus import Corpus, Synthetic
 from torchllm.data.error import DataError
+from torchllm.data.shard import (
+    BLOCK,
+    SPLITS,
+    OpenShard,
+    ShardFileWriter,
+    ShardSize,
+    file_sums,
+    shard_files,
+    shard_path,
+)
+
+FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "version_0_1" / "corpus"
 
 
 @pytest.fixture
@@ -39,28 +57,123 @@ def test_the_fingerprint_is_of_the_content_not_the_place(folder: Path, tmp_path:
     assert len({fingerprint, fingerprint_of(100, 0.3), fingerprint_of(101, 0.2)}) == 3
 
 
-def test_a_damaged_corpus_is_not_opened(folder: Path) -> None:
-    header, tokens = folder / "corpus.json", folder / "00000.train.bin"
-    good, content = header.read_text(), tokens.read_bytes()
-    tokens.write_bytes(content[:-2])
-    with pytest.raises(DataError, match=r"00000\.train\.bin is .* bytes, corpus\.json says"):
-        Corpus(folder)
-    tokens.unlink()
-    with pytest.raises(DataError, match=r"00000\.train\.bin is missing"):
-        Corpus(folder)
-    tokens.write_bytes(content)
-    changed = json.loads(good)
-    changed["dtype"] = "<u4"
+def test_a_damaged_description_is_not_opened(folder: Path) -> None:
+    header, table = folder / "corpus.json", folder / "shards.bin"
+    good = header.read_text()
+    content = json.loads(good)
     for text, message in (
         (good[:-10], "damaged"),
         ("{}", "format None"),
-        (json.dumps(changed), "was changed"),
+        (json.dumps(content | {"extra": 1}), "damaged"),
+        (json.dumps(content | {"dtype": "<u4"}), "was changed"),
     ):
         header.write_text(text)
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=rf"corpus\.json.* {message}"):
             Corpus(folder)
     header.write_text(good)
-    Corpus(folder)
+    columns = table.read_bytes()
+    table.write_bytes(columns[:20])
+    with pytest.raises(DataError, match=r"shards\.bin was changed"):
+        Corpus(folder)
+    table.unlink()
+    with pytest.raises(DataError, match=r"shards\.bin cannot be read \(No such file"):
+        Corpus(folder)
+    table.write_bytes(columns[:-1] + b"?")
+    corpus = Corpus(folder)  # it reads tokens and documents only
+    with pytest.raises(DataError, match=r"shards\.bin was changed"):
+        corpus.check()
+
+
+def test_a_damaged_shard_is_found_by_the_check_and_at_first_use(folder: Path) -> None:
+    tokens = folder / "00000.train.bin"
+    content = tokens.read_bytes()
+    for damage, message in (
+        (lambda: tokens.write_bytes(content[:-2]), r"00000\.train\.bin is .* bytes, the corpus says"),
+        (tokens.unlink, r"00000\.train\.bin is missing"),
+    ):
+        damage()
+        with pytest.raises(DataError, match=message):
+            Corpus(folder).check()
+        with pytest.raises(DataError, match=message):
+            Corpus(folder).window("train", 0, 10)
+    tokens.write_bytes(content)
+    corpus = Corpus(folder)
+    corpus.check()
+    last = corpus.count("train", 10) - 1
+    corpus.window("train", last, 10)
+    os.truncate(tokens, 100)
+    with pytest.raises(DataError, match=r"00000\.train\.bin became shorter"):
+        corpus.window("train", last, 10)
+
+
+def test_block_sums_find_a_flipped_bit(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(600)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    tokenize_source(plan_for(source, shard_mib=2.5, validation_fraction=0.1), BYTES, tmp_path / "c")
+    corpus = Corpus(tmp_path / "c")
+    assert corpus.header.shards == 2
+    for number, split in itertools.product(range(2), SPLITS):
+        content = shard_path(corpus.folder, number, split).read_bytes()
+        blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+        assert corpus.block_sums(split, number).tolist() == list(map(zlib.crc32, blocks))
+    damaged = shard_path(corpus.folder, 1, "train")
+    content = bytearray(damaged.read_bytes())
+    assert len(content) > 2 * BLOCK
+    content[BLOCK + 5] ^= 1
+    damaged.write_bytes(content)
+    different = file_sums(damaged).blocks != corpus.block_sums("train", 1)
+    assert np.flatnonzero(different).tolist() == [1]
+
+
+def test_format_1_is_the_same_stream_under_its_old_fingerprint(tmp_path: Path) -> None:
+    old = Corpus(FORMAT_1)
+    old.check()
+    assert old.fingerprint == "ac5834e2381f60fa"
+    assert (old.header.format, old.header.shards, old.header.tokens) == (1, 1, 22_933)
+    ids = np.fromfile(FORMAT_1 / "00000.train.bin", dtype="<u2")
+    begins = np.fromfile(FORMAT_1 / "00000.train.begins", dtype="<i8")
+    for number in range(old.count("train", 500)):
+        window = old.window("train", number, 500)
+        first, end = 500 * number, 500 * number + 501
+        assert np.array_equal(window.ids, ids[first:end])
+        assert np.array_equal(window.begins, begins[(begins >= first) & (begins < end)] - first)
+
+    damaged = tmp_path / "c"
+    shutil.copytree(FORMAT_1, damaged)
+    header = json.loads((damaged / "corpus.json").read_text())
+    header["shards"][0]["files"]["00000.train.bin"]["sha256"] = "0" * 64
+    (damaged / "corpus.json").write_text(json.dumps(header))
+    with pytest.raises(DataError, match=r"corpus\.json was changed"):
+        Corpus(damaged).check()
+    (damaged / "00000.train.begins").unlink()
+    with pytest.raises(DataError, match=r"00000\.train\.begins is missing"):
+        Corpus(damaged).window("train", 0, 10)
+    with pytest.raises(DataError, match="no checksums of blocks"):
+        old.block_sums("train", 0)
+
+
+def test_the_documents_of_long_shards_are_found(tmp_path: Path) -> None:
+    """Shards of many entries in the index, with documents longer and much shorter than its stride."""
+    random = np.random.default_rng(0)
+    lengths = [*random.integers(2, 40, size=20_000), 300_000, *random.integers(2, 2000, size=200)]
+    path = tmp_path / "00000.train.bin"
+    with path.open("wb") as file:
+        writer = ShardFileWriter(file, "<u2")
+        for length in lengths:
+            writer.add(random.integers(256, size=int(length), dtype=np.uint16))
+        writer.finish()
+    size = ShardSize(writer.tokens, writer.documents, id_bytes=2)
+    shard = OpenShard(shard_files(tmp_path, 0, "train", size, corpus_format=2), size)
+    ids = np.fromfile(path, dtype="<u2", count=writer.tokens)
+    begins = np.cumsum([0, *lengths[:-1]])
+    for first in [0, 1, 65_535, 65_536, 65_537, 131_072, writer.tokens - 1, *random.integers(writer.tokens, size=50)]:
+        for length in (1, 2000, 70_000):
+            end = min(int(first) + length, writer.tokens)
+            assert np.array_equal(shard.read_ids(int(first), end), ids[first:end])
+            inside = (begins >= first) & (begins < end)
+            assert np.array_equal(shard.read_begins(int(first), end), begins[inside])
+    shard.close()
 
 
 def test_synthetic_is_a_function_of_split_and_number() -> None:
@@ -72,3 +185,15 @@ def test_synthetic_is_a_function_of_split_and_number() -> None:
     assert ids.max() < 1000
     for different in (source.window("train", 1, 512), source.window("validation", 2**39, 512)):
         assert (ids == different.ids).mean() < 0.05
+
+
+@pytest.mark.parametrize("shards", [100, 1000])
+def test_opening_reads_the_columns_and_holds_few_descriptors(tmp_path: Path, shards: int) -> None:
+    write_many_shards(tmp_path / "c", shards)
+    cost = opening_cost(tmp_path / "c")
+    assert cost.header_bytes < 2000
+    assert cost.read_bytes < cost.header_bytes + 32 * shards + 5000  # tokens and documents of both splits
+    assert cost.opened_by_opening == 2
+    assert cost.opened_by_reading > 100  # sequences cross shards
+    assert cost.descriptors == 16
+    assert cost.stats_of_check == shards + 1  # the train split of all, the validation split of one

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import workers
-from tests.data.test_build import write_documents
+from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
+from tests.data.test_build import BYTES, plan_for, write_documents
+from tests.data.test_corpus import FORMAT_1
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
-from torchllm.data.corpus import SequenceSource, Split, Window, corpus_fingerprint
+from torchllm.data.cache import tokenize_source
+from torchllm.data.corpus import Corpus, SequenceSource, Window
+from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder
+from torchllm.data.shard import Split
 
 LENGTH = 3
 
@@ -164,6 +170,23 @@ def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
     changed = state | {"fingerprint": state["fingerprint"] | {"sequence_length": 7}}
     with pytest.raises(ValueError, match="sequence_length: saved 7, now 3"):
         numbered_loader([10], seed=1).load_state(changed)
+
+
+def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(tmp_path: Path) -> None:
+    loader = real(tmp_path, write_documents(tmp_path, 50))
+    state = loader.state()
+    earlier = Corpus(FORMAT_1).fingerprint
+    state["fingerprint"] = state["fingerprint"] | {"sources": [[earlier, 1.0]]}
+    (tmp_path / "cache" / "damaged").mkdir()
+    (tmp_path / "cache" / "damaged" / "corpus.json").write_text("{")
+    advice = r"go on with that corpus, set kind = \"tokens\" and path = {} in data\.sources\.0"
+    with pytest.raises(DataError, match=advice.format(r"its folder \(it is not in the cache, .*/cache\)")):
+        loader.load_state(state)
+    folder = tmp_path / "cache" / "jsonl-84bbf7219609ea6a"
+    shutil.copytree(FORMAT_1, folder)
+    with pytest.raises(DataError, match=advice.format(f'"{folder}"')):
+        loader.load_state(state)
+    real(tmp_path, Source(kind="tokens", path=str(folder))).load_state(state)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -312,7 +335,7 @@ def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) 
         ("max_token", 264, r"token id 264 >= model\.vocab = 264: raise model\.vocab"),
     ):
         changed = header | {key: value}
-        changed["fingerprint"] = corpus_fingerprint(changed)
+        changed["fingerprint"] = corpus_fingerprint(changed["dtype"], changed["tokenizer"], changed["table_sha256"])
         (folder / "corpus.json").write_text(json.dumps(changed))
         with pytest.raises(DataError, match=message):
             real(tmp_path, source)
@@ -432,6 +455,68 @@ def test_ranks_agree(tmp_path: Path) -> None:
     assert sequences_0 != sequences_1
 
 
+class RankCalls(NamedTuple):
+    """What a rank asked of the file system to build a loader on a raw source and take a step."""
+
+    raw_stats: int
+    corpus_stats: int
+    opened: list[str]
+    """names of files in the cache"""
+
+
+def _calls_of_a_rank(folder: str, source: Source) -> RankCalls:
+    with counting(Path(folder)) as calls:
+        error, _ = _on_a_rank(folder, {"sources": (source,), "workers": 0}, {})
+    assert not error
+    in_cache = [path for path in calls.asked_for_size if "/cache/" in path]
+    opened = [Path(path).name for path in calls.opened if "/cache/" in path]
+    return RankCalls(len(calls.asked_for_size) - len(in_cache), len(in_cache), opened)
+
+
+def test_one_rank_per_node_looks_at_the_files(tmp_path: Path) -> None:
+    files = 20
+    for number in range(files):
+        lines = [json.dumps({"text": f"{number} {index} " * 10}) for index in range(20)]
+        (tmp_path / f"{number:02d}.jsonl").write_text("\n".join(lines))
+    source = Source(kind="jsonl", path=str(tmp_path / "*.jsonl"))
+    real(tmp_path, source)  # cached from here on
+    first, second = workers.POOL.run(_calls_of_a_rank, 2, str(tmp_path), source)
+    assert files <= first.raw_stats <= 2 * files
+    assert first.corpus_stats >= 2  # the files of its shard
+    assert (second.raw_stats, second.corpus_stats) == (0, 0)
+    assert second.opened == ["corpus.json", "shards.bin", "00000.train.bin"]
+
+
+class CountedCorpus(Corpus):
+    """A corpus whose tokens say how many descriptors this process holds, and how many files it has opened."""
+
+    calls: Calls
+
+    def window(self, split: Split, number: int, length: int) -> Window:
+        """Read the sequence, then count."""
+        begins = super().window(split, number, length).begins
+        counts = [descriptors(self.folder), len(self.calls.opened), 0, 0]
+        return Window(np.array(counts, dtype=np.uint32), begins)
+
+
+def test_a_worker_holds_few_descriptors_and_opens_nothing_again(tmp_path: Path) -> None:
+    write_many_shards(tmp_path / "c", 200)
+    source = CountedCorpus(tmp_path / "c")
+    data = Data(sources=(Source(kind="synthetic"),), workers=1)
+    training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
+    with counting(tmp_path) as source.calls:
+        loader = TrainLoader([source], data, training, 0, data_ranks())
+        order = DataOrder(0, [source.count("train", LENGTH)], [1.0])
+        for step in range(8):  # the files that the worker will need first
+            source.window("train", order.locate(step).number, LENGTH)
+        opened = len(source.calls.opened)
+        counts = [sequences_of(loader.next_step()[0])[0] for _ in range(60)]
+        loader.close()
+    assert [opened_in_worker for _, opened_in_worker, _ in counts[:8]] == [opened] * 8
+    assert counts[-1][1] > opened + 30
+    assert max(held for held, _, _ in counts) == 16
+
+
 class Failure(NamedTuple):
     """Settings that fail, on all ranks or on rank 1 only."""
 
@@ -440,20 +525,25 @@ class Failure(NamedTuple):
     message: str
 
 
+def _tokens(folder: Path, count: int) -> Source:
+    """Write a corpus of `count` documents."""
+    folder.mkdir()
+    tokenize_source(plan_for(write_documents(folder, count)), BYTES, folder / "corpus")
+    return Source(kind="tokens", path=str(folder / "corpus"))
+
+
 def _failures(tmp_path: Path) -> dict[str, Failure]:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\nnonsense')
     bad = Source(kind="jsonl", path=str(tmp_path / "bad.jsonl"))
     missing = Source(kind="jsonl", path="gone")
-    good = {"sources": (write_documents(tmp_path, 50),)}
-    (tmp_path / "different").mkdir()
-    different = write_documents(tmp_path / "different", 60)
-    real(tmp_path, different)  # so that its tokens are in the cache for rank 1, which does not prepare
-    no_cache = {"cache": str(tmp_path / "nowhere")}
+    good = {"sources": (_tokens(tmp_path / "good", 50),)}
+    different = {"sources": (_tokens(tmp_path / "different", 60),)}
+    gone = {"sources": (Source(kind="tokens", path=str(tmp_path / "gone")),)}
     return {
         "bad line": Failure({"sources": (bad,)}, {}, "bad.jsonl:2: broken JSON"),
         "missing file": Failure({"sources": (missing,)}, {}, "no file matches 'gone'"),
-        "one rank cannot open": Failure(good, no_cache, "holds no token shards"),
-        "one rank has other data": Failure(good, {"sources": (different,)}, "not all ranks read the same data"),
+        "one rank cannot open": Failure(good, gone, "holds no token shards"),
+        "one rank has other data": Failure(good, different, "not all ranks read the same data"),
     }
 
 

@@ -43,7 +43,7 @@ def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
     texts = [json.loads(line)["text"] for line in (folder / "a.jsonl").read_text().splitlines()]
     corpus = Corpus(tokens / "0-jsonl-a")
     assert documents(corpus, "train") == texts
-    assert len(corpus.header["shards"]) > 4
+    assert corpus.header.shards > 4
     assert documents(Corpus(next(tokens.glob("1-text*"))), "train") == ["a whole file"]
 
     repeated = prepare(folder, *options, "--data.validation_fraction=0.0")

@@ -1,33 +1,48 @@
 """Write the records of a source into a corpus folder: tokenize, split, write shards, in parallel, and restartable.
 
-A shard holds some thousand records. Its files are written under temporary names and renamed, its `.json` last, so a
-shard that has a `.json` is complete. `corpus.json` is written when all shards are complete. So a killed preparation
-never leaves a corpus that looks complete, and starting it again keeps the finished shards. What is written depends on
-the plan and the records alone: two nodes that build one corpus in one shared folder write the same bytes.
+The files of a shard are written under temporary names and renamed, its `.json` last, so a shard that has a `.json` is
+complete. `corpus.json` is written when all shards are complete. So a killed preparation never leaves a corpus that
+looks complete, and starting it again keeps the finished shards; nothing else reads the `.json` of a shard. What is
+written depends on the plan and the records alone: two nodes that build one corpus in one shared folder write the same
+bytes.
 """
 
 import hashlib
 import json
 import math
-import os
-import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
 from torchllm.config import Source
-from torchllm.data.corpus import FORMAT, HEADER, SPLITS, Ids, corpus_fingerprint, shard_file
+from torchllm.data.corpus_header import (
+    FORMAT,
+    CorpusHeader,
+    ShardTableWriter,
+    SplitRecord,
+    corpus_fingerprint,
+    write_header,
+)
 from torchllm.data.error import DataError
 from torchllm.data.order import mix_words
+from torchllm.data.shard import (
+    SPLITS,
+    Ids,
+    ShardFileWriter,
+    Split,
+    file_sums,
+    replacing,
+    shard_path,
+)
 from torchllm.data.sources import SourceFile, TextRecord, read_records
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 
@@ -36,6 +51,10 @@ if TYPE_CHECKING:
 
 _RECORDS_PER_CALL = 64
 """records tokenized at a time"""
+_SMALLEST_SHARD_MIB = 64.0
+_LARGEST_SHARD_MIB = 1024.0
+_SHARDS = 256
+"""of a corpus of medium size: enough that its processes end at about the same time"""
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
 
@@ -53,7 +72,7 @@ class CorpusPlan:
     validation_fraction: float
     on_bad_record: Literal["error", "skip"]
     shard_mib: float
-    """approximate size of the text of a shard, in MiB"""
+    """approximate size of the text of a shard, in MiB; 0: see `shard_size_mib`"""
 
     @property
     def key(self) -> str:
@@ -86,56 +105,88 @@ class _ShardJob(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True)
+class FinishedShard:
+    """The content of a shard's `.json`."""
+
+    key: str
+    """of the plan"""
+    rows: int
+    """records read"""
+    text_bytes: int
+    max_token: int
+    """largest token id"""
+    skipped: dict[str, int]
+    """records left out, by their fault"""
+    splits: dict[Split, SplitRecord]
+
+
 def write_corpus(
     dataset: "datasets.Dataset", plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1
-) -> dict[str, Any]:
+) -> CorpusHeader:
     """Write the corpus of a data set (see `sources.read_source`) into `folder` and return its header.
 
     Raises DataError, naming the first bad record, if plan.on_bad_record is "error".
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs = _shard_jobs(dataset, plan, tokenizer, folder)
-    shards = []
+    table = ShardTableWriter()
+    totals: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    largest_id = 0
     with (
         tqdm(total=len(dataset), unit="rows", desc=f"tokenizing {plan.source.kind}", disable=None) as bar,
         _running(jobs, processes) as results,
     ):
         for shard in results:
-            bar.update(shard["rows"])
-            shards.append(shard)
-    totals: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
-    largest_id = 0
-    for shard in shards:
-        for key in ("documents", "tokens", "text_bytes"):
-            totals[key] += shard[key]
-        skipped.update(shard["skipped"])
-        largest_id = max(largest_id, shard["max_token"])
+            bar.update(shard.rows)
+            table.add(shard.splits)
+            for split in shard.splits.values():
+                totals["documents"] += split.documents
+                totals["tokens"] += split.tokens
+            totals["text_bytes"] += shard.text_bytes
+            skipped.update(shard.skipped)
+            largest_id = max(largest_id, shard.max_token)
     loaded = tokenizer.load()
-    header = {
-        "format": FORMAT,
-        "key": plan.key,
-        "plan": asdict(plan) | {"files": len(plan.files)},
-        "dtype": _id_dtype(loaded),
-        "tokenizer": loaded.fingerprint,
-        "documents": totals["documents"],
-        "tokens": totals["tokens"],
-        "text_bytes": totals["text_bytes"],
-        "max_token": largest_id,
-        "skipped": dict(skipped),
-        "shards": shards,
-    }
-    header["fingerprint"] = corpus_fingerprint(header)
-    write_json(folder / HEADER, header)
+    sums = table.write(folder)
+    header = CorpusHeader(
+        format=FORMAT,
+        key=plan.key,
+        plan=asdict(plan) | {"files": len(plan.files)},
+        dtype=_id_dtype(loaded),
+        tokenizer=loaded.fingerprint,
+        documents=totals["documents"],
+        tokens=totals["tokens"],
+        text_bytes=totals["text_bytes"],
+        max_token=largest_id,
+        skipped=dict(skipped),
+        shards=table.shards,
+        fingerprint=corpus_fingerprint(_id_dtype(loaded), loaded.fingerprint, sums.table),
+        table_sha256=sums.table,
+        sums_sha256=sums.sums,
+    )
+    write_header(folder, header)
     return header
+
+
+def shard_size_mib(text_mib: float, shard_mib: float) -> float:
+    """Return the text of a shard in MiB: `shard_mib` or, if that is 0, a size that fits a source of `text_mib`.
+
+    Then a source has 256 shards, of 64 MiB to 1 GiB: up to 16 GiB they are 64 MiB, which as many processes as possible
+    share, from 256 GiB on they are 1 GiB, so that the table of a corpus of 15T tokens (60,000 shards) stays small. It
+    does not depend on the number of processes, which must not decide what is in a corpus.
+    """
+    return shard_mib or min(max(text_mib / _SHARDS, _SMALLEST_SHARD_MIB), _LARGEST_SHARD_MIB)
 
 
 def _shard_jobs(
     dataset: "datasets.Dataset", plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path
 ) -> list[_ShardJob]:
-    """Cut a data set into shards of about plan.shard_mib of text each."""
+    """Cut a data set into shards of about the same text each."""
     records = len(dataset)
-    per_shard = max(1, math.ceil(records * plan.shard_mib * 2**20 / max(1, dataset.data.nbytes)))
+    text_mib = dataset.data.nbytes / 2**20
+    shards = max(1.0, text_mib / shard_size_mib(text_mib, plan.shard_mib))
+    per_shard = max(1, math.ceil(records / shards))
     jobs = []
     for number, start in enumerate(range(0, records, per_shard)):
         stop = min(start + per_shard, records)
@@ -144,7 +195,7 @@ def _shard_jobs(
 
 
 @contextmanager
-def _running(jobs: list[_ShardJob], processes: int) -> Iterator[Iterator[dict[str, Any]]]:
+def _running(jobs: list[_ShardJob], processes: int) -> Iterator[Iterator[FinishedShard]]:
     """Yield the results of `_write_shard` on the jobs, in order, computed here or in `processes` other processes."""
     if processes == 1 or len(jobs) < 2:
         yield map(_write_shard, jobs)
@@ -163,50 +214,62 @@ def _id_dtype(tokenizer: Tokenizer) -> str:
     return "<u2" if tokenizer.vocab <= 2**16 else "<u4"
 
 
-def _write_shard(job: _ShardJob) -> dict[str, Any]:
+def _write_shard(job: _ShardJob) -> FinishedShard:
     """Write a shard and return the content of its .json; a finished shard is verified and kept."""
-    marker = job.folder / f"{job.number:05d}.json"
-    finished = _finished_shard(marker, job.plan.key)
+    finished = _finished_shard(job.folder, job.number, job.plan.key)
     if finished is not None:
         return finished
     tokenizer = job.tokenizer.load()
     held_out = _held_out(job.plan, job.start, job.stop)
     skipped: Counter[str] = Counter()
     text_bytes = 0
-    id_files = [shard_file(job.folder, job.number, split, "bin") for split in SPLITS]
-    begin_files = [shard_file(job.folder, job.number, split, "begins") for split in SPLITS]
-    with _replacing(id_files) as files:
-        train, validation = (_SplitWriter(file, tokenizer) for file in files)
+    paths = [shard_path(job.folder, job.number, split) for split in SPLITS]
+    with replacing(paths) as files:
+        train, validation = writers = [ShardFileWriter(file, _id_dtype(tokenizer)) for file in files]
         for document, is_held_out in zip(_tokenized(job, tokenizer), held_out, strict=True):
             record = document.record
             if not record.fault:
                 writer = validation if is_held_out else train
-                writer.add(document.ids)
+                writer.add(_between_begin_and_end(document.ids, tokenizer))
                 text_bytes += len(record.text.encode())
             elif job.plan.on_bad_record == "skip":
                 skipped[record.fault] += 1
             else:
                 raise DataError(f"{record.where}: {record.fault}{record.detail}; {_advice(record, tokenizer)}")
-    with _replacing(begin_files) as files:
-        for file, writer in zip(files, (train, validation), strict=True):
-            file.write(np.array(writer.begins, dtype="<i8").tobytes())
-    files_on_disk = {}
-    for split in SPLITS:
-        for suffix in ("bin", "begins"):
-            path = shard_file(job.folder, job.number, split, suffix)
-            files_on_disk[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    shard = {
-        "key": job.plan.key,
-        "rows": job.stop - job.start,
-        "documents": len(train.begins) + len(validation.begins),
-        "tokens": train.tokens + validation.tokens,
-        "text_bytes": text_bytes,
-        "max_token": max(train.largest_id, validation.largest_id),
-        "skipped": dict(skipped),
-        "files": files_on_disk,
-    }
-    write_json(marker, shard)
+        for writer in writers:
+            writer.finish()
+    splits: dict[Split, SplitRecord] = {}
+    for split, path, writer in zip(SPLITS, paths, writers, strict=True):
+        splits[split] = _split_record(path, writer)
+    shard = FinishedShard(
+        key=job.plan.key,
+        rows=job.stop - job.start,
+        text_bytes=text_bytes,
+        max_token=max(writer.largest_id for writer in writers),
+        skipped=dict(skipped),
+        splits=splits,
+    )
+    with replacing([_marker(job.folder, job.number)]) as (file,):
+        file.write(json.dumps(asdict(shard)).encode())
     return shard
+
+
+def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:
+    """Return the record of a file that was written; an empty one is removed."""
+    if not writer.tokens:
+        path.unlink(missing_ok=True)
+        return SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+    sums = file_sums(path)
+    return SplitRecord(writer.tokens, writer.documents, sums.sha256, sums.blocks)
+
+
+def _between_begin_and_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
+    """Return a document: its begin token, its ids, its end token."""
+    document = np.empty(len(ids) + 2, dtype=_id_dtype(tokenizer))
+    document[0] = tokenizer.begin
+    document[1:-1] = ids
+    document[-1] = tokenizer.end
+    return document
 
 
 class _Document(NamedTuple):
@@ -241,30 +304,6 @@ def _advice(record: TextRecord, tokenizer: Tokenizer) -> str:
     return 'set data.on_bad_record = "skip" to leave such records out and count them'
 
 
-class _SplitWriter:
-    """Writes the token stream of one split of a shard."""
-
-    def __init__(self, file: IO[bytes], tokenizer: Tokenizer) -> None:
-        self.file = file
-        self.tokenizer = tokenizer
-        self.dtype = _id_dtype(tokenizer)
-        self.begins: list[int] = []
-        """index in the stream at which each document begins"""
-        self.tokens = 0
-        self.largest_id = 0
-
-    def add(self, ids: Ids) -> None:
-        """Write a document: its begin token, its ids, its end token."""
-        document = np.empty(len(ids) + 2, dtype=self.dtype)
-        document[0] = self.tokenizer.begin
-        document[1:-1] = ids
-        document[-1] = self.tokenizer.end
-        self.file.write(document.data)
-        self.begins.append(self.tokens)
-        self.tokens += len(document)
-        self.largest_id = max(self.largest_id, int(document.max()))
-
-
 def _held_out(plan: CorpusPlan, start: int, stop: int) -> npt.NDArray[np.bool_]:
     """Return whether each record start <= i < stop is held out: if a hash of (source, i) is under validation_fraction.
 
@@ -277,47 +316,21 @@ def _held_out(plan: CorpusPlan, start: int, stop: int) -> npt.NDArray[np.bool_]:
     return uniform < plan.validation_fraction
 
 
-def _finished_shard(marker: Path, key: str) -> dict[str, Any] | None:
+def _marker(folder: Path, number: int) -> Path:
+    """Return the path of the file that says that a shard is complete."""
+    return folder / f"{number:05d}.json"
+
+
+def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None:
     """Return the content of a shard's .json if the shard is of this plan and its files are as written; else None."""
     try:
-        shard: dict[str, Any] = json.loads(marker.read_bytes())
-        if shard["key"] != key:
+        shard = FinishedShard(**json.loads(_marker(folder, number).read_bytes()))
+        splits = {split: SplitRecord(*shard.splits[split]) for split in SPLITS}
+        if shard.key != key:
             return None
-        for name, file in shard["files"].items():
-            if _sha256(marker.parent / name) != file["sha256"]:
+        for split, record in splits.items():
+            if record.tokens and file_sums(shard_path(folder, number, split)).blocks != record.sums:
                 return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return shard
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-@contextmanager
-def _replacing(paths: list[Path]) -> Iterator[Sequence[IO[bytes]]]:
-    """Open files for writing that appear under their names, complete and on disk, when the block ends without error."""
-    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # other processes may write the same files
-    temporary = [path.with_name(path.name + suffix) for path in paths]
-    files = [path.open("wb") for path in temporary]
-    try:
-        yield files
-        for file, source, target in zip(files, temporary, paths, strict=True):
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(source, target)
-    finally:
-        for file, source in zip(files, temporary, strict=True):
-            file.close()
-            source.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that appears complete or not at all."""
-    with _replacing([path]) as (file,):
-        file.write(json.dumps(content, indent=1).encode())
+    return replace(shard, splits=splits)

@@ -7,17 +7,14 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchllm.config import Data, Source
 from torchllm.data.build import CorpusPlan, TokenizerSpec, write_corpus
-from torchllm.data.corpus import HEADER, Corpus, SequenceSource, Synthetic
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
+from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.sources import raw_mib, read_source, source_files
 from torchllm.data.tokenizer import Tokenizer
-
-_SHARD_MIB = 64.0
-"""text of a shard, in MiB"""
 
 
 def available_cpus() -> int:
@@ -30,10 +27,8 @@ def is_raw(source: Source) -> bool:
     return source.kind not in ("tokens", "synthetic")
 
 
-def plan_corpus(
-    source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = _SHARD_MIB
-) -> CorpusPlan:
-    """Return what decides the corpus of a raw source; `vocab` is model.vocab.
+def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = 0.0) -> CorpusPlan:
+    """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
 
     Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
     source has no file, or `vocab` is too small for the tokenizer's special tokens.
@@ -56,7 +51,7 @@ def plan_corpus(
 
 def tokenize_source(
     plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, raw: str = "raw"
-) -> dict[str, Any]:
+) -> CorpusHeader:
     """Read the plan's source, write its corpus into `folder`, and return the header.
 
     The records read are kept in `folder`/`raw` until the corpus is complete, so that a restart does not read the source
@@ -79,11 +74,27 @@ def cached_folder(data: Data, plan: CorpusPlan) -> Path:
     return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
-def prepare_cached(plan: CorpusPlan, data: Data) -> None:
-    """Tokenize a raw source into the cache if it is not cached yet. DataError if it is over data.max_raw_mib."""
+def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
+    """Return the folders in the cache that hold the corpus with this fingerprint, of any version."""
+    folders = []
+    for header in sorted(cache_root(data).glob(f"*/{HEADER}")):
+        try:
+            cached = Corpus(header.parent)
+        except DataError:
+            continue
+        if cached.fingerprint == fingerprint:
+            folders.append(cached.folder)
+    return folders
+
+
+def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
+    """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached yet.
+
+    Raises DataError if it has to be tokenized and is over data.max_raw_mib.
+    """
     folder = cached_folder(data, plan)
     if (folder / HEADER).is_file():
-        return
+        return folder
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
         arguments = shlex.join(sys.argv[1:])
@@ -96,10 +107,11 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> None:
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, available_cpus())
     raw = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes and runs may prepare the same corpus
     tokenize_source(plan, tokenizer, folder, raw=raw)
+    return folder
 
 
-def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
-    """Return an open source; `vocab` is model.vocab.
+def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
+    """Return an open source; `folder` is the cache folder of a raw source, and `vocab` is model.vocab.
 
     `tokenizer` is None only if every source is synthetic, which needs none. Raises DataError if the tokens of the
     source are not of this tokenizer or not under `vocab`.
@@ -108,16 +120,13 @@ def open_source(source: Source, data: Data, tokenizer: Tokenizer | None, vocab: 
         return Synthetic(vocab)
     if source.kind == "synthetic":
         return Synthetic(min(vocab, tokenizer.vocab))
-    if is_raw(source):
-        corpus = Corpus(cached_folder(data, plan_corpus(source, data, tokenizer, vocab)))
-    else:
-        corpus = Corpus(source.path)
-    if corpus.header["tokenizer"] != tokenizer.fingerprint:
+    corpus = Corpus(folder if is_raw(source) else source.path)
+    if corpus.header.tokenizer != tokenizer.fingerprint:
         raise DataError(
-            f"{corpus.folder} holds tokens of {corpus.header['tokenizer']!r}, but data.tokenizer is "
+            f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
             f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
         )
-    largest = corpus.header["max_token"]
+    largest = corpus.header.max_token
     if largest >= vocab:
         raise DataError(
             f"{corpus.folder} holds token id {largest} >= model.vocab = {vocab}: raise model.vocab "

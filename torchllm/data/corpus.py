@@ -1,31 +1,47 @@
-"""Tokenized corpora: their format on disk, and how they are read.
+"""Tokenized corpora and how they are read.
 
-A corpus is a folder. It holds `corpus.json`, written last and only if everything else is complete, and per shard and
-split two files: a `.bin` (token ids, uint16 or uint32, little endian: documents one after another, each <begin> tokens
-<end>) and a `.begins` (int64: where each document begins in the .bin). The shards of a split, in order, are one stream
-of tokens, and sequence i of length S is stream[i S : i S + S + 1]. Files are memory-mapped: opening takes O(shards),
-and what the ranks and workers of a machine read is in memory once.
+A corpus is a folder of shards (`shard.py` has the layout of their files) and a description of them
+(`corpus_header.py`). The shards of a split, in order, are one stream of tokens, and sequence i of length S is
+stream[i S : i S + S + 1].
+
+Opening a corpus reads the description only. The file of a shard is opened when a sequence of it is read, and a process
+holds the last few open, whatever the number of shards, sources and epochs.
 """
 
-import hashlib
-import json
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.data.corpus_header import (
+    check_fingerprint,
+    first_blocks,
+    read_description,
+    read_sums,
+)
 from torchllm.data.error import DataError
+from torchllm.data.shard import (
+    SPLITS,
+    Begins,
+    BlockSums,
+    Ids,
+    OpenShard,
+    ShardFile,
+    ShardSize,
+    Split,
+    check_size,
+    shard_files,
+)
 
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, Split] = ("train", "validation")
-HEADER = "corpus.json"
-FORMAT = 1
-"""version of the format on disk"""
-
-Ids = npt.NDArray[np.unsignedinteger[Any]]
-Begins = npt.NDArray[np.int64]
+_OPEN_SHARDS = 16
+"""shards that a process holds open: one descriptor each, two in format 1"""
+_CHECKING_THREADS = 16
+"""that ask for the size of files: on a parallel file system an answer takes some tenths of a millisecond"""
 
 
 class Window(NamedTuple):
@@ -50,78 +66,107 @@ class SequenceSource(Protocol):
         """Return sequence `number` of `length` tokens and the token that follows it."""
 
 
-def shard_file(folder: Path, number: int, split: Split, suffix: str) -> Path:
-    """Return the path of one file of a shard; the suffix is "bin" or "begins"."""
-    return folder / f"{number:05d}.{split}.{suffix}"
+class _ShardKey(NamedTuple):
+    corpus: "Corpus"
+    split: Split
+    number: int
 
 
-def corpus_fingerprint(header: dict[str, Any]) -> str:
-    """Return a hash of a corpus: its tokens, their order, splits and document boundaries, but not its folder."""
-    content = [header["dtype"], header["tokenizer"], [shard["files"] for shard in header["shards"]]]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+class _OpenShards:
+    """The shards that this process holds open: the `limit` that were used last, of all corpora together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._shards: OrderedDict[_ShardKey, OpenShard] = OrderedDict()
+
+    def get(self, key: _ShardKey) -> OpenShard:
+        """Return an open shard."""
+        shard = self._shards.get(key)
+        if shard is None:
+            while len(self._shards) >= self._limit:
+                _, oldest = self._shards.popitem(last=False)
+                oldest.close()
+            shard = key.corpus.open_shard(key.split, key.number)
+            self._shards[key] = shard
+        self._shards.move_to_end(key)
+        return shard
 
 
-class _Shard(NamedTuple):
-    """The memory-mapped files of one shard and split."""
+class _Part(NamedTuple):
+    """What one shard holds of a range of the stream."""
 
-    ids: Ids
-    begins: Begins
+    shard: OpenShard
+    offset: int
+    """index of the shard's first token in the stream"""
+    first: int
+    """first token, as an index in the shard"""
+    end: int
+    """end of the tokens, as an index in the shard"""
+
+
+_open_shards = _OpenShards(_OPEN_SHARDS)
 
 
 class Corpus:
-    """An open corpus folder; `header` is the content of its corpus.json."""
+    """A corpus folder; `header` is the content of its corpus.json."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open a folder. Raises DataError if the corpus is missing, incomplete or damaged."""
+        """Read the description of a corpus. Raises DataError if it is missing or damaged; `check` looks at the rest."""
         self.folder = Path(folder).expanduser()
-        path = self.folder / HEADER
-        try:
-            self.header: dict[str, Any] = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise DataError(
-                f"{self.folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
-                "if it was stopped, run it again)"
-            ) from None
-        except ValueError as error:
-            raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
-        if self.header.get("format") != FORMAT:
-            raise DataError(f"{path}: format {self.header.get('format')!r} is not {FORMAT}: prepare the corpus again")
-        self.fingerprint: str = self.header["fingerprint"]
-        if self.fingerprint != corpus_fingerprint(self.header):
-            raise DataError(f"{path} was changed after it was written: prepare the corpus again")
-        self._shards: dict[Split, list[_Shard]] = {}
+        self._description = read_description(self.folder)
+        self.header = self._description.header
+        self.fingerprint = self.header.fingerprint
         self._starts: dict[Split, npt.NDArray[np.int64]] = {}
         """index in the stream at which each shard starts, and the length of the stream"""
         for split in SPLITS:
-            shards = self._open(split)
-            self._shards[split] = shards
-            self._starts[split] = np.cumsum([0] + [len(shard.ids) for shard in shards])
+            tokens = self._description.columns[split].tokens
+            self._starts[split] = np.concatenate([[0], np.cumsum(tokens)])
 
     def __reduce__(self) -> tuple[Callable[[Path], "Corpus"], tuple[Path]]:
-        return Corpus, (self.folder,)  # a pickled memory map would be a copy of the whole file
+        return Corpus, (self.folder,)  # the columns are read again, not sent
 
-    def _open(self, split: Split) -> list[_Shard]:
-        shards = []
-        for number in range(len(self.header["shards"])):
-            ids = self._map(number, split, "bin", self.header["dtype"])
-            begins = self._map(number, split, "begins", "<i8")
-            shards.append(_Shard(ids, begins))
-        return shards
+    def check(self) -> None:
+        """Check the fingerprint and the size of every file: O(shards), one process per node does it.
 
-    def _map(self, number: int, split: Split, suffix: str, dtype: str) -> npt.NDArray[Any]:
-        """Map a file of a shard. DataError if it is missing or has another size than the header says."""
-        path = shard_file(self.folder, number, split, suffix)
-        stated: int = self.header["shards"][number]["files"][path.name]["bytes"]
-        if not path.is_file():
-            raise DataError(f"{path} is missing: copy or prepare the corpus again")
-        size = path.stat().st_size
-        if size != stated:
-            raise DataError(
-                f"{path} is {size:,} bytes, {HEADER} says {stated:,} bytes: copy or prepare the corpus again"
-            )
-        if stated == 0:
-            return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
-        return np.memmap(path, dtype=dtype, mode="r")
+        Raises DataError that names the first file that is missing or has another size.
+        """
+        check_fingerprint(self.folder)
+        with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
+            for _ in threads.map(self._check_sizes, range(_CHECKING_THREADS)):
+                pass
+
+    def _check_sizes(self, first: int) -> None:
+        """Check every _CHECKING_THREADS-th shard from `first` on."""
+        for number in range(first, self.header.shards, _CHECKING_THREADS):
+            for split in SPLITS:
+                for file in self._files(split, number):
+                    check_size(file)
+
+    def _size(self, split: Split, number: int) -> ShardSize:
+        tokens, documents = self._description.columns[split]
+        return ShardSize(int(tokens[number]), int(documents[number]), self.header.id_bytes)
+
+    def _files(self, split: Split, number: int) -> list[ShardFile]:
+        return shard_files(self.folder, number, split, self._size(split, number), self.header.format)
+
+    def open_shard(self, split: Split, number: int) -> OpenShard:
+        """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
+        return OpenShard(self._files(split, number), self._size(split, number))
+
+    def block_sums(self, split: Split, number: int) -> BlockSums:
+        """Return the CRC-32 (zlib) of each MiB of the file of one split of a shard.
+
+        Raises DataError for a corpus of format 1, which has no such sums.
+        """
+        if self.header.format == 1:
+            raise DataError(f"{self.folder} has no checksums of blocks (format 1): prepare the corpus again")
+        file = number * len(SPLITS) + SPLITS.index(split)
+        first, end = self._first_blocks[file : file + 2]
+        return read_sums(self.folder, int(first), int(end))
+
+    @cached_property
+    def _first_blocks(self) -> npt.NDArray[np.int64]:
+        return first_blocks(self._description)
 
     def tokens(self, split: Split) -> int:
         """Return the number of tokens in a split."""
@@ -133,19 +178,23 @@ class Corpus:
 
     def window(self, split: Split, number: int, length: int) -> Window:
         """Return sequence `number` of `length` tokens and the token that follows it; it may cross shards."""
-        starts = self._starts[split]
         first = number * length
-        end = first + length + 1
         ids, begins = [], []
+        for part in self._parts(split, first, first + length + 1):
+            ids.append(part.shard.read_ids(part.first, part.end))
+            begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first))
+        return Window(np.concatenate(ids), np.concatenate(begins))
+
+    def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
+        """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
+        starts = self._starts[split]
         index = int(np.searchsorted(starts, first, side="right")) - 1
         while index < len(starts) - 1 and starts[index] < end:
-            offset = int(starts[index])
-            shard = self._shards[split][index]
-            ids.append(shard.ids[max(0, first - offset) : end - offset])
-            low, high = np.searchsorted(shard.begins, [first - offset, end - offset])
-            begins.append(shard.begins[low:high] + (offset - first))
+            start, stop = int(starts[index]), int(starts[index + 1])
+            if start < stop:
+                shard = _open_shards.get(_ShardKey(self, split, index))
+                yield _Part(shard, start, max(first, start) - start, min(end, stop) - start)
             index += 1
-        return Window(np.concatenate(ids), np.concatenate(begins))
 
 
 class Synthetic:

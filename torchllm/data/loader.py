@@ -5,6 +5,8 @@ so resuming is O(1) and does not depend on the number of ranks, workers or micro
 """
 
 import atexit
+import hashlib
+import json
 import signal
 import sys
 import warnings
@@ -12,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +23,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Model, Source, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.cache import is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.data.corpus import Corpus, SequenceSource, Split
+from torchllm.data.cache import cache_root, cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.corpus import Corpus, SequenceSource
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location
 from torchllm.data.packing import IGNORED, pack_window
+from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 
 _ENDLESS = 2**62
 """steps; no run takes as many"""
 _PREFETCHED_STEPS = 2
-T = TypeVar("T")
 Fields = npt.NDArray[np.int64]
 """the tensors of a Batch in one array: tokens, labels, positions and, with data.document_mask, document ids"""
 
@@ -45,9 +47,11 @@ class DataRanks:
     size: int = 1
     """number of data-parallel ranks"""
     prepares: bool = True
-    """this process tokenizes raw sources for its node"""
+    """this process looks for the files of raw sources, tokenizes them, and checks corpora, for its node"""
     gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
     """returns the text that each rank of the job has passed, by rank"""
+    preparing_rank: int = 0
+    """rank in the job of the process that prepares for this node"""
 
 
 def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
@@ -59,57 +63,90 @@ def build_loader(data: Data, training: Training, model: Model, seed: int, ranks:
     return TrainLoader(sources, data, training, seed, ranks)
 
 
-def _on_all_ranks(ranks: DataRanks, action: Callable[[], T]) -> T:
-    """Call `action` on every rank; raise DataError on all if it fails on one, so that no rank waits without end."""
-    text, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # a bug, too, must not leave the other ranks waiting
-        cause = error
-        text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-    errors = [error for error in ranks.gather_texts(text) if error is not None]
-    if errors:
-        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # each text once
-    return result
-
-
 def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> list[SequenceSource]:
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
-    _on_all_ranks(ranks, lambda: _prepare(data, model, ranks))
-    sources = _on_all_ranks(ranks, lambda: _open(data, training, model))
-    fingerprints = " ".join(source.fingerprint for source in sources)
-    different = dict.fromkeys(ranks.gather_texts(fingerprints))
-    if len(different) > 1:
+    folders_by_rank = _on_all_ranks(ranks, lambda: json.dumps(_prepare(data, model, ranks)))
+    folders: list[str] = json.loads(folders_by_rank[ranks.preparing_rank])
+    sources: list[SequenceSource] = []
+
+    def open_and_hash() -> str:
+        sources.extend(_open(folders, data, training, model, ranks))
+        return hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
+
+    hashes = _on_all_ranks(ranks, open_and_hash)
+    if len(set(hashes)) > 1:
+        different = dict.fromkeys(ranks.gather_texts(_fingerprints(sources)))
         listed = " / ".join(map(str, different))
         raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
     return sources
+
+
+def _fingerprints(sources: Sequence[SequenceSource]) -> str:
+    return " ".join(source.fingerprint for source in sources)
+
+
+def _on_all_ranks(ranks: DataRanks, action: Callable[[], str]) -> list[str]:
+    """Call `action` on every rank and return the text that it returned on each, by rank.
+
+    Raises DataError on all ranks if it fails on one, so that no rank waits without end.
+    """
+    answer, error, cause = "", "", None
+    try:
+        answer = action()
+    except Exception as problem:  # a bug, too, must not leave the other ranks waiting
+        cause = problem
+        error = str(problem) if isinstance(problem, DataError) else f"{type(problem).__name__}: {problem}"
+    answers, errors = [], []
+    for text in ranks.gather_texts(json.dumps([answer, error])):
+        rank_answer, rank_error = json.loads(str(text))
+        answers.append(rank_answer)
+        if rank_error:
+            errors.append(rank_error)
+    if errors:
+        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # each text once
+    return answers
 
 
 def _needs_tokenizer(data: Data) -> bool:
     return any(source.kind != "synthetic" for source in data.sources)
 
 
-def _prepare(data: Data, model: Model, ranks: DataRanks) -> None:
-    """Tokenize the raw sources that are not cached, if this process does so for its node."""
-    if not ranks.prepares or not _needs_tokenizer(data):
-        return
-    tokenizer = load_tokenizer(data.tokenizer, data.pattern)
+def _prepare(data: Data, model: Model, ranks: DataRanks) -> list[str]:
+    """Return the cache folder of each raw source, "" for other sources; raw sources are tokenized if needed.
+
+    Only the rank that prepares for its node looks at the sources, the others return nothing: a source may have 100,000
+    files, and a node 8 ranks.
+    """
+    if not ranks.prepares:
+        return []
+    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
+    folders = []
     for source in data.sources:
-        if is_raw(source):
-            prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data)
+        folder = ""
+        if tokenizer is not None and is_raw(source):
+            folder = str(prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data))
+        folders.append(folder)
+    return folders
 
 
-def _open(data: Data, training: Training, model: Model) -> list[SequenceSource]:
-    """Open all sources; DataError if one has not a single training sequence."""
+def _open(
+    folders: Sequence[str], data: Data, training: Training, model: Model, ranks: DataRanks
+) -> list[SequenceSource]:
+    """Open all sources; `folders` has the cache folders of raw sources.
+
+    Raises DataError if a source has not a single training sequence or, checked by one rank per node, lacks a file.
+    """
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
     opened = []
-    for source in data.sources:
-        sequences = open_source(source, data, tokenizer, model.vocab)
+    for source, folder in zip(data.sources, folders, strict=True):
+        sequences = open_source(source, folder, data, tokenizer, model.vocab)
         if not sequences.count("train", training.sequence_length):
             raise DataError(
                 f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
                 f"training.sequence_length = {training.sequence_length} tokens"
             )
+        if ranks.prepares and isinstance(sequences, Corpus):
+            sequences.check()
         opened.append(sequences)
     return opened
 
@@ -172,6 +209,7 @@ class TrainLoader:
         self, sources: list[SequenceSource], data: Data, training: Training, seed: int, ranks: DataRanks
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources."""
+        self._data = data
         self._training = training
         self._workers = data.workers
         self._ranks = ranks
@@ -192,8 +230,8 @@ class TrainLoader:
                 self._held_out[index] = count
             fingerprints.append([source.fingerprint, settings.weight])
             if isinstance(source, Corpus):
-                tokenizers.add(source.header["tokenizer"])
-                skipped.update(source.header["skipped"])
+                tokenizers.add(source.header.tokenizer)
+                skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """records skipped by data.on_bad_record = "skip", by their fault"""
         self._reader = _Reader(sources, length, data.document_mask)
@@ -252,7 +290,7 @@ class TrainLoader:
         Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
         """
         saved = state["fingerprint"]
-        differences = _source_differences(saved["sources"], self._fingerprint["sources"], self._names)
+        differences = self._source_differences(saved["sources"])
         for key, value in self._fingerprint.items():
             if key != "sources" and saved.get(key) != value:
                 differences.append(f"{key}: saved {saved.get(key)}, now {value}")
@@ -261,6 +299,23 @@ class TrainLoader:
             raise DataError(f"the checkpoint was trained on other data (its manifest.json has the config): {listed}")
         self.close()
         self._consumed = state["sequences"]
+
+    def _source_differences(self, saved: list[list[Any]]) -> list[str]:
+        """Return a line for each difference from the saved sources; a source is [fingerprint, weight]."""
+        current = self._fingerprint["sources"]
+        lines = []
+        common = zip(saved, current, strict=False)  # there may be more or fewer sources than when it was saved
+        for index, ((saved_print, saved_weight), (fingerprint, weight)) in enumerate(common):
+            name = self._names[index]
+            if saved_print != fingerprint:
+                lines.append(f"{name}: fingerprint saved {saved_print}, now {fingerprint}")
+                if is_raw(self._data.sources[index]):
+                    lines.append(_advise_earlier_corpus(index, self._data, saved_print))
+            if saved_weight != weight:
+                lines.append(f"{name}: weight saved {saved_weight}, now {weight}")
+        if len(saved) != len(current):
+            lines.append(f"data.sources: {len(saved)} sources saved, now {len(current)}")
+        return lines
 
     def close(self) -> None:
         """End the worker processes; the next step starts new ones."""
@@ -311,18 +366,17 @@ def _name_source(index: int, source: Source) -> str:
     return f"data.sources.{index} ({description})"
 
 
-def _source_differences(saved: list[list[Any]], current: list[list[Any]], names: list[str]) -> list[str]:
-    """Return a line for each difference between the sources; a source is [fingerprint, weight], with its name."""
-    lines = []
-    common = zip(names, saved, current, strict=False)  # there may be more or fewer sources than when it was saved
-    for name, (saved_print, saved_weight), (fingerprint, weight) in common:
-        if saved_print != fingerprint:
-            lines.append(f"{name}: fingerprint saved {saved_print}, now {fingerprint}")
-        if saved_weight != weight:
-            lines.append(f"{name}: weight saved {saved_weight}, now {weight}")
-    if len(saved) != len(current):
-        lines.append(f"data.sources: {len(saved)} sources saved, now {len(current)}")
-    return lines
+def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
+    """Return how to go on with the corpus of a checkpoint where its raw source is now tokenized to another one."""
+    folders = cached_corpora(data, fingerprint)
+    if folders:
+        place = f"path = {json.dumps(str(folders[0]))}"
+    else:
+        place = f"path = its folder (it is not in the cache, {cache_root(data)})"
+    return (
+        f"the checkpoint was trained on a corpus of other files or settings, or of an earlier version of torchllm; to "
+        f'go on with that corpus, set kind = "tokens" and {place} in data.sources.{index}'
+    )
 
 
 def _unchanged(fields: Fields) -> Fields:

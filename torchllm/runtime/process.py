@@ -64,6 +64,11 @@ class Runtime:
         return self.rank == 0
 
     @property
+    def first_rank_on_node(self) -> int:
+        """Return the rank of the first process on this node: torchrun numbers the processes of a node in a row."""
+        return self.rank - self.local_rank
+
+    @property
     def ranks_on_node(self) -> int:
         """Return the number of ranks on this node; all of them if no launcher says otherwise."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))

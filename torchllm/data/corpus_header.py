@@ -1,0 +1,250 @@
+"""What a corpus folder says about itself: a small `corpus.json`, and about its shards in binary columns beside it.
+
+`corpus.json` is written last, so a folder that has one is complete. It holds a CorpusHeader as JSON: how the corpus was
+made, totals, the number N of shards, its fingerprint, and the sha256 of the files beside it. These are, little endian:
+
+    shards.bin   2 x N x int64       tokens: N numbers of the train split, then N of the validation split
+                 2 x N x int64       documents, likewise
+                 2 x N x 32 bytes    sha256 of the files, likewise; zeros where a split of a shard is empty
+    sums.bin     uint32 per MiB      CRC-32 of each MiB of the files: shard 0 train, shard 0 validation, shard 1 ...
+
+A process that opens a corpus reads `corpus.json` and the first 32 N bytes of `shards.bin`. `sums.bin` is read only to
+verify blocks of a file. 15T tokens in shards of 1 GiB of text are 60,000 shards: 2 MB of columns to read.
+
+The fingerprint of a corpus is a hash of its tokens, their order, splits and document boundaries, through the sha256 of
+its files, and does not depend on the folder.
+
+Format 1 (version 0.1) kept a record per shard in `corpus.json` and no sums. It is read into the same columns.
+"""
+
+import hashlib
+import json
+from array import array
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchllm.data.error import DataError
+from torchllm.data.shard import BLOCK, SPLITS, BlockSums, ShardSize, Split, file_sums, replacing
+
+HEADER = "corpus.json"
+SHARD_TABLE = "shards.bin"
+SUMS = "sums.bin"
+FORMAT = 2
+"""version of the format on disk"""
+_SHA256_BYTES = 32
+
+Column = npt.NDArray[np.int64]
+"""(shards,)"""
+
+
+@dataclass(frozen=True)
+class CorpusHeader:
+    """The content of `corpus.json`."""
+
+    format: int
+    key: str
+    """hash of the plan (see `build.CorpusPlan`)"""
+    plan: dict[str, Any]
+    dtype: str
+    """numpy's name for the type of an id, "<u2" or "<u4" """
+    tokenizer: str
+    """fingerprint of the tokenizer"""
+    documents: int
+    tokens: int
+    text_bytes: int
+    max_token: int
+    """largest token id"""
+    skipped: dict[str, int]
+    """records that were left out, by their fault"""
+    shards: int
+    """number of shards"""
+    fingerprint: str
+    table_sha256: str = ""
+    """sha256 of shards.bin; empty in format 1"""
+    sums_sha256: str = ""
+    """sha256 of sums.bin; empty in format 1"""
+
+    @property
+    def id_bytes(self) -> int:
+        """Return the number of bytes of a token id."""
+        return np.dtype(self.dtype).itemsize
+
+
+class ShardColumns(NamedTuple):
+    """Tokens and documents of every shard of one split."""
+
+    tokens: Column
+    documents: Column
+
+
+class CorpusDescription(NamedTuple):
+    """What a process that opens a corpus reads."""
+
+    header: CorpusHeader
+    columns: dict[Split, ShardColumns]
+
+
+class SplitRecord(NamedTuple):
+    """What is known of the finished file of one split of a shard; all empty if the split is, for then it has none."""
+
+    tokens: int
+    documents: int
+    sha256: str
+    sums: list[int]
+    """CRC-32 of each block"""
+
+
+def read_description(folder: Path) -> CorpusDescription:
+    """Read header and columns of a corpus. Raises DataError if they are missing, of another format, or damaged."""
+    content = _read_json(folder)
+    if content.get("format") == 1:
+        return _describe_format_1(content)
+    if content.get("format") != FORMAT:
+        raise DataError(
+            f"{folder / HEADER}: format {content.get('format')!r} is neither 1 nor {FORMAT}: prepare the corpus again"
+        )
+    try:
+        header = CorpusHeader(**content)
+    except TypeError as error:
+        raise DataError(f"{folder / HEADER} is damaged ({error}): prepare the corpus again") from None
+    if header.fingerprint != corpus_fingerprint(header.dtype, header.tokenizer, header.table_sha256):
+        raise _changed(folder / HEADER)
+    table = folder / SHARD_TABLE
+    try:
+        numbers = np.fromfile(table, dtype="<i8", count=4 * header.shards)
+    except OSError as error:
+        raise DataError(f"{table} cannot be read ({error.strerror}): copy or prepare the corpus again") from None
+    if len(numbers) != 4 * header.shards:
+        raise _changed(table)
+    tokens, documents = numbers.reshape(2, len(SPLITS), header.shards)
+    columns = {split: ShardColumns(tokens[row], documents[row]) for row, split in enumerate(SPLITS)}
+    return CorpusDescription(header, columns)
+
+
+def _describe_format_1(content: dict[str, Any]) -> CorpusDescription:
+    """Turn a corpus.json of format 1 into header and columns."""
+    shards = content["shards"]
+    header = CorpusHeader(**content | {"shards": len(shards)})
+    columns = {}
+    for split in SPLITS:
+        tokens, documents = array("q"), array("q")
+        for number, shard in enumerate(shards):
+            name = f"{number:05d}.{split}"
+            tokens.append(shard["files"][f"{name}.bin"]["bytes"] // header.id_bytes)
+            documents.append(shard["files"][f"{name}.begins"]["bytes"] // 8)
+        columns[split] = ShardColumns(np.array(tokens), np.array(documents))
+    return CorpusDescription(header, columns)
+
+
+def check_fingerprint(folder: Path) -> None:
+    """Raise DataError if the records of the shards are not those that the fingerprint was computed from. O(shards)."""
+    content = _read_json(folder)
+    if content["format"] == 1:
+        records = [shard["files"] for shard in content["shards"]]
+        if content["fingerprint"] != corpus_fingerprint(content["dtype"], content["tokenizer"], records):
+            raise _changed(folder / HEADER)
+    elif content["table_sha256"] != file_sums(folder / SHARD_TABLE).sha256:
+        raise _changed(folder / SHARD_TABLE)
+
+
+def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any]) -> str:
+    """Return a hash of a corpus: its tokens, their order, splits and document boundaries, but not its folder.
+
+    `files` says what is in the files: the sha256 of `shards.bin` or, in format 1, the records of all shards.
+    """
+    content = json.dumps([dtype, tokenizer, files], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / HEADER
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
+            "if it was stopped, run it again)"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
+    return content
+
+
+def _changed(path: Path) -> DataError:
+    return DataError(f"{path} was changed after it was written: copy or prepare the corpus again")
+
+
+def first_blocks(description: CorpusDescription) -> Column:
+    """Return for each file, in the order of `sums.bin`, how many blocks the files before it have; then the total.
+
+    The result has 2 x shards + 1 entries; file 2 n + s is split s of shard n.
+    """
+    header, columns = description
+    blocks = np.zeros((header.shards, len(SPLITS)), dtype=np.int64)
+    for position, split in enumerate(SPLITS):
+        for number, (tokens, documents) in enumerate(zip(*columns[split], strict=True)):
+            file_bytes = ShardSize(int(tokens), int(documents), header.id_bytes).file_bytes
+            blocks[number, position] = -(-file_bytes // BLOCK)
+    return np.concatenate([[0], np.cumsum(blocks)])
+
+
+def read_sums(folder: Path, first: int, end: int) -> BlockSums:
+    """Return the CRC-32 of the blocks first <= i < end of a corpus. Raises DataError if they cannot be read."""
+    path = folder / SUMS
+    try:
+        sums = np.fromfile(path, dtype="<u4", count=end - first, offset=4 * first)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): copy or prepare the corpus again") from None
+    if len(sums) != end - first:
+        raise _changed(path)
+    return sums
+
+
+class TableSums(NamedTuple):
+    """The sha256 of the binary files that describe the shards."""
+
+    table: str
+    sums: str
+
+
+class ShardTableWriter:
+    """Collects the records of the shards, in order, and writes `shards.bin` and `sums.bin`."""
+
+    def __init__(self) -> None:
+        self.shards = 0
+        self._tokens = {split: array("q") for split in SPLITS}
+        self._documents = {split: array("q") for split in SPLITS}
+        self._sha256 = {split: bytearray() for split in SPLITS}
+        self._sums = bytearray()
+
+    def add(self, records: dict[Split, SplitRecord]) -> None:
+        """Add the next shard."""
+        self.shards += 1
+        for split in SPLITS:
+            record = records[split]
+            self._tokens[split].append(record.tokens)
+            self._documents[split].append(record.documents)
+            self._sha256[split] += bytes.fromhex(record.sha256).ljust(_SHA256_BYTES, b"\0")
+            self._sums += np.array(record.sums, dtype="<u4").tobytes()
+
+    def write(self, folder: Path) -> TableSums:
+        """Write the files."""
+        paths = [folder / SHARD_TABLE, folder / SUMS]
+        with replacing(paths) as (table, sums):
+            for numbers in (self._tokens, self._documents):
+                for split in SPLITS:
+                    table.write(np.array(numbers[split], dtype="<i8").tobytes())
+            for split in SPLITS:
+                table.write(self._sha256[split])
+            sums.write(self._sums)
+        return TableSums(*(file_sums(path).sha256 for path in paths))
+
+
+def write_header(folder: Path, header: CorpusHeader) -> None:
+    """Write `corpus.json`: from then on the corpus is complete."""
+    with replacing([folder / HEADER]) as (file,):
+        file.write(json.dumps(asdict(header), indent=1).encode())

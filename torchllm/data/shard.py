@@ -1,0 +1,270 @@
+"""The files with the tokens of a corpus: their layout, how they are written and how they are read.
+
+A shard has a file for each of its splits that is not empty. The file of T tokens in D documents holds, little endian:
+
+    ids      T x uint16 or uint32            token ids: documents one after another, each <begin> tokens <end>
+    zeros    up to a multiple of 8 bytes
+    begins   D x int64                       index in ids at which each document begins, ascending
+    index    (ceil(T / 65,536) + 1) x int64  index[k]: number of documents that begin before token 65,536 k
+
+The index finds the documents of a sequence without a search: a sequence anywhere in the file costs one read of its ids
+and one of about 65,536 tokens' worth of begins. Ids and begins are in one file because a sequence drawn at random from
+many shards has to open a file, and on a parallel file system an open costs as much as a read.
+
+Files are read by `pread`, not memory-mapped. A map of a file that turns out to be truncated or unreadable kills the
+process by SIGBUS, a failed read is an error that names the file; a map reads page by page what is one request here; and
+before Python 3.13 each map keeps a descriptor of its own. What the processes of a node read is in the page cache once
+either way.
+
+Format 1 kept the begins in a file of their own and had no index; it is computed when such a shard is opened.
+"""
+
+import hashlib
+import os
+import socket
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchllm.data.error import DataError
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+Begins = npt.NDArray[np.int64]
+BlockSums = npt.NDArray[np.uint32]
+"""CRC-32 of each block of a file"""
+
+BLOCK = 2**20
+"""bytes under one checksum; the last block of a file is shorter"""
+_INDEX_STRIDE = 2**16
+"""tokens between two entries of the index"""
+
+
+class ShardFile(NamedTuple):
+    """A file of a shard, and the size that it must have."""
+
+    path: Path
+    size: int
+    """in bytes"""
+
+
+class ShardSize(NamedTuple):
+    """What decides where everything is in the files of one split of a shard."""
+
+    tokens: int
+    documents: int
+    id_bytes: int
+    """bytes per token id: 2 or 4"""
+
+    @property
+    def begins_offset(self) -> int:
+        """Return the offset of the begins in bytes."""
+        return -(-self.tokens * self.id_bytes // 8) * 8
+
+    @property
+    def index_offset(self) -> int:
+        """Return the offset of the index in bytes."""
+        return self.begins_offset + 8 * self.documents
+
+    @property
+    def index_entries(self) -> int:
+        """Return the number of entries of the index."""
+        return -(-self.tokens // _INDEX_STRIDE) + 1
+
+    @property
+    def file_bytes(self) -> int:
+        """Return the size of the file in bytes; without tokens there is no file."""
+        return self.index_offset + 8 * self.index_entries if self.tokens else 0
+
+
+def shard_path(folder: Path, number: int, split: Split) -> Path:
+    """Return the path of the file of one split of a shard."""
+    return folder / f"{number:05d}.{split}.bin"
+
+
+def shard_files(folder: Path, number: int, split: Split, size: ShardSize, corpus_format: int) -> list[ShardFile]:
+    """Return the files of one split of a shard: the one with the ids and, in format 1, the one with the begins."""
+    if not size.tokens:
+        return []
+    path = shard_path(folder, number, split)
+    if corpus_format > 1:
+        return [ShardFile(path, size.file_bytes)]
+    ids = ShardFile(path, size.tokens * size.id_bytes)
+    begins = ShardFile(path.with_suffix(".begins"), 8 * size.documents)
+    return [ids, begins]
+
+
+def _document_index(begins: Begins, tokens: int) -> Begins:
+    """Return for each k the number of documents that begin before token k x _INDEX_STRIDE, up to all `tokens`."""
+    entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
+    return np.searchsorted(begins, np.arange(entries) * _INDEX_STRIDE)
+
+
+class ShardFileWriter:
+    """Writes the file of one split of a shard, document by document; a split without documents stays empty."""
+
+    def __init__(self, file: IO[bytes], dtype: str) -> None:
+        """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4"."""
+        self.dtype = dtype
+        self.tokens = 0
+        self.largest_id = 0
+        self._file = file
+        self._begins = array("q")
+
+    @property
+    def documents(self) -> int:
+        """Return the number of documents so far."""
+        return len(self._begins)
+
+    def add(self, document: Ids) -> None:
+        """Write the ids of a document, its begin and end among them."""
+        self._file.write(document.astype(self.dtype, copy=False).data)
+        self._begins.append(self.tokens)
+        self.tokens += len(document)
+        self.largest_id = max(self.largest_id, int(document.max()))
+
+    def finish(self) -> None:
+        """Write what follows the ids."""
+        if not self.tokens:
+            return
+        size = ShardSize(self.tokens, self.documents, np.dtype(self.dtype).itemsize)
+        begins = np.array(self._begins, dtype="<i8")
+        index = _document_index(begins, self.tokens)
+        self._file.write(bytes(size.begins_offset - self.tokens * size.id_bytes))
+        self._file.write(begins.data)
+        self._file.write(index.astype("<i8").data)
+
+
+def check_size(file: ShardFile) -> None:
+    """Raise DataError if a file is missing or has another size than it must have."""
+    try:
+        size = os.stat(file.path).st_size
+    except OSError as error:
+        raise _cannot_open(file.path, error) from None
+    if size != file.size:
+        raise _wrong_size(file, size)
+
+
+def _cannot_open(path: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{path} is missing: copy or prepare the corpus again")
+    return DataError(f"{path} cannot be opened: {error.strerror}")
+
+
+def _wrong_size(file: ShardFile, size: int) -> DataError:
+    return DataError(
+        f"{file.path} is {size:,} bytes, the corpus says {file.size:,} bytes: copy or prepare the corpus again"
+    )
+
+
+class _OpenFile:
+    """A file that is open for reading. Its errors are DataErrors that name it."""
+
+    def __init__(self, file: ShardFile) -> None:
+        self._path = file.path
+        try:
+            self._descriptor = os.open(file.path, os.O_RDONLY)
+        except OSError as error:
+            raise _cannot_open(file.path, error) from None
+        size = os.fstat(self._descriptor).st_size
+        if size != file.size:
+            self.close()
+            raise _wrong_size(file, size)
+
+    def read(self, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
+        """Return `count` numbers from `offset` (in bytes) on."""
+        size = count * np.dtype(dtype).itemsize
+        try:
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read: {error.strerror}") from error
+        if len(content) != size:
+            raise DataError(f"{self._path} became shorter while it was open: copy or prepare the corpus again")
+        return np.frombuffer(content, dtype)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class OpenShard:
+    """The open files of one split of a shard: one descriptor, two in format 1."""
+
+    def __init__(self, files: Sequence[ShardFile], size: ShardSize) -> None:
+        """Open `files` (see `shard_files`). Raises DataError if one is missing or has another size."""
+        self._size = size
+        self._dtype = f"<u{size.id_bytes}"
+        self._files = [_OpenFile(file) for file in files]
+        self._ids, self._begins = self._files[0], self._files[-1]
+        self._begins_offset = size.begins_offset
+        if self._ids is not self._begins:  # format 1
+            self._begins_offset = 0
+            self._index = _document_index(self._documents(0, size.documents), size.tokens)
+        else:
+            self._index = self._ids.read("<i8", size.index_entries, size.index_offset)
+
+    def read_ids(self, first: int, end: int) -> Ids:
+        """Return the ids of the tokens first <= i < end."""
+        return self._ids.read(self._dtype, end - first, first * self._size.id_bytes)
+
+    def read_begins(self, first: int, end: int) -> Begins:
+        """Return which of the tokens first <= i < end begin a document, as indices in the shard, ascending."""
+        begins = self._documents(
+            int(self._index[first // _INDEX_STRIDE]),
+            int(self._index[-(-end // _INDEX_STRIDE)]),
+        )
+        low, high = np.searchsorted(begins, [first, end])
+        return begins[low:high]
+
+    def _documents(self, first: int, end: int) -> Begins:
+        """Return where the documents first <= i < end begin."""
+        return self._begins.read("<i8", end - first, self._begins_offset + 8 * first)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+
+class FileSums(NamedTuple):
+    """The checksums of a file."""
+
+    sha256: str
+    blocks: list[int]
+    """CRC-32 of each block"""
+
+
+def file_sums(path: Path) -> FileSums:
+    """Return the checksums of a file, reading it once."""
+    digest = hashlib.sha256()
+    blocks = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            blocks.append(zlib.crc32(block))
+    return FileSums(digest.hexdigest(), blocks)
+
+
+@contextmanager
+def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
+    """Open files for writing that appear under their names, complete and on disk, when the block ends without error."""
+    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # other processes may write the same files
+    temporary = [path.with_name(path.name + suffix) for path in paths]
+    files = [path.open("wb") for path in temporary]
+    try:
+        yield files
+        for file, source, target in zip(files, temporary, paths, strict=True):
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(source, target)
+    finally:
+        for file, source in zip(files, temporary, strict=True):
+            file.close()
+            source.unlink(missing_ok=True)
