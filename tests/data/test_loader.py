@@ -426,16 +426,16 @@ def _is_alive(pid: int) -> bool:
     return state != "Z"  # Z: it has ended, but its parent has not asked for its exit status
 
 
+def _gather_texts(text: str | None) -> list[str | None]:
+    gathered: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, text)
+    return gathered
+
+
 def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) -> tuple[str, list[Any]]:
     """Build a loader on this live rank: its error, or else a step."""
     rank = dist.get_rank()
-
-    def gather_texts(text: str | None) -> list[str | None]:
-        gathered: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, text)
-        return gathered
-
-    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, gather_texts)
+    ranks = DataRanks(rank, dist.get_world_size(), rank == 0, _gather_texts)
     settings = {"cache": f"{folder}/cache", **changes, **(of_rank_1 if rank else {})}
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
     try:
@@ -453,6 +453,23 @@ def test_ranks_agree(tmp_path: Path) -> None:
     (error_0, sequences_0), (error_1, sequences_1) = outcomes
     assert error_0 == error_1 == ""
     assert sequences_0 != sequences_1
+
+
+def _sizes_looked_at(folder: str, source: Source) -> list[str]:
+    """Open a corpus as if this rank were a node of its own, and return the files whose size it asked for."""
+    rank = dist.get_rank()
+    ranks = DataRanks(rank, dist.get_world_size(), True, _gather_texts, preparing_rank=rank)
+    training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
+    with counting(Path(folder)) as calls:
+        build_loader(Data(sources=(source,)), training, Model(), 0, ranks)
+    return calls.asked_for_size
+
+
+def test_nodes_share_out_the_check_of_a_corpus(tmp_path: Path) -> None:
+    source = write_many_shards(tmp_path / "c", 101)
+    first, second = workers.POOL.run(_sizes_looked_at, 2, source.path, source)
+    assert (len(first), len(second)) == (52, 50)  # the first shard has a file of held-out documents, too
+    assert len({*first, *second}) == 102
 
 
 class RankCalls(NamedTuple):

@@ -125,19 +125,21 @@ class Corpus:
     def __reduce__(self) -> tuple[Callable[[Path], "Corpus"], tuple[Path]]:
         return Corpus, (self.folder,)  # the columns are read again, not sent
 
-    def check(self) -> None:
-        """Check the fingerprint and the size of every file: O(shards), one process per node does it.
+    def check(self, part: int = 0, parts: int = 1) -> None:
+        """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
 
-        Raises DataError that names the first file that is missing or has another size.
+        It takes O(shards): of a job, one process per node does it, and the nodes share the shards out. Raises DataError
+        that names a file that is missing or has another size.
         """
         check_fingerprint(self.folder)
+        numbers = range(part, self.header.shards, parts)
+        shares = [numbers[thread::_CHECKING_THREADS] for thread in range(_CHECKING_THREADS)]
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            for _ in threads.map(self._check_sizes, range(_CHECKING_THREADS)):
+            for _ in threads.map(self._check_sizes, shares):
                 pass
 
-    def _check_sizes(self, first: int) -> None:
-        """Check every _CHECKING_THREADS-th shard from `first` on."""
-        for number in range(first, self.header.shards, _CHECKING_THREADS):
+    def _check_sizes(self, numbers: range) -> None:
+        for number in numbers:
             for split in SPLITS:
                 for file in self._files(split, number):
                     check_size(file)

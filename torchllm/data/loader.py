@@ -47,7 +47,7 @@ class DataRanks:
     size: int = 1
     """number of data-parallel ranks"""
     prepares: bool = True
-    """this process looks for the files of raw sources, tokenizes them, and checks corpora, for its node"""
+    """this process looks at the files of raw sources, tokenizes them, and checks corpora, for its node"""
     gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
     """returns the text that each rank of the job has passed, by rank"""
     preparing_rank: int = 0
@@ -65,12 +65,15 @@ def build_loader(data: Data, training: Training, model: Model, seed: int, ranks:
 
 def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> list[SequenceSource]:
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
-    folders_by_rank = _on_all_ranks(ranks, lambda: json.dumps(_prepare(data, model, ranks)))
-    folders: list[str] = json.loads(folders_by_rank[ranks.preparing_rank])
+    answers = _on_all_ranks(ranks, lambda: json.dumps(_prepare(data, model)) if ranks.prepares else "")
+    folders: list[str] = json.loads(answers[ranks.preparing_rank])
+    preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
     sources: list[SequenceSource] = []
 
     def open_and_hash() -> str:
-        sources.extend(_open(folders, data, training, model, ranks))
+        sources.extend(_open(folders, data, training, model))
+        if ranks.prepares:
+            _check(sources, part=preparing_ranks.index(ranks.preparing_rank), parts=len(preparing_ranks))
         return hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
 
     hashes = _on_all_ranks(ranks, open_and_hash)
@@ -111,14 +114,8 @@ def _needs_tokenizer(data: Data) -> bool:
     return any(source.kind != "synthetic" for source in data.sources)
 
 
-def _prepare(data: Data, model: Model, ranks: DataRanks) -> list[str]:
-    """Return the cache folder of each raw source, "" for other sources; raw sources are tokenized if needed.
-
-    Only the rank that prepares for its node looks at the sources, the others return nothing: a source may have 100,000
-    files, and a node 8 ranks.
-    """
-    if not ranks.prepares:
-        return []
+def _prepare(data: Data, model: Model) -> list[str]:
+    """Return the cache folder of each raw source, "" for other sources; raw sources are tokenized if needed."""
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
     folders = []
     for source in data.sources:
@@ -129,12 +126,10 @@ def _prepare(data: Data, model: Model, ranks: DataRanks) -> list[str]:
     return folders
 
 
-def _open(
-    folders: Sequence[str], data: Data, training: Training, model: Model, ranks: DataRanks
-) -> list[SequenceSource]:
+def _open(folders: Sequence[str], data: Data, training: Training, model: Model) -> list[SequenceSource]:
     """Open all sources; `folders` has the cache folders of raw sources.
 
-    Raises DataError if a source has not a single training sequence or, checked by one rank per node, lacks a file.
+    Raises DataError if a source has not a single training sequence.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
     opened = []
@@ -145,10 +140,15 @@ def _open(
                 f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
                 f"training.sequence_length = {training.sequence_length} tokens"
             )
-        if ranks.prepares and isinstance(sequences, Corpus):
-            sequences.check()
         opened.append(sequences)
     return opened
+
+
+def _check(sources: Sequence[SequenceSource], part: int, parts: int) -> None:
+    """Check this node's part of the shards of all corpora. DataError if a file is missing or has another size."""
+    for source in sources:
+        if isinstance(source, Corpus):
+            source.check(part, parts)
 
 
 class _Reader:
