@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.many_shards import opening_cost, write_many_shards
+from tests.data.many_shards import TOKENS_PER_SHARD, counting, opening_cost, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
 from torchllm.data.cache import tokenize_source
@@ -197,3 +197,14 @@ def test_opening_reads_the_columns_and_holds_few_descriptors(tmp_path: Path, sha
     assert cost.opened_by_reading > 100  # sequences cross shards
     assert cost.descriptors == 16
     assert cost.stats_of_check == shards + 1  # the train split of all, the validation split of one
+
+
+def test_shards_in_use_stay_open(tmp_path: Path) -> None:
+    write_many_shards(tmp_path / "c", 40)
+    corpus = Corpus(tmp_path / "c")
+    with counting(tmp_path) as calls:
+        for number in range(39):  # sequences of a shard each, and shard 0 between them
+            corpus.window("train", number, TOKENS_PER_SHARD)
+            corpus.window("train", 0, 10)
+    opened = [Path(path).name for path in calls.opened]
+    assert opened == [f"{number:05d}.train.bin" for number in range(40)]
