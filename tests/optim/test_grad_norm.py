@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity import Settings, build, rows_of, step_batch, tiny
 from tests.workers import run
@@ -153,3 +154,51 @@ def test_large_gradients_are_summed_in_float64() -> None:
     next(module.parameters()).grad = torch.full((10_000_000,), 0.1)
     expected = math.sqrt(1e7) * float(torch.tensor(0.1))
     assert grad_norm([module], CPU).item() == pytest.approx(expected, rel=1e-9)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run while it is active: each is a kernel or a few of them on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # their inner operations are dispatched here too
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(parameters: int) -> list[str]:
+    module = three(*[3] * parameters)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones(3)
+    with Operations() as operations:
+        clip([module], grad_norm([module], CPU), 1.0)
+    return operations.names
+
+
+def test_operations_do_not_grow_with_the_parameters() -> None:
+    """64 parameters and 256: an operation per parameter would be 192 more."""
+    few, many = operations_of(64), operations_of(256)
+    assert few == many
+    assert len(many) <= 12, many
+
+
+def operations_of_sharded_gradients() -> list[int]:
+    counts = []
+    for layers in (1, 4):
+        _, stages = build(tiny({"parallel.dp_shard": 2, "parallel.tp": 2, "model.layers": layers}))
+        for stage in stages:
+            for parameter in stage.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        with Operations() as operations:
+            clip(stages, grad_norm(stages, CPU), 1.0)
+        counts.append(len(operations.names))
+    return counts
+
+
+def test_operations_do_not_grow_with_sharded_parameters() -> None:
+    for few, many in run(operations_of_sharded_gradients, 4):
+        assert few == many <= 14

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.models.decoder import Decoder
+from torchllm.runtime.torch_compat import foreach_multiply, foreach_norm
 
 
 def gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor]:
@@ -23,31 +24,39 @@ def gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor]:
                 yield parameter.grad
 
 
+@torch.no_grad()
 def grad_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
     """Return the L2 norm of all gradients of the model, float64 (), equal on all ranks.
 
-    float64 because a CPU's float32 norm of a large tensor is off by 1e-4, and because squares overflow float32.
+    float64 because a CPU's float32 norm of a large tensor is off by 1e-4, and because squares overflow float32. The
+    number of operations does not grow with the number of parameters.
     """
-    squares = [torch.zeros((), dtype=torch.float64, device=device)]
+    counted = []
     for stage in stages:
         for gradient in gradients([stage]):
             local = None if _is_copy(stage, gradient) else _counted_here(gradient)
             if local is not None:
-                squares.append(torch.linalg.vector_norm(local, dtype=torch.float64).square())
-    total = torch.stack(squares).sum()
+                counted.append(local)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if counted:
+        total = torch.stack(foreach_norm(counted, torch.float64)).square().sum()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.sqrt()
 
 
+@torch.no_grad()
 def clip(stages: Sequence[nn.Module], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest`; 0 means no clipping. Never waits for the device."""
     if not largest:
         return
     factor = (largest / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+    held_here = []
     for gradient in gradients(stages):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor)
+        held_here.append(local)
+    if held_here:
+        foreach_multiply(held_here, factor)
 
 
 def _is_copy(stage: nn.Module, gradient: Tensor) -> bool:

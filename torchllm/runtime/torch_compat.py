@@ -35,6 +35,8 @@ __all__ = [
     "dump_memory",
     "flatten_mesh",
     "flight_records",
+    "foreach_multiply",
+    "foreach_norm",
     "group_progress",
     "group_with_name",
     "join_meshes",
@@ -102,6 +104,23 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     ops = torch.ops._c10d_functional
     rows_per_rank = [1] * len(x)
     return ops.wait_tensor(ops.all_to_all_single(x, rows_per_rank, rows_per_rank, group.group_name))
+
+
+def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the L2 norm of each tensor, summed in `dtype`, in one operation; there must be at least one tensor.
+
+    Private: the public `torch.nn.utils.get_total_norm` calls it too, but sums in the tensors' own type.
+    """
+    return list(torch._foreach_norm(tensors, 2.0, dtype))
+
+
+def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor by `factor`, (), in place, in one operation; there must be at least one tensor.
+
+    Private: the public `torch.nn.utils.clip_grads_with_norm_` calls it too, but takes parameters, whose gradients are
+    DTensors of several meshes: it multiplies each by itself, and its factor may not be one of them.
+    """
+    torch._foreach_mul_(tensors, factor)
 
 
 def skip_pipeline_vote(schedule: Any) -> None:
