@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -70,12 +70,9 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Te
 
 
 @pytest.fixture
-def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as plain operations: the same meaning, without the seconds of a compilation."""
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
-    attention._causal_block_mask.cache_clear()
-    yield
-    attention._causal_block_mask.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

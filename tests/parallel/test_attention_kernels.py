@@ -134,6 +134,8 @@ def test_document_bias() -> None:
     causal = document_bias(torch.zeros(1, 3), torch.zeros(1, 3), True, torch.bfloat16)
     assert causal.dtype == torch.bfloat16
     assert (causal == 0).squeeze().tolist() == torch.ones(3, 3).tril().bool().tolist()
+    last_queries = document_bias(torch.zeros(1, 2), torch.zeros(1, 3), True, torch.float32)
+    assert (last_queries == 0).squeeze().tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_the_kernel_of_a_device() -> None:

@@ -206,6 +206,27 @@ def test_what_is_computed_again(recompute: Recompute) -> None:
     assert tuple(calls.values()) == CALLS[ids(recompute)]
 
 
+class AttentionCounter(TorchDispatchMode):
+    """Counts attention within documents while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.torchllm.document_attention.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("full", 10), ("selective", 5)])
+def test_selective_saves_attention_within_documents(mode: str, forwards: int) -> None:
+    decoder = built(SMALL, Recompute(mode))
+    tokens, positions, _, labels = inputs(SMALL)
+    with AttentionCounter() as counter:
+        decoder(tokens, positions, positions // 10, labels).backward()
+    assert counter.calls == forwards
+
+
 TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size": 1}
 
 

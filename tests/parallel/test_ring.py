@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torchllm.models.document_attention
 import torchllm.parallel.ring
 from tests.workers import run
 from torchllm.models.attention import EagerAttention
@@ -23,7 +24,7 @@ from torchllm.parallel.attention_kernels import (
     PartialAttention,
     document_bias,
 )
-from torchllm.parallel.ring import Exchange, RingAttention, merge
+from torchllm.parallel.ring import Exchange, RingAttention, RingStep, merge
 
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
 KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel()}
@@ -88,14 +89,15 @@ def forward_backward(core: Any, inputs: Inputs, mask: Any) -> Results:
     return Results(out.detach(), q.grad, k.grad, v.grad)
 
 
-def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
+def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None, query_block: int = 512) -> Results:
     """On every rank: attention and gradients of the rank's part."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     ring = RingAttention(mesh, KERNELS[kernel])
     if documents is not None:
         documents = part_of(documents, rank, ranks)
-    return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
+    with mock.patch.object(torchllm.models.document_attention, "QUERY_BLOCK", query_block):
+        return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
 
 
 class Float64Attention(EagerAttention):
@@ -131,6 +133,26 @@ def test_the_ring_is_attention_over_the_whole_sequence(name: str, ranks: int) ->
     for kernel in KERNELS if ranks == 2 else ["sdpa"]:
         results = run(on_the_ring, ranks, kernel, torch.float64, documents)
         assert worst_error(results, documents) <= EXACT
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "none"])
+def test_masks_of_a_few_queries_at_a_time_are_the_same_attention(name: str) -> None:
+    """The pieces of 2 ranks have 12 tokens, the steps 12 or 24 queries: blocks of 5 end where no piece does."""
+    documents = DOCUMENTS[name]
+    results = run(on_the_ring, 2, "sdpa", torch.float64, documents, 5)
+    assert worst_error(results, documents) <= EXACT
+
+
+def test_no_mask_is_larger_than_a_block_of_queries() -> None:
+    ring = mock.Mock(rank=1, ranks=3)
+    documents = torch.zeros(3, BATCH, 20, dtype=torch.int64)
+    with mock.patch.object(torchllm.models.document_attention, "QUERY_BLOCK", 4):
+        steps = [list(RingStep(ring, number, length=20).blocks(documents, torch.float32)) for number in range(3)]
+    shapes = [[tuple(block.mask.bias.shape[2:]) for block in blocks if block.mask.bias is not None] for blocks in steps]
+    own_keys = [(4, 4), (4, 8), (4, 12), (4, 16), (4, 20)]
+    keys_of_earlier_rank = [(4, 10)] * 5
+    keys_of_later_rank = [(4, 20), (4, 20), (2, 20)]
+    assert shapes == [own_keys, keys_of_earlier_rank, keys_of_later_rank]
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

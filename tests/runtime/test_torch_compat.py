@@ -74,6 +74,18 @@ def test_foreach_multiply() -> None:
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [[1.5]]]
 
 
+def test_allocations() -> None:
+    """Memory shows in the order in which it is taken and given back, also what lives within one line."""
+    x = torch.ones(1000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = x * 2
+        torch.linalg.vector_norm(x.expand(1000, 1000).contiguous()).item()
+        del kept
+    sizes = torch_compat.allocations(profiler)
+    assert [size for size in sizes if abs(size) > 100] == [4000, 4_000_000, -4_000_000, -4000]
+    assert sum(sizes) == 0
+
+
 @pytest.mark.filterwarnings("error")
 def test_join_meshes() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)

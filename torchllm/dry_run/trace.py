@@ -43,11 +43,8 @@ CPU = torch.device("cpu")
 
 def traceable(config: Config) -> Config:
     """Return the config without what fake tensors cannot run; `assumptions` in report.py tells the user."""
-    attention = config.model.attention
-    if attention in ("flash", "flex"):  # one needs its package, the other a compiler; both hold what sdpa's kernel does
-        config = replace(config, model=replace(config.model, attention="sdpa"))
-    if attention == "flex":  # its mask is of blocks, and small
-        config = replace(config, data=replace(config.data, document_mask=False))
+    if config.model.attention in ("flash", "flex"):  # one needs its package, the other a compiler
+        config = replace(config, model=replace(config.model, attention="sdpa"))  # which keeps the same
     return replace(config, compile=Compile())
 
 

@@ -8,7 +8,7 @@ tokens and other documents from a token. Parallelism replaces the core (context 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
+from torchllm.models.document_attention import document_attention
 from torchllm.models.layers import RMSNorm, Rotary, rotate
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Attention(nn.Module):
@@ -67,7 +71,10 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 class EagerAttention(nn.Module):
-    """Computes plain products and a softmax: the tests' reference. Compiled, its softmax is one fused kernel."""
+    """Computes plain products and a softmax: the tests' reference. Compiled, its softmax is one fused kernel.
+
+    Scores and mask are S x S in memory: use another core for long sequences.
+    """
 
     @staticmethod
     def mask(document_ids: Tensor | None) -> Tensor | None:
@@ -86,16 +93,21 @@ class EagerAttention(nn.Module):
 
 
 class ScaledDotProductAttention(nn.Module):
-    """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device."""
+    """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
+
+    With documents its `mask` is their ids, and `document_attention` makes the masks of some queries at a time.
+    """
 
     @staticmethod
     def mask(document_ids: Tensor | None) -> Tensor | None:
-        return None if document_ids is None else document_mask(document_ids)
+        return document_ids
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            return document_attention(q, k, v, mask)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return out.transpose(1, 2)
 
 
@@ -131,23 +143,18 @@ class FlexAttention(nn.Module):
     """
 
     @staticmethod
-    def mask(document_ids: Tensor | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
+    def mask(document_ids: Tensor | None) -> "BlockMask | None":
+        from torchllm.models.block_mask import document_block_mask
 
-        if document_ids is None:
-            return None
+        return None if document_ids is None else document_block_mask(document_ids)
 
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (document_ids[b, q] == document_ids[b, k])
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask | None") -> Tensor:
+        from torchllm.models.block_mask import causal_block_mask
 
-        batch, length = document_ids.shape
-        return create_block_mask(visible, batch, None, length, length, device=document_ids.device)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if q.device.type == "cpu" and q.requires_grad:
             raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
         if mask is None:
-            mask = _causal_block_mask(q.shape[1], q.device)
+            mask = causal_block_mask(q.shape[1], q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
         out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -160,13 +167,6 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
-
-
-@cache
-def _causal_block_mask(length: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
 
 
 class CachedAttention(nn.Module):

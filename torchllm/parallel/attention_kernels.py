@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchllm.models.document_attention import visible_keys
+
 UNSEEN = -1e30
 """added to the score of a key that a query may not see"""
 
@@ -76,11 +78,10 @@ class BlockKernel(Protocol):
 def document_bias(query_ids: Tensor, key_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
     """Return the bias (B, 1, S, T) that hides other documents and, with `causal`, later tokens.
 
-    query_ids: (B, S) and key_ids: (B, T), the document of each token.
+    query_ids: (B, S) and key_ids: (B, T), the document of each token. causal: the last query is the token of the last
+    key.
     """
-    visible = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
-    if causal:
-        visible = visible.tril_()
+    visible = visible_keys(query_ids, key_ids, causal)
     bias = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, UNSEEN)
     return bias.unsqueeze(1)
 

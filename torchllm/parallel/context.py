@@ -8,8 +8,8 @@ Sent, per layer, over n ranks (both methods also gather the document ids once pe
   ulysses   (DeepSpeed Ulysses, Jacobs et al. 2023) one all-to-all of q, k and v before the core, which gives a rank all
             tokens of H / n heads, and one of the output after it; the same for the gradients in the backward
 An all-to-all moves (n - 1) / n of what a rank holds, B x S / n x (H + 2 K) x Q numbers and then B x S / n x H x Q: less
-as n grows, but nothing computes meanwhile, and n must divide the key-value heads. Under ulysses the core's own mask
-covers the whole sequence: for sdpa and eager it is (S, S) large, not divided by n.
+as n grows, but nothing computes meanwhile, and n must divide the key-value heads. Under ulysses the core makes its own
+mask, of the whole sequence: for eager it is (S, S) large, not divided by n.
 
 Positions and labels travel with their tokens, so nothing outside the core knows that it sees a part of the sequence.
 The core stays outside compiled blocks, whose graphs break there. torch then compiles nothing of a block that is

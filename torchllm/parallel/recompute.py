@@ -35,6 +35,7 @@ _PRODUCTS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    torch.ops.torchllm.document_attention.default,
 )
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -10,17 +10,22 @@ Sent, per layer and rank, to the next rank of the ring, while it computes the cu
 the keys and values of one rank, 2 x B x S / n x K x Q numbers; in the backward again n - 1 times these, and n - 1 times
 their gradients, in float32. Heads are not expanded. The document ids are gathered once per forward, in `mask`.
 
+With documents a step computes some queries at a time, whose mask, (B, 1, block, keys), is made for them alone: of the
+S / n x S / n pairs of a step there are never as many booleans in memory.
+
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchllm.models.document_attention import query_blocks
 from torchllm.parallel.attention_kernels import BlockKernel, KeyMask, PartialAttention, document_bias
 from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
@@ -77,6 +82,17 @@ class Exchange:
         return self.received
 
 
+class RingBlock(NamedTuple):
+    """Queries and keys that the kernel computes in one call."""
+
+    queries: slice
+    """of this rank's tokens"""
+    keys: slice
+    """of the source's tokens"""
+    mask: KeyMask
+    """hides later tokens and other documents"""
+
+
 class RingStep:
     """One step of a ring: which of this rank's queries meet which keys of rank `source`."""
 
@@ -92,14 +108,17 @@ class RingStep:
         elif self.source > ring.rank:
             self.queries = slice(half, length)
 
-    def mask(self, documents: Tensor | None, dtype: torch.dtype) -> KeyMask:
-        """Return what hides later tokens and, given the document ids (n, B, S / n), other documents."""
+    def blocks(self, documents: Tensor | None, dtype: torch.dtype) -> Iterator[RingBlock]:
+        """Yield the blocks of this step: one, or, given the document ids (n, B, S / n), one per block of queries."""
         causal = self.source == self.rank
         if documents is None:
-            return KeyMask(causal=causal)
-        query_ids = documents[self.rank, :, self.queries]
-        key_ids = documents[self.source, :, self.keys]
-        return KeyMask(bias=document_bias(query_ids, key_ids, causal, dtype))
+            yield RingBlock(self.queries, self.keys, KeyMask(causal=causal))
+            return
+        for queries in query_blocks(self.queries):
+            keys = slice(0, queries.stop) if causal else self.keys
+            query_ids = documents[self.rank, :, queries]
+            key_ids = documents[self.source, :, keys]
+            yield RingBlock(queries, keys, KeyMask(bias=document_bias(query_ids, key_ids, causal, dtype)))
 
 
 class _Ring(torch.autograd.Function):
@@ -121,18 +140,21 @@ class _Ring(torch.autograd.Function):
 
 def ring_forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> PartialAttention:
     """Return the attention of this rank's queries over the keys of all ranks."""
-    block = kv  # keys and values of rank step.source
+    attention = PartialAttention(torch.empty_like(q, dtype=_wide(q)), q.new_empty(q.shape[:3], dtype=_wide(q)))
+    source_kv = kv  # of rank step.source
     for number in range(ring.ranks):
-        incoming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
-        mask = step.mask(documents, q.dtype)
-        part = ring.kernel.forward(q[:, :, step.queries], block[:, :, :, step.keys], mask)
-        if number == 0:
-            attention = PartialAttention(part.out.to(_wide(q)), part.lse)
-        else:
-            merge(attention.rows(step.queries), part)
+        for block in step.blocks(documents, q.dtype):
+            part = ring.kernel.forward(q[:, :, block.queries], source_kv[:, :, :, block.keys], block.mask)
+            rows = attention.rows(block.queries)
+            if number == 0:
+                rows.out.copy_(part.out)
+                rows.lse.copy_(part.lse)
+            else:
+                merge(rows, part)
         if incoming is not None:
-            block = incoming.wait()
+            source_kv = incoming.wait()
     return PartialAttention(attention.out.to(q.dtype), attention.lse)
 
 
@@ -147,31 +169,29 @@ def ring_backward(
     """Return dq and dkv of this rank, given the `attention` of its queries over the keys of all ranks."""
     dq = torch.zeros_like(q, dtype=_wide(q))
     dkv = torch.zeros_like(kv, dtype=_wide(kv))
-    block = kv  # keys and values of rank step.source
+    source_kv = kv  # of rank step.source
     returning: Exchange | None = None  # gradients of keys and values, on their way round to their owner
     for number in range(ring.ranks):
-        incoming = Exchange(block, ring) if number + 1 < ring.ranks else None
+        incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
-        gradients = ring.kernel.backward(
-            d_out[:, :, step.queries],
-            q[:, :, step.queries],
-            block[:, :, :, step.keys],
-            attention.rows(step.queries),
-            step.mask(documents, q.dtype),
-        )
-        dq[:, :, step.queries] += gradients.dq
-        if number == 0:
-            d_block = dkv
-        elif returning is None:
-            d_block = torch.zeros_like(dkv)
-        else:
-            d_block = returning.wait()
-        d_block[0, :, :, step.keys] += gradients.dk
-        d_block[1, :, :, step.keys] += gradients.dv
+        d_source = dkv if number == 0 else torch.zeros_like(dkv)
+        for block in step.blocks(documents, q.dtype):
+            gradients = ring.kernel.backward(
+                d_out[:, :, block.queries],
+                q[:, :, block.queries],
+                source_kv[:, :, :, block.keys],
+                attention.rows(block.queries),
+                block.mask,
+            )
+            dq[:, :, block.queries] += gradients.dq
+            d_source[0, :, :, block.keys] += gradients.dk
+            d_source[1, :, :, block.keys] += gradients.dv
+        if returning is not None:
+            d_source += returning.wait()
         if number > 0:
-            returning = Exchange(d_block, ring)
+            returning = Exchange(d_source, ring)
         if incoming is not None:
-            block = incoming.wait()
+            source_kv = incoming.wait()
     if returning is not None:
         dkv += returning.wait()
     return dq.to(q.dtype), dkv.to(kv.dtype)

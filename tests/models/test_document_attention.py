@@ -1,0 +1,161 @@
+"""Attention within documents, block by block: the numbers of the eager core, and memory linear in the sequence."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from torchllm.models import document_attention as module
+from torchllm.models.attention import EagerAttention, FlexAttention, ScaledDotProductAttention
+from torchllm.models.document_attention import QUERY_BLOCK, document_attention, query_blocks, visible_keys
+from torchllm.runtime.torch_compat import allocations
+
+LENGTH = 29
+WIDTH = 8
+HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key-value heads
+
+
+def random_documents(sequences: int, seed: int) -> Tensor:
+    """Return documents (B, S) of 1 to 9 tokens; of the first sequence one document, of the second one per token."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.zeros(LENGTH, dtype=torch.int64), torch.arange(LENGTH)]
+    while len(rows) < sequences:
+        lengths = torch.randint(1, 10, (LENGTH,), generator=generator)
+        rows.append(torch.arange(LENGTH).repeat_interleave(lengths)[:LENGTH])
+    return torch.stack(rows)
+
+
+class Inputs(NamedTuple):
+    """Random inputs of an attention core: (B, S, heads, Q)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+
+
+def random_inputs(sequences: int, heads: int, kv: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    generator = torch.Generator().manual_seed(heads)
+
+    def random(count: int) -> Tensor:
+        return torch.randn(sequences, LENGTH, count, WIDTH, generator=generator).to(dtype)
+
+    return Inputs(random(heads), random(kv), random(kv), random(heads))
+
+
+class Results(NamedTuple):
+    """Output and gradients of an attention core."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def forward_backward(core: Any, inputs: Inputs, documents: Tensor) -> Results:
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = core(*leaves, core.mask(documents))
+    return Results(out.detach(), *torch.autograd.grad(out, leaves, inputs.d_out))
+
+
+@pytest.mark.parametrize("block", [1, 4, 8, 64])
+@pytest.mark.parametrize(("heads", "kv"), HEADS)
+def test_random_documents_in_blocks_are_eager_attention(
+    heads: int, kv: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUERY_BLOCK", block)
+    inputs = random_inputs(5, heads, kv)
+    documents = random_documents(5, seed=heads)
+    computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
+    expected = forward_backward(EagerAttention(), inputs, documents)
+    for name in Results._fields:
+        # float32 sums over up to 29 tokens and 6 heads, of numbers of size 1
+        torch.testing.assert_close(getattr(computed, name), getattr(expected, name), rtol=0, atol=1e-5, msg=name)
+
+
+def test_bfloat16_sums_the_gradients_of_keys_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float32 on the same numbers: bfloat16 rounds scores, weights and results by 2**-8 once, not per block."""
+    inputs = random_inputs(3, 4, 2, torch.bfloat16)
+    documents = torch.zeros(3, LENGTH, dtype=torch.int64)
+    expected = forward_backward(EagerAttention(), Inputs(*(x.float() for x in inputs)), documents)
+    for block in (1, 64):
+        monkeypatch.setattr(module, "QUERY_BLOCK", block)
+        computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
+        for result, exact in zip(computed, expected, strict=True):
+            assert result.dtype == torch.bfloat16
+            difference = (result.float() - exact).abs().max()
+            assert difference <= 2**-6 * exact.abs().max()
+
+
+def test_documents_need_not_follow_each_other() -> None:
+    documents = torch.tensor([[3, 1] * 14 + [3]])
+    inputs = random_inputs(1, 4, 2)
+    computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
+    expected = forward_backward(EagerAttention(), inputs, documents)
+    torch.testing.assert_close(computed, expected, rtol=0, atol=1e-5)
+
+
+def test_the_operation_is_what_torch_expects_of_one() -> None:
+    """Its schema, gradient and result without numbers agree with what it does; also when traced."""
+    inputs = random_inputs(2, 4, 2)
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    torch.library.opcheck(document_attention, (q, k, v, random_documents(2, seed=0)))
+
+
+def test_query_blocks() -> None:
+    assert list(query_blocks(slice(3, 3 + QUERY_BLOCK))) == [slice(3, 3 + QUERY_BLOCK)]
+    first, second = query_blocks(slice(0, QUERY_BLOCK + 1))
+    assert (first, second) == (slice(0, QUERY_BLOCK), slice(QUERY_BLOCK, QUERY_BLOCK + 1))
+
+
+def test_visible_keys() -> None:
+    ids = torch.tensor([[0, 0, 1, 1]])
+    assert visible_keys(ids[:, 2:], ids, causal=True).tolist() == [
+        [[False, False, True, False], [False, False, True, True]]
+    ]
+    assert visible_keys(ids[:, 2:], ids, causal=False).tolist() == [[[False, False, True, True]] * 2]
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Return the most memory that `work` takes at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    held = peak = 0
+    for size in allocations(profiler):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def documents_of(length: int) -> Tensor:
+    return (torch.arange(length) // 700).unsqueeze(0)
+
+
+def peak_of_attention(core: Any, length: int) -> int:
+    """Return the most memory that the mask, the attention and its gradients take at a time."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, length, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
+    documents = documents_of(length)
+    return peak_bytes(lambda: forward_backward(core, Inputs(q, k, v, d_out), documents))
+
+
+def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
+    peaks = {length: peak_of_attention(ScaledDotProductAttention(), length) for length in (2048, 4096, 8192)}
+    assert math.log2(peaks[8192] / peaks[2048]) / 2 < 1.3, peaks
+    assert math.log2(peak_of_attention(EagerAttention(), 2048) / peak_of_attention(EagerAttention(), 1024)) > 1.8
+
+
+def test_the_mask_of_flex_is_of_blocks() -> None:
+    """64 bytes per pair of blocks while it is made, and a longer sequence does not have more blocks."""
+    core = FlexAttention()
+    peaks = {}
+    for length in (8192, 131_072, 1_048_576):
+        documents = documents_of(length)
+        peaks[length] = peak_bytes(lambda: core.mask(documents))  # noqa: B023  # called at once
+    assert peaks[8192] < 64 * (8192 // 128) ** 2
+    assert peaks[131_072] < 64 * 1024**2
+    assert peaks[1_048_576] < 64 * 1024**2

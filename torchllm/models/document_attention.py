@@ -1,0 +1,109 @@
+"""Attention within documents, in memory that grows with the sequence, not with its square.
+
+The queries are cut into blocks. A block meets the keys up to its own last token; its mask, (B, 1, block, keys), exists
+while the block is computed, and the backward makes it again, with the block's scores. So nothing of S x S exists, and
+the pairs behind the blocks, nearly half of all, are not computed. Which keys a block meets does not depend on where
+documents begin: nothing waits for the device.
+
+To torch the forward is one operation (`torch.library.custom_op`): a compiled block does not break its graph for it, and
+selective recomputation saves its result like that of any other attention kernel.
+
+Shapes: B batch, S sequence, H heads, K key-value heads, Q head width. q and out are (B, S, H, Q), k and v (B, S, K, Q).
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERY_BLOCK = 512
+"""queries whose mask exists at a time"""
+
+
+def query_blocks(queries: slice) -> Iterator[slice]:
+    """Cut a range of queries, from `start` to `stop`, into blocks; the last may be shorter."""
+    for start in range(queries.start, queries.stop, QUERY_BLOCK):
+        yield slice(start, min(start + QUERY_BLOCK, queries.stop))
+
+
+def visible_keys(query_ids: Tensor, key_ids: Tensor, causal: bool) -> Tensor:
+    """Return which keys a query may see, (B, S, T) bool: those of its document and, if `causal`, not the later ones.
+
+    query_ids (B, S) and key_ids (B, T): the document of each token. causal: the last query is the token of the last
+    key.
+    """
+    same_document = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
+    if not causal:
+        return same_document
+    return same_document.tril_(key_ids.shape[1] - query_ids.shape[1])
+
+
+class _Block(NamedTuple):
+    """Some queries, and the keys that they meet."""
+
+    queries: slice
+    keys: slice
+    visible: Tensor
+    """which keys a query may see, (B, S, T) bool"""
+
+
+def _blocks(document_ids: Tensor) -> Iterator[_Block]:
+    """Yield the blocks of sequences with these documents, (B, S). One mask exists at a time."""
+    for queries in query_blocks(slice(0, document_ids.shape[1])):
+        keys = slice(0, queries.stop)
+        visible = visible_keys(document_ids[:, queries], document_ids[:, keys], causal=True)
+        yield _Block(queries, keys, visible)
+
+
+@torch.library.custom_op("torchllm::document_attention", mutates_args=())
+def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
+    """Let each token attend to the tokens of its document that are not later. document_ids: (B, S)."""
+    out = q.new_empty(q.shape)
+    for queries, keys, visible in _blocks(document_ids):
+        out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible)
+    return out
+
+
+@document_attention.register_fake
+def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
+    """Return a result without numbers, for tracing and for the dry run."""
+    return q.new_empty(q.shape)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return the attention of some queries (B, S, H, Q) over some keys (B, T, K, Q); visible: (B, S, T)."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
+    mask = visible.unsqueeze(1)  # the same for all heads
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and v. Those of keys are summed over blocks in float32 at least."""
+    q, k, v, document_ids = ctx.saved_tensors
+    wide = torch.promote_types(k.dtype, torch.float32)
+    dq = q.new_empty(q.shape)
+    dk = k.new_zeros(k.shape, dtype=wide)
+    dv = v.new_zeros(v.shape, dtype=wide)
+    for queries, keys, visible in _blocks(document_ids):
+        q_block = q[:, queries].detach().requires_grad_()
+        k_block = k[:, keys].detach().requires_grad_()
+        v_block = v[:, keys].detach().requires_grad_()
+        with torch.enable_grad():
+            out = _attend(q_block, k_block, v_block, visible)
+        gradients = torch.autograd.grad(out, (q_block, k_block, v_block), d_out[:, queries])
+        dq_block, dk_block, dv_block = gradients
+        dq[:, queries] = dq_block
+        dk[:, keys] += dk_block
+        dv[:, keys] += dv_block
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+document_attention.register_autograd(_backward, setup_context=_save_inputs)
