@@ -95,8 +95,8 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
         header = corpus.header
         if header.key != plan.key:
             raise DataError(
-                f"{folder} holds another corpus (other files, tokenizer or settings): choose another prepare.folder, "
-                "or delete that one"
+                f"{folder} holds another corpus (other files, tokenizer or settings, or an earlier format): choose "
+                "another prepare.folder, or delete that one"
             )
         corpus.check()
         return Prepared(header, None)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchllm.config import Data, Source
-from torchllm.data.build import CorpusPlan, TokenizerSpec
+from torchllm.data.build import CorpusPlan, TokenizerSpec, shard_size_mib
 from torchllm.data.cache import plan_corpus, tokenize_source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
@@ -103,6 +103,13 @@ def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     assert intact.stat().st_mtime_ns == intact_changed
     assert damaged.stat().st_mtime_ns != damaged_changed
     assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
+
+
+def test_the_default_size_of_a_shard_follows_the_source() -> None:
+    gib = 1024
+    sizes = [shard_size_mib(text, 0.0) for text in (1, 16 * gib, 64 * gib, 256 * gib, 60_000 * gib)]
+    assert sizes == [64, 64, 256, 1024, 1024]
+    assert shard_size_mib(64 * gib, 5.0) == 5.0
 
 
 def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Path) -> None:

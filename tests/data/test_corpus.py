@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import os
@@ -84,7 +85,7 @@ def test_a_damaged_description_is_not_opened(folder: Path) -> None:
         corpus.check()
 
 
-def test_a_damaged_shard_is_found_by_the_check_and_at_first_use(folder: Path) -> None:
+def test_a_damaged_shard_is_found_by_the_check_and_at_first_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = folder / "00000.train.bin"
     content = tokens.read_bytes()
     for damage, message in (
@@ -104,6 +105,13 @@ def test_a_damaged_shard_is_found_by_the_check_and_at_first_use(folder: Path) ->
     os.truncate(tokens, 100)
     with pytest.raises(DataError, match=r"00000\.train\.bin became shorter"):
         corpus.window("train", last, 10)
+
+    def fail(descriptor: int, count: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(DataError, match=r"00000\.train\.bin cannot be read: Input/output error"):
+        corpus.window("train", 0, 10)
 
 
 def test_block_sums_find_a_flipped_bit(tmp_path: Path) -> None:

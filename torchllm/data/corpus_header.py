@@ -101,15 +101,16 @@ class SplitRecord(NamedTuple):
 def read_description(folder: Path) -> CorpusDescription:
     """Read header and columns of a corpus. Raises DataError if they are missing, of another format, or damaged."""
     content = _read_json(folder)
-    if content.get("format") == 1:
-        return _describe_format_1(content)
-    if content.get("format") != FORMAT:
+    corpus_format = content.get("format")
+    if corpus_format not in (1, FORMAT):
         raise DataError(
-            f"{folder / HEADER}: format {content.get('format')!r} is neither 1 nor {FORMAT}: prepare the corpus again"
+            f"{folder / HEADER}: format {corpus_format!r} is neither 1 nor {FORMAT}: prepare the corpus again"
         )
     try:
+        if corpus_format == 1:
+            return _describe_format_1(content)
         header = CorpusHeader(**content)
-    except TypeError as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{folder / HEADER} is damaged ({error}): prepare the corpus again") from None
     if header.fingerprint != corpus_fingerprint(header.dtype, header.tokenizer, header.table_sha256):
         raise _changed(folder / HEADER)

@@ -369,13 +369,10 @@ def _name_source(index: int, source: Source) -> str:
 def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
     """Return how to go on with the corpus of a checkpoint where its raw source is now tokenized to another one."""
     folders = cached_corpora(data, fingerprint)
-    if folders:
-        place = f"path = {json.dumps(str(folders[0]))}"
-    else:
-        place = f"path = its folder (it is not in the cache, {cache_root(data)})"
+    path = json.dumps(str(folders[0])) if folders else f"its folder (it is not in the cache, {cache_root(data)})"
     return (
         f"the checkpoint was trained on a corpus of other files or settings, or of an earlier version of torchllm; to "
-        f'go on with that corpus, set kind = "tokens" and {place} in data.sources.{index}'
+        f'go on with that corpus, set kind = "tokens" and path = {path} in data.sources.{index}'
     )
 
 
