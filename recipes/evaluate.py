@@ -16,10 +16,10 @@ import math
 
 import torch
 
-from torchllm.checkpoint.checkpointer import find_checkpoint, load_weights
+from torchllm.checkpoint.checkpointer import load_newest_weights
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import build_model
-from torchllm.parallel.initialize import initialize
+from torchllm.parallel.initialize import materialize
 from torchllm.parallel.pipeline import OneStage
 from torchllm.runtime.process import choose_device, compute_dtype, report_errors
 from torchllm.train.evaluate import evaluate
@@ -30,12 +30,11 @@ def main(config: Config) -> float:
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
-    folder = find_checkpoint(config.run.folder, config.checkpoint.resume)
     with torch.device("meta"):
         model = build_model(config.model)
-    initialize([model], config.model, device, config.run.seed)
-    manifest = load_weights(folder, model)
     model.to(dtype)
+    materialize([model], device)
+    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, model, cast=True)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     held_out = data.validation_batches(config.evaluate.sequences)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)

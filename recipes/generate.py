@@ -15,11 +15,11 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint.checkpointer import find_checkpoint, load_weights
+from torchllm.checkpoint.checkpointer import load_newest_weights
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.initialize import initialize
+from torchllm.parallel.initialize import materialize
 from torchllm.runtime.process import choose_device, compute_dtype, report_errors
 
 
@@ -27,12 +27,11 @@ def main(config: Config) -> str:
     """Print and return the prompt and its continuation."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
-    folder = find_checkpoint(config.run.folder, config.checkpoint.resume)
     with torch.device("meta"):
         model = build_model(config.model)
-    initialize([model], config.model, device, config.run.seed)
-    manifest = load_weights(folder, model)
     model.to(compute_dtype(config.training, device))
+    materialize([model], device)
+    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, model, cast=True)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
     [prompt] = tokenizer.encode_documents([config.generate.prompt])
     generator = torch.Generator(device).manual_seed(config.run.seed)

@@ -1,6 +1,7 @@
 """A run that takes seconds: train_configs/debug.toml with a smaller model and few steps, for tests from end to end."""
 
 import gc
+import hashlib
 import json
 import logging
 import signal
@@ -10,6 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from torchllm.checkpoint.index import Region
+from torchllm.checkpoint.state import Part, TensorSharding
+from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 DEBUG = "train_configs/debug.toml"
@@ -69,3 +76,22 @@ def tensor_files(folder: Path, step: int) -> dict[str, Any]:
     tensors = {name: record for name, record in files.items() if name.endswith(".distcp")}
     assert tensors
     return tensors
+
+
+def tensor_digests(folder: Path, step: int) -> dict[str, str]:
+    """The sha256 of every whole tensor of a checkpoint by key; of random generators, by key and rank."""
+    stored = open_checkpoint(None, folder / f"checkpoints/step-{step:08d}")
+    parts = {}
+    for key, entry in stored.index.tensors.items():
+        shape = entry.grid.shape
+        whole = Region((0,) * len(shape), shape)
+        parts[key] = Part(torch.empty(shape, dtype=getattr(torch, entry.dtype)), whole, TensorSharding(shape, None, ()))
+    load_tensors(None, stored, parts)
+    digests = {}
+    for key, part in parts.items():
+        if key.startswith("rng."):
+            for rank, state in enumerate(part.local):
+                digests[f"{key}.{rank}"] = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+        else:
+            digests[key] = hashlib.sha256(part.local.numpy().tobytes()).hexdigest()
+    return digests

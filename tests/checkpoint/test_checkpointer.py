@@ -14,9 +14,11 @@ from torch import nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import retention
 from torchllm.checkpoint import tensors as checkpoint_tensors
-from torchllm.checkpoint.checkpointer import Checkpointer, find_checkpoint, load_weights, verify_in_parallel
-from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.checkpointer import Checkpointer, load_newest_weights, load_weights, verify_in_parallel
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
+from torchllm.checkpoint.state import model_tensors
 
 
 def checkpointer(folder: Path, model: nn.Module | None = None, **settings: Any) -> Checkpointer:
@@ -45,11 +47,11 @@ def test_step_data_record_and_tensors_come_back(tmp_path: Path) -> None:
     manifest = resuming.resume()
     assert manifest is not None
     assert (manifest.step, manifest.data, manifest.record) == (7, {"sequences": 56, "epochs": [0, 1]}, {"run": "test"})
-    saved, resumed = saving._tensors(), resuming._tensors()
+    saved, resumed = saving._model_parts(), resuming._model_parts()
     assert saved.keys() == resumed.keys()
     assert len(saved) == 2 + 2 * 3  # two parameters, and three entries of AdamW for each
-    for key, tensor in saved.items():
-        assert torch.equal(tensor, resumed[key]), key
+    for key, part in saved.items():
+        assert torch.equal(part.local, resumed[key].local), key
     assert torch.equal(loaded.weight, model.weight)
 
 
@@ -66,8 +68,10 @@ def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
     checkpointer(tmp_path).save(1, {"sequences": 3})
     folder = manifests.step_folder(tmp_path / "checkpoints", 1)
     verify_in_parallel(None, folder)
+    resuming = checkpointer(tmp_path)
+    resuming._load(folder)
     paths = sorted(folder.iterdir())
-    assert [path.name for path in paths] == [".metadata", "__0_0.distcp", manifests.MANIFEST]
+    assert [path.name for path in paths] == ["__0_0.distcp", "index.json", manifests.MANIFEST]
     generator = random.Random(0)
     for flip in range(200):
         path = paths[flip % len(paths)]
@@ -75,16 +79,21 @@ def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
         changed = bytearray(content)
         changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(DamagedCheckpoint):
             verify_in_parallel(None, folder)
+        with pytest.raises(DamagedCheckpoint):
+            resuming._load(folder)
         path.write_bytes(content)
     verify_in_parallel(None, folder)
+    resuming._load(folder)
 
 
 def test_auto_starts_fresh_only_without_any_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "checkpoints" / (".step-00000009." + "0" * 32 + ".tmp")).mkdir(parents=True)
-    assert checkpointer(tmp_path).resume() is None
+    starting = checkpointer(tmp_path)
+    assert starting.resume() is None
+    starting.close()
     assert "starting fresh" in caplog.text
     assert list((tmp_path / "checkpoints").iterdir()) == []  # what a killed save left is swept
 
@@ -138,18 +147,28 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
         checkpointer(tmp_path / "fresh", resume=str(named)).resume()
 
 
-def test_find_checkpoint_takes_the_newest_that_verifies(tmp_path: Path) -> None:
+def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path)
+        load_newest_weights(tmp_path, "auto", nn.Linear(3, 2))
     saving = checkpointer(tmp_path)
     for step in (1, 2):
         saving.save(step, {})
-    assert find_checkpoint(tmp_path, "none").name == "step-00000002"
+    assert load_newest_weights(tmp_path, "none", nn.Linear(3, 2)).step == 2
     damage(tmp_path, 2)
-    assert find_checkpoint(str(tmp_path), "auto").name == "step-00000001"
-    assert find_checkpoint(tmp_path, "else/where") == Path("else/where")
+    assert load_newest_weights(str(tmp_path), "auto", nn.Linear(3, 2)).step == 1
+    assert "the older step-00000001 is used instead" in caplog.text
+    first = manifests.step_folder(tmp_path / "checkpoints", 1)
+    assert load_newest_weights(tmp_path, str(first), nn.Linear(3, 2)).step == 1
     with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
-        load_weights(Path("else/where"), nn.Linear(3, 2))
+        load_newest_weights(tmp_path, "else/where", nn.Linear(3, 2))
+
+
+def test_weights_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    checkpointer(tmp_path, model).save(1, {})
+    rounded = nn.Linear(3, 2).to(torch.bfloat16)
+    load_newest_weights(tmp_path, "auto", rounded, cast=True)
+    assert torch.equal(rounded.weight, model.weight.to(torch.bfloat16))
 
 
 def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
@@ -162,20 +181,80 @@ def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def test_keep_counts_and_deletes_only_verified_ones(tmp_path: Path) -> None:
+def test_keep_counts_and_deletes_only_whole_ones(tmp_path: Path) -> None:
     saving = checkpointer(tmp_path, keep=0)
     for step in range(1, 6):
         saving.save(step, {})
     assert steps(tmp_path) == [5, 4, 3, 2, 1]
     damage(tmp_path, 5)
-    damage(tmp_path, 2)
+    (manifests.step_folder(tmp_path / "checkpoints", 3) / "__0_0.distcp").unlink()
     later = checkpointer(tmp_path, keep=2)
     later.resume()
     later.save(6, {})
-    assert steps(tmp_path) == [6, 5, 4, 2]  # 6 and 4 are kept, 3 and 1 deleted; 5 and 2 are damaged
+    assert steps(tmp_path) == [6, 5, 4]  # 5 was found damaged: it neither counts nor goes
     later.save(7, {})
-    assert steps(tmp_path) == [7, 6, 5, 2]
+    assert steps(tmp_path) == [7, 6, 5]
+    later.close()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
     assert checkpointer(tmp_path).resume() is not None
+
+
+def test_a_folder_with_a_missing_file_does_not_count(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+    (manifests.step_folder(tmp_path / "checkpoints", 3) / "__0_0.distcp").unlink()
+    later = checkpointer(tmp_path, keep=2)  # does not resume: it knows none of them
+    later.save(4, {})
+    assert steps(tmp_path) == [4, 3, 2]
+    verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 2))
+
+
+def test_the_checkpoint_just_written_stays_whatever_lies_beside_it(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(9, {})
+    damage(tmp_path, 9)  # which its size does not show
+    later = checkpointer(tmp_path, keep=1)
+    later.save(1, {})
+    assert steps(tmp_path) == [9, 1]
+    verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 1))
+
+
+def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = threading.Event()
+    rmtree = shutil.rmtree
+
+    def rmtree_when_allowed(path: Path) -> None:
+        assert allowed.wait(20)
+        rmtree(path)
+
+    monkeypatch.setattr(retention.shutil, "rmtree", rmtree_when_allowed)
+    saving = checkpointer(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+    assert steps(tmp_path) == [3]
+    assert len(manifests.hidden_folders(tmp_path / "checkpoints")) == 2
+    allowed.set()
+    saving.close()
+    assert manifests.hidden_folders(tmp_path / "checkpoints") == []
+
+
+def test_what_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"cannot touch {path}")
+
+    saving = checkpointer(tmp_path, keep=1)
+    saving.save(1, {})
+    monkeypatch.setattr(retention.shutil, "rmtree", refuse)
+    saving.save(2, {})
+    saving.close()
+    assert "which is no checkpoint any more: cannot touch" in caplog.text
+    monkeypatch.undo()
+    resuming = checkpointer(tmp_path)
+    resuming.resume()
+    resuming.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
@@ -226,7 +305,7 @@ def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
 def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
-    keys = checkpoint_tensors.model_tensors([model]).keys()
+    keys = model_tensors([model]).keys()
     assert keys == {"model.embed.weight"}
 
 
@@ -236,22 +315,22 @@ def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatc
     allowed = threading.Event()
     save_tensors = checkpoint_tensors.save_tensors
 
-    def save_when_allowed(*arguments: Any) -> None:
+    def save_when_allowed(*arguments: Any) -> Any:
         assert allowed.wait(20)
-        save_tensors(*arguments)
+        return save_tensors(*arguments)
 
     monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_when_allowed)
-    expected = {key: tensor.clone() for key, tensor in saving._tensors().items()}
+    expected = {key: part.local.clone() for key, part in saving._model_parts().items()}
     saving.save(1, {})
-    for tensor in saving._tensors().values():
-        tensor.zero_()
+    for part in saving._model_parts().values():
+        part.local.zero_()
     assert steps(tmp_path) == []
     allowed.set()
     saving.close()
     resuming = checkpointer(tmp_path)
     resuming.resume()
-    for key, tensor in resuming._tensors().items():
-        assert torch.equal(tensor, expected[key]), key
+    for key, part in resuming._model_parts().items():
+        assert torch.equal(part.local, expected[key]), key
 
 
 def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +338,9 @@ def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.Monk
     published: list[list[int]] = []
     save_tensors = checkpoint_tensors.save_tensors
 
-    def save_and_note(*arguments: Any) -> None:
+    def save_and_note(*arguments: Any) -> Any:
         published.append(steps(tmp_path))
-        save_tensors(*arguments)
+        return save_tensors(*arguments)
 
     monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_and_note)
     for step in (1, 2, 3):

@@ -6,21 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from tests.checkpoint.old_format import write_format_1
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
-from torchllm.checkpoint.dcp_metadata import METADATA, read_metadata
+from torchllm.checkpoint.dcp_metadata import METADATA, read_metadata, write_metadata
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.verify import verify_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's tools, in one process
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A checkpoint as version 0.1 wrote it."""
     model = nn.Linear(3, 2).to(torch.bfloat16)
-    Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
-    return manifests.step_folder(tmp_path / "checkpoints", 1)
+    return write_format_1(tmp_path / "checkpoints", 1, model, torch.optim.SGD(model.parameters()))
 
 
 def plant(folder: Path, content: bytes) -> None:
@@ -30,7 +36,7 @@ def plant(folder: Path, content: bytes) -> None:
     files = {**manifest.files, METADATA: manifests.hash_file(folder / METADATA)}
     hidden = folder.rename(folder.with_name("being-changed"))
     manifests.publish(hidden, folder, replace(manifest, files=files))
-    manifests.verify_checkpoint(folder)  # so that what refuses it below is the reader of the index
+    verify_checkpoint(folder)  # so that what refuses it below is the reader of the index
 
 
 def pickle_of_name(module: str, name: str) -> bytes:
@@ -113,11 +119,82 @@ def test_entries_that_are_not_tensors_are_refused(folder: Path) -> None:
         load_weights(folder, nn.Linear(3, 2))
 
 
-def test_every_dtype_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["two pieces", "a hole", "a negative offset", "another name", "no place"])
+def test_pieces_that_make_no_whole_tensor_are_refused(folder: Path, damage: str) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    entry = metadata.state_dict_metadata["model.weight"]
+    (index,) = (index for index in metadata.storage_data if index.fqn == "model.weight")
+    if damage == "two pieces":
+        entry.chunks = entry.chunks * 2
+    elif damage == "a hole":
+        entry.chunks[0].offsets, entry.chunks[0].sizes = torch.Size([1, 0]), torch.Size([1, 3])
+        metadata.storage_data[replace(index, offset=torch.Size([1, 0]))] = metadata.storage_data[index]
+    elif damage == "a negative offset":
+        metadata.storage_data[index].offset = -64
+    elif damage == "another name":
+        metadata.storage_data[index].relative_path = METADATA
+    else:
+        del metadata.storage_data[index]
+    plant(folder, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not an index of tensors"):
+        load_weights(folder, nn.Linear(3, 2).to(torch.bfloat16))
+
+
+def test_every_dtype_of_version_0_1_loads(tmp_path: Path) -> None:
     """Torch's own writer, for each type that weights or generators can have."""
+    folder = write_format_1(tmp_path, 1, every_dtype(1), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    model = every_dtype(0)
+    load_weights(folder, model)
+    assert all(bool((tensor == 1).all()) for tensor in model.state_dict().values())
+
+
+def every_dtype(value: int) -> nn.Module:
     model = nn.Module()
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
-        model.register_buffer(str(dtype).replace(".", "_"), torch.ones(3, dtype=dtype))
-    model.weight = nn.Parameter(torch.ones(1))
+        model.register_buffer(str(dtype).replace(".", "_"), torch.full((3,), value, dtype=dtype))
+    model.weight = nn.Parameter(torch.full((1,), float(value)))
+    return model
+
+
+def test_a_run_of_version_0_1_resumes(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    write_format_1(tmp_path / "checkpoints", 1, model, optimizer)
+    expected = torch.rand(5)
+    resumed = nn.Linear(3, 2)
+    resumed_optimizer = torch.optim.AdamW(resumed.parameters())
+    resumed(torch.ones(3)).sum().backward()
+    resumed_optimizer.step()
+    manifest = Checkpointer(config.Checkpoint(), tmp_path, [resumed], resumed_optimizer).resume()
+    assert manifest is not None
+    assert torch.equal(torch.rand(5), expected)
+    assert torch.equal(resumed.weight, model.weight)
+    for parameter, state in optimizer.state.items():
+        same = next(p for p in resumed.parameters() if p.shape == parameter.shape)
+        for entry, value in state.items():
+            assert torch.equal(resumed_optimizer.state[same][entry], value), entry
+
+
+def test_damage_in_version_0_1_is_found(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged"):
+        load_weights(folder, nn.Linear(3, 2).to(torch.bfloat16))
+
+
+def test_torchs_own_tools_load_what_the_command_describes(tmp_path: Path) -> None:
+    model = every_dtype(1)
     Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
-    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), model)
+    folder = manifests.step_folder(tmp_path / "checkpoints", 1)
+    assert write_metadata(folder) == folder / METADATA
+    verify_checkpoint(folder)  # still what was written
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in model.state_dict(prefix="model.").items()}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert all(bool((tensor == 1).all()) for tensor in loaded.values())
+    dcp_to_torch_save(folder, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt")
+    assert saved.keys() == loaded.keys() | {"rng.cpu"}

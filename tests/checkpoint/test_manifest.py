@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
+from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified, verify_checkpoint
 
 
 def make(root: Path, step: int, content: bytes = b"weights") -> Path:
     temporary = manifests.make_temporary(root, step, needed=0)
     files = {}
     for name in ("a.distcp", "b.distcp"):
-        (temporary / name).write_bytes(name.encode() + content)
-        files[name] = manifests.hash_file(temporary / name)
+        with DataFileWriter(temporary / name) as file:
+            file.write(name.encode() + content)
+            file.end_piece(0)
+            files[name] = file.finish()
     folder = manifests.step_folder(root, step)
     record = {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
     manifests.publish(temporary, folder, Manifest(step, {"sequences": 7}, record, 2, {"torch": "2.13"}, files))
@@ -26,7 +30,7 @@ def make(root: Path, step: int, content: bytes = b"weights") -> Path:
 def test_published_checkpoint_verifies_and_reads_back(tmp_path: Path) -> None:
     folder = make(tmp_path, 100)
     assert folder.name == "step-00000100"
-    manifest = manifests.verify_checkpoint(folder)
+    manifest = verify_checkpoint(folder)
     assert (manifest.step, manifest.data, manifest.world_size) == (100, {"sequences": 7}, 2)
     assert manifest.record == {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100"]
@@ -37,7 +41,8 @@ def test_shares_of_the_ranks_cover_every_file(tmp_path: Path) -> None:
     manifest = manifests.read_manifest(folder)
     for name in manifest.files:
         (folder / name).write_bytes(b"")
-    assert sum(len(manifests.check_files(folder, manifest, part, 3)) for part in range(3)) == 2
+    for check in (check_files, check_sizes):
+        assert sum(len(check(folder, manifest, part, 3)) for part in range(3)) == 2
 
 
 @pytest.mark.parametrize("name", ["a.distcp", "b.distcp", manifests.MANIFEST])
@@ -54,7 +59,7 @@ def test_truncated_emptied_and_deleted_files_are_refused_by_name(tmp_path: Path,
         elif damage == "folder":
             path.mkdir()
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            manifests.verify_checkpoint(folder)
+            verify_checkpoint(folder)
 
 
 def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
@@ -64,18 +69,18 @@ def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged.*b\.distcp: damaged"):
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
     shutil.copy(folder / "b.distcp", newer / "a.distcp")
     with pytest.raises(CheckpointError, match=r"a\.distcp: damaged"):
-        manifests.verify_checkpoint(newer)
+        verify_checkpoint(newer)
 
 
 def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
     make(tmp_path, 1).rename(tmp_path / "step-00000002")
     with pytest.raises(CheckpointError, match="holds step 1"):
-        manifests.verify_checkpoint(tmp_path / "step-00000002")
+        verify_checkpoint(tmp_path / "step-00000002")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "a-copy")
-    assert manifests.verify_checkpoint(tmp_path / "a-copy").step == 1
+    assert verify_checkpoint(tmp_path / "a-copy").step == 1
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", ".", "a/b", "", "manifest.json", "x\ny"])
@@ -85,7 +90,7 @@ def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> 
     folder = manifests.step_folder(tmp_path, 1)
     manifests.publish(temporary, folder, Manifest(1, {}, {}, 1, {}, {name: FileRecord(1, "0" * 64)}))
     with pytest.raises(CheckpointError, match="plain name"):
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["a.distcp", manifests.MANIFEST])
@@ -94,17 +99,17 @@ def test_links_are_refused_even_to_the_right_content(tmp_path: Path, name: str) 
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(CheckpointError, match="not a regular file"):
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}', b'{"format": 2}']
+    "content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 2}', b'{"format": 3}']
 )
 def test_foreign_manifests_are_refused(tmp_path: Path, content: bytes) -> None:
     folder = make(tmp_path, 1)
     (folder / manifests.MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
     fields["data"]["sequences"] = 0
     (folder / manifests.MANIFEST).write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n")
     with pytest.raises(CheckpointError, match="damaged"):
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
@@ -122,57 +127,59 @@ def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         make(tmp_path, 1, b"different")
     assert (folder / "a.distcp").read_bytes() == content
-    manifests.verify_checkpoint(folder)
+    verify_checkpoint(folder)
 
 
 def test_newest_falls_back_loudly_and_gives_up_when_none_verifies(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert manifests.newest_verified(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
+    assert newest_verified(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
     oldest, middle, newest = make(tmp_path, 1), make(tmp_path, 2), make(tmp_path, 10**9)
     (tmp_path / "step-7").mkdir()
     assert manifests.step_folders(tmp_path) == [newest, middle, oldest]
-    manifest = manifests.verify_checkpoint(newest)
-    chosen = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
+    manifest = verify_checkpoint(newest)
+    chosen = newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert chosen == (newest, manifest)
     assert warnings == []
     for folder in (newest, middle):
         (folder / "a.distcp").unlink()
-    manifest = manifests.verify_checkpoint(oldest)
-    chosen = manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
+    manifest = verify_checkpoint(oldest)
+    chosen = newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert chosen == (oldest, manifest)
     assert len(warnings) == 2
     assert "step-1000000000/a.distcp: missing" in warnings[0]
     (oldest / manifests.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies") as caught:
-        manifests.newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
+        newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
     assert str(caught.value).count("step-") >= 3
 
 
-def test_removed_checkpoint_is_hidden_before_a_file_of_it_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make(tmp_path, 1)
-    deleted: list[Path] = []
-    monkeypatch.setattr(shutil, "rmtree", deleted.append)
-    manifests.delete_checkpoint(folder)
-    (hidden,) = tmp_path.iterdir()
-    assert deleted == [hidden]
+def test_a_hidden_checkpoint_is_none(tmp_path: Path) -> None:
+    hidden = manifests.hide(make(tmp_path, 1))
+    assert list(tmp_path.iterdir()) == [hidden]
     assert hidden.name.startswith(".step-00000001.")
     assert manifests.step_folders(tmp_path) == []
-    monkeypatch.undo()
-    manifests.delete_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert manifests.hidden_folders(tmp_path) == [hidden]
 
 
-def test_only_temporary_folders_are_deleted_as_leftovers(tmp_path: Path) -> None:
+def test_only_temporary_folders_are_leftovers(tmp_path: Path) -> None:
+    assert manifests.hidden_folders(tmp_path / "nowhere") == []
     make(tmp_path, 1)
     (tmp_path / ".step-notes.tmp").mkdir()
     manifests.set_damaged_aside(make(tmp_path, 2))
-    manifests.make_temporary(tmp_path, 3, needed=0)
-    folders = set(tmp_path.iterdir())
-    manifests.delete_leftovers(tmp_path)
-    (deleted,) = folders - set(tmp_path.iterdir())
-    assert deleted.name.startswith(".step-00000003.")
+    assert manifests.hidden_folders(tmp_path) == []
+    temporary = manifests.make_temporary(tmp_path, 3, needed=0)
+    assert manifests.hidden_folders(tmp_path) == [temporary]
+
+
+def test_sizes_alone_find_what_is_missing_or_cut(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    manifest = manifests.read_manifest(folder)
+    assert check_sizes(folder, manifest) == []
+    (folder / "a.distcp").unlink()
+    (folder / "b.distcp").write_bytes((folder / "b.distcp").read_bytes() + b"1")
+    missing, longer = check_sizes(folder, manifest)
+    assert missing.endswith("a.distcp: missing")
+    assert "bytes instead of" in longer
 
 
 def test_a_save_that_does_not_fit_is_refused_with_both_sizes(tmp_path: Path) -> None:
@@ -183,5 +190,5 @@ def test_a_save_that_does_not_fit_is_refused_with_both_sizes(tmp_path: Path) -> 
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, torchllm.checkpoint.manifest; assert 'torch' not in sys.modules"
+    code = "import sys, torchllm.checkpoint.verify, torchllm.checkpoint.retention; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from hashlib import sha256
@@ -21,9 +22,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import parity, workers
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint import tensors as checkpoint_tensors
+from torchllm.checkpoint import retention
 from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.state import model_tensors, optimizer_tensors
+from torchllm.checkpoint.verify import verify_checkpoint
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
@@ -90,7 +94,7 @@ def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[
 
 def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
     """sha256 of every whole tensor, by key."""
-    tensors = checkpoint_tensors.model_tensors([model]) | checkpoint_tensors.optimizer_tensors([model], optimizer)
+    tensors = model_tensors([model]) | optimizer_tensors([model], optimizer)
     by_key = {}
     for key, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -110,6 +114,7 @@ def load_on(layout: str | None, folder: str) -> tuple[int, Any, dict[str, str]]:
     model, optimizer, checkpoints = build(layout, folder, seed=5)
     manifest = checkpoints.resume()
     assert manifest is not None
+    checkpoints.close()
     return manifest.step, manifest.data, digests(model, optimizer)
 
 
@@ -244,8 +249,10 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     _, _, checkpoints = build(layout, folder, seed=2, keep=1)
     if point == "in a shard" and dist.get_rank() == 1:
         torch.save = lambda data, stream: (saved(data, stream), stream.flush(), kill())
-    elif point == "before hashing":
-        checkpoint_tensors.written_files = kill
+    elif point == "before a table" and dist.get_rank() == 1:
+        DataFileWriter.finish = kill
+    elif point == "before the index":
+        manifests.write_file = kill
     elif point == "before the manifest":
         manifests.publish = kill
     elif point == "before the rename":
@@ -253,15 +260,17 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     elif point == "after the rename":
         manifests._sync_folder = lambda path: None if path.name.endswith(".tmp") else kill()
     elif point == "in a deletion":
-        manifests.shutil.rmtree = kill
+        retention.shutil.rmtree = kill
     checkpoints.save(2, {"sequences": 16})
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(
     ("point", "steps"),
     [
         ("in a shard", [1]),
-        ("before hashing", [1]),
+        ("before a table", [1]),
+        ("before the index", [1]),
         ("before the manifest", [1]),
         ("before the rename", [1]),
         ("after the rename", [2, 1]),
@@ -270,13 +279,13 @@ def kill_at(point: str, layout: str, folder: str) -> None:
 )
 def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path, point: str, steps: list[int]) -> None:
     saved = {seed: workers.run(save_on, 2, "fsdp2", str(tmp_path), seed)[0] for seed in (1, 2)}
-    manifests.delete_checkpoint(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
+    shutil.rmtree(manifests.step_folder(tmp_path / "checkpoints", 2))  # only its digests were wanted
     with pytest.raises(workers.WorkerFailed):
         workers.run(kill_at, 2, point, "fsdp2", str(tmp_path))
     folders = manifests.step_folders(tmp_path / "checkpoints")
     assert [manifests.step_of(folder) for folder in folders] == steps
     for folder in folders:
-        manifests.verify_checkpoint(folder)
+        verify_checkpoint(folder)
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (steps[0], {"sequences": 8 * steps[0]}, saved[steps[0]])
     assert set((tmp_path / "checkpoints").iterdir()) == set(folders)  # nothing hidden is left

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,6 +27,7 @@ from torchllm.runtime.torch_compat import (
     join_meshes,
     local_region,
     profiled_events,
+    storage_info,
 )
 
 
@@ -48,6 +50,14 @@ def test_flatten_mesh() -> None:
         assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
     finally:
         dist.destroy_process_group()
+
+
+def test_storage_info(tmp_path: Path) -> None:
+    """Torch's own writer makes the same record."""
+    tensor = torch.arange(5.0)
+    dcp.save({"tensor": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    ((_, stored),) = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    assert stored == storage_info("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
 
 
 def test_group_with_name() -> None:

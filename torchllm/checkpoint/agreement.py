@@ -1,16 +1,19 @@
 """How the ranks of a checkpoint agree: what fails on one rank is an error on every rank, never a hang.
 
 Every function takes a host-side (gloo) process group of all ranks, or None for this process alone, and must be called
-on all ranks. What they send each other is pickled: it comes from the ranks of this run, never from a file.
+on all ranks. Where all is well, ranks exchange a few bytes as tensors; objects are pickled only by rank 0, and for
+error texts. What is unpickled comes from the ranks of this run, never from a file.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
@@ -18,43 +21,74 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class _Failure(NamedTuple):
+    """An error that a function has raised on a rank."""
+
+    text: str
+    damaged: bool
+    """whether it was a DamagedCheckpoint"""
+
+
 class _Outcome(NamedTuple):
-    """What a function has returned, or the text of the error that it has raised."""
+    """What a function has returned, or how it has failed."""
 
     value: Any
-    error: str | None
+    failure: _Failure | None
 
 
-def on_all(group: Group, function: Callable[[], T]) -> list[T]:
-    """Call `function` on every rank and return what it returned on each, by rank.
+def on_all(group: Group, function: Callable[[], T]) -> T:
+    """Call `function` on every rank and return what it returned on this one.
 
-    Raises CheckpointError on all ranks if it raised on any.
+    Raises CheckpointError on all ranks if it raised on any, and DamagedCheckpoint if that is what all of them raised.
     """
-    local_outcome = _attempt(function)
-    outcomes = [local_outcome] * size_of(group)
+    outcome = _attempt(function)
+    failures: list[_Failure | None] = [outcome.failure]
     if group is not None:
-        dist.all_gather_object(outcomes, local_outcome, group=group)
-    errors = []
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None:
-            errors.append(f"rank {rank}: {outcome.error}")
-    if errors:
-        raise CheckpointError("; ".join(errors))
-    return [outcome.value for outcome in outcomes]
+        if not any_rank(group, outcome.failure is not None):
+            return outcome.value
+        failures = [None] * size_of(group)
+        dist.all_gather_object(failures, outcome.failure, group=group)
+    texts = []
+    damaged = True
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            texts.append(failure.text if len(failures) == 1 else f"rank {rank}: {failure.text}")
+            damaged = damaged and failure.damaged
+    if texts:
+        raise _error("; ".join(texts), damaged)
+    return outcome.value
 
 
 def on_first(group: Group, function: Callable[[], T]) -> T:
     """Call `function` on rank 0 only and return its value on every rank.
 
-    Raises CheckpointError on all ranks if it raised.
+    Raises CheckpointError on all ranks if it raised, and DamagedCheckpoint if it raised that.
     """
     outcomes = [_attempt(function) if rank_of(group) == 0 else _Outcome(None, None)]
     if group is not None:
         dist.broadcast_object_list(outcomes, group_src=0, group=group)
-    value, error = outcomes[0]
-    if error is not None:
-        raise CheckpointError(error)
+    value, failure = outcomes[0]
+    if failure is not None:
+        raise _error(failure.text, failure.damaged)
     return value
+
+
+def any_rank(group: Group, condition: bool) -> bool:
+    """Return whether the condition is true on any rank."""
+    if group is None:
+        return condition
+    flag = torch.tensor([condition], dtype=torch.uint8)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+def gather_rows(group: Group, row: Tensor) -> Tensor:
+    """Return the rows (n) of all ranks as (ranks, n), on every rank."""
+    if group is None:
+        return row.unsqueeze(0)
+    rows = row.new_empty(size_of(group), len(row))
+    dist.all_gather(list(rows), row, group=group)
+    return rows
 
 
 def rank_of(group: Group) -> int:
@@ -73,12 +107,16 @@ def log_on_first(group: Group, message: str, level: int = logging.INFO) -> None:
         logger.log(level, message)
 
 
+def _error(text: str, damaged: bool) -> CheckpointError:
+    return DamagedCheckpoint(text) if damaged else CheckpointError(text)
+
+
 def _attempt(function: Callable[[], Any]) -> _Outcome:
     """Call `function` and catch what it raises: an error the user can act on by its text, a bug with its traceback."""
     try:
         return _Outcome(function(), None)
     except (CheckpointError, OSError) as error:
-        return _Outcome(None, str(error))
+        return _Outcome(None, _Failure(str(error), isinstance(error, DamagedCheckpoint)))
     except Exception as error:
         logger.exception("an error in handling a checkpoint")
-        return _Outcome(None, repr(error))
+        return _Outcome(None, _Failure(repr(error), damaged=False))

@@ -1,4 +1,4 @@
-"""Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified before use.
+"""Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
 All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
 learning rate nor the optimizer's settings are stored: the one is a function of the step, the others are in the config.
@@ -16,13 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import state as run_state
 from torchllm.checkpoint import tensors as tensor_io
-from torchllm.checkpoint.agreement import Group, log_on_first, on_all, on_first, rank_of, size_of
+from torchllm.checkpoint.agreement import Group, log_on_first, on_first, rank_of, size_of
+from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
+from torchllm.checkpoint.plan import SavePlan, agree_on_plan
+from torchllm.checkpoint.retention import BackgroundDeletion, folders_to_delete, share_of
+from torchllm.checkpoint.state import Part
+from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified
 
 
 class Checkpointer:
@@ -47,57 +53,69 @@ class Checkpointer:
         self._stages, self._optimizer = stages, optimizer
         self._record = dict(record or {})
         self._group = host_group
-        self._verified: dict[str, bool] = {}
-        """whether a step folder verifies, by name: only of those that this run has written or read"""
+        self._own_group: Group = None
+        self._is_whole: dict[Path, bool] = {}
+        """whether a step folder is what was written: as far as this run has written, read or looked at it"""
+        self._plan: SavePlan | None = None
+        """of the last save"""
+        self._deletion = BackgroundDeletion()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         if settings.asynchronous:
             # If training used the same group, it and a save in the background would wait for each other.
-            self._group = dist.new_group(backend="gloo") if host_group is not None else None
+            self._group = self._own_group = dist.new_group(backend="gloo") if host_group is not None else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._snapshot = tensor_io.Snapshot(self._tensors() | tensor_io.random_state(self._group))
+            self._snapshot = run_state.Snapshot(self._parts())
 
     def resume(self) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resume` asks for into model and optimizer, and return its manifest.
 
-        The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch.
+        The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch. Where
+        the newest checkpoint turns out damaged while it is read, the one before it is loaded instead.
         """
-        on_first(self._group, lambda: manifests.delete_leftovers(self._root))
-        chosen = self._choose_checkpoint()
-        if chosen is None:
-            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
-            return None
-        folder, manifest = chosen
-        ranks = manifest.world_size
-        random = tensor_io.random_state(self._group) if ranks == size_of(self._group) else {}
-        tensor_io.load_tensors(self._group, folder, manifest, self._tensors() | random, optional=random)
-        tensor_io.fill_tied_copies(self._stages, self._optimizer)
-        tensor_io.set_random_state(random)
-        log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
-        if not random:
-            log_on_first(self._group, f"its random generators are those of {ranks} ranks: starting from run.seed")
-        return manifest
-
-    def _choose_checkpoint(self) -> tuple[Path, Manifest] | None:
-        """Return the step folder that `checkpoint.resume` asks for, verified; None if the run starts from scratch."""
+        self._delete(on_first(self._group, lambda: manifests.hidden_folders(self._root)))
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         if self._settings.resume == "auto":
             warn = partial(log_on_first, self._group, level=logging.WARNING)
-            return manifests.newest_verified(folders, self._verify, warn)
+            newest = newest_verified(folders, self._load, warn)
+            if newest is None:
+                log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
+            return None if newest is None else newest[1]
         if self._settings.resume == "none":
             if folders:
                 raise CheckpointError(
                     f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
                 )
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
             return None
         folder = Path(self._settings.resume)
-        manifest = verify_in_parallel(self._group, folder)
-        if folders and manifests.step_of(folders[0]) > manifest.step:
+        step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
+        if folders and manifests.step_of(folders[0]) > step:
             raise CheckpointError(
-                f"checkpoint.resume names step {manifest.step}, but {folders[0]} is newer and would be in the way: "
+                f"checkpoint.resume names step {step}, but {folders[0]} is newer and would be in the way: "
                 "set another run.folder, or move the newer ones away"
             )
-        return folder, manifest
+        return self._load(folder)
+
+    def _load(self, folder: Path) -> Manifest:
+        """Load a step folder and return its manifest. Raises DamagedCheckpoint, and remembers that it is damaged."""
+        self._is_whole[folder] = False
+        stored = tensor_io.open_checkpoint(self._group, folder)
+        manifest = stored.manifest
+        ranks = manifest.world_size
+        random: dict[str, Part] = {}
+        if ranks == size_of(self._group):
+            for key, part in self._random_state().items():
+                if key in stored.index.tensors:
+                    random[key] = part
+        tensor_io.load_tensors(self._group, stored, self._model_parts() | random)
+        self._is_whole[folder] = True
+        run_state.fill_tied_copies(self._stages, self._optimizer)
+        run_state.set_random_state(random)
+        log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
+        if not random:
+            log_on_first(self._group, f"its random generators are those of {ranks} ranks: starting from run.seed")
+        return manifest
 
     def save(self, step: int, data: Mapping[str, Any]) -> None:
         """Write the checkpoint of `step`, in the background if the config says so; `data` is the loader's JSON state.
@@ -107,24 +125,23 @@ class Checkpointer:
         """
         self._finish()
         folder = manifests.step_folder(self._root, step)
-        tensors = self._tensors() | tensor_io.random_state(self._group)
-        needed = tensor_io.size_in_bytes(tensors)
+        parts = self._parts()
+        self._plan = agree_on_plan(self._group, parts, self._plan)
+        needed = run_state.size_in_bytes(parts)
 
         def begin() -> Path | None:
             return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
 
         temporary = on_first(self._group, begin)
         if temporary is None:
-            if self._verifies(folder):
-                raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
-            on_first(self._group, lambda: manifests.set_damaged_aside(folder))
-            del self._verified[folder.name]
+            self._set_damaged_aside(folder)
             return self.save(step, data)
         if self._executor is None:
-            self._write(temporary, step, deepcopy(dict(data)), tensors)
+            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts)
         else:
-            copies = self._snapshot.take(tensors)
-            self._pending = self._executor.submit(self._write, temporary, step, deepcopy(dict(data)), copies)
+            copies = self._snapshot.take(parts)
+            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies)
+            self._pending = self._executor.submit(self._write, *arguments)
 
     @property
     def failed(self) -> bool:
@@ -132,10 +149,15 @@ class Checkpointer:
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def close(self) -> None:
-        """Wait for a background save and raise its error."""
-        self._finish()
-        if self._executor is not None:
-            self._executor.shutdown()
+        """Wait for a background save, raising its error, and for the deletion of old checkpoints. The last call."""
+        try:
+            self._finish()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+            self._deletion.close()
+            if self._own_group is not None:
+                dist.destroy_process_group(self._own_group)
 
     def _finish(self) -> None:
         """Wait for the background save, if there is one, and raise its error."""
@@ -143,15 +165,15 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _write(self, temporary: Path, step: int, data: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write the tensors, hash their files, publish the checkpoint, delete old ones; also in the background."""
+    def _write(
+        self, temporary: Path, step: int, data: dict[str, Any], plan: SavePlan, parts: Mapping[str, Part]
+    ) -> None:
+        """Write the tensors and their index, publish the checkpoint, delete old ones; also in the background."""
         folder = manifests.step_folder(self._root, step)
-        rank = rank_of(self._group)
-        try:
-            tensor_io.save_tensors(self._group, temporary, tensors)
-            files: dict[str, FileRecord] = {}
-            for files_of_rank in on_all(self._group, lambda: tensor_io.written_files(rank, temporary)):
-                files.update(files_of_rank)
+        files: dict[str, FileRecord] = {}
+
+        def publish() -> None:
+            files[INDEX] = manifests.write_file(temporary / INDEX, plan.content)
             manifest = Manifest(
                 step=step,
                 data=data,
@@ -160,82 +182,113 @@ class Checkpointer:
                 versions={"torch": torch.__version__, "python": platform.python_version()},
                 files=files,
             )
-            on_first(self._group, lambda: manifests.publish(temporary, folder, manifest))
+            manifests.publish(temporary, folder, manifest)
+
+        try:
+            files.update(tensor_io.save_tensors(self._group, temporary, plan, parts))
+            on_first(self._group, publish)
         except CheckpointError as error:
-            needed, free = tensor_io.size_in_bytes(tensors), shutil.disk_usage(self._root).free
-            if rank == 0:
+            needed, free = run_state.size_in_bytes(parts), shutil.disk_usage(self._root).free
+            if rank_of(self._group) == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"{error} (it needs {needed} bytes, {free} are free; earlier checkpoints are untouched)"
+                f"cannot write {folder}: {error} (it needs {needed} bytes, {free} are free; earlier checkpoints are "
+                "untouched)"
             ) from error
-        self._verified[folder.name] = True
+        self._is_whole[folder] = True
         log_on_first(self._group, f"saved {folder}")
-        self._delete_old()
+        self._delete_old(step)
 
-    def _delete_old(self) -> None:
-        """Delete all verified checkpoints but the newest `checkpoint.keep`; damaged ones do not count, and stay."""
+    def _delete_old(self, step: int) -> None:
+        """Delete checkpoints but the newest `checkpoint.keep` whole ones up to `step`, just saved, in the background.
+
+        Those that this run has found damaged do not count, and stay.
+        """
         if self._settings.keep:
             folders = on_first(self._group, lambda: manifests.step_folders(self._root))
-            verified = [folder for folder in folders if self._verifies(folder)]
-            for folder in verified[self._settings.keep :]:
-                on_first(self._group, partial(manifests.delete_checkpoint, folder))
-                del self._verified[folder.name]
+            folders = [folder for folder in folders if manifests.step_of(folder) <= step]
+            old = folders_to_delete(folders, self._settings.keep, self._seems_whole)
+            old = [folder for folder in old if self._is_whole.get(folder, True)]
+            self._delete(on_first(self._group, lambda: [manifests.hide(folder) for folder in old]))
 
-    def _verifies(self, folder: Path) -> bool:
-        """Return whether a step folder verifies; it is read only if this run has neither written nor read it."""
-        if folder.name not in self._verified:
+    def _delete(self, hidden: Sequence[Path]) -> None:
+        """Delete hidden folders in the background, each rank its share."""
+        self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
+
+    def _seems_whole(self, folder: Path) -> bool:
+        """Return whether a step folder is whole: by the sizes of its files if the run has not read or written it."""
+        if folder not in self._is_whole:
             try:
-                self._verify(folder)
+                manifest = on_first(self._group, lambda: manifests.read_manifest(folder))
+                tensor_io.check_in_parallel(self._group, folder, manifest, check_sizes)
+                self._is_whole[folder] = True
             except CheckpointError as error:
-                self._verified[folder.name] = False
+                self._is_whole[folder] = False
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
-        return self._verified[folder.name]
+        return self._is_whole[folder]
 
-    def _verify(self, folder: Path) -> Manifest:
-        """Verify a step folder, remember that it verifies, and return its manifest."""
-        manifest = verify_in_parallel(self._group, folder)
-        self._verified[folder.name] = True
-        return manifest
+    def _set_damaged_aside(self, folder: Path) -> None:
+        """Rename a step folder that is in the way of a save. Raises CheckpointError if it is a good checkpoint."""
+        if self._is_whole.get(folder, True):
+            try:
+                verify_in_parallel(self._group, folder)
+            except CheckpointError as error:
+                log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
+            else:
+                raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
+        on_first(self._group, lambda: manifests.set_damaged_aside(folder))
+        self._is_whole.pop(folder, None)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of model and optimizer on this rank, by their key in a checkpoint."""
-        return tensor_io.model_tensors(self._stages) | tensor_io.optimizer_tensors(self._stages, self._optimizer)
+    def _parts(self) -> dict[str, Part]:
+        """Return this rank's part of all tensors of the run, by their key in a checkpoint."""
+        return self._model_parts() | self._random_state()
+
+    def _model_parts(self) -> dict[str, Part]:
+        """Return this rank's part of the tensors of model and optimizer, by key."""
+        tensors = run_state.model_tensors(self._stages)
+        return run_state.parts_of(tensors | run_state.optimizer_tensors(self._stages, self._optimizer))
+
+    def _random_state(self) -> dict[str, Part]:
+        return run_state.random_state(rank_of(self._group), size_of(self._group))
 
 
-def find_checkpoint(run_folder: Path | str, resume: str = "auto") -> Path:
-    """Return the step folder for a recipe that only reads: the one that `resume` names, else the newest that verifies.
+def load_newest_weights(
+    run_folder: Path | str, resume: str, model: nn.Module, *, group: Group = None, cast: bool = False
+) -> Manifest:
+    """Load the weights of a run for a recipe that only reads, and return the manifest of their checkpoint.
 
-    Warns of every newer one that is damaged. Raises CheckpointError if the run has none that verifies.
+    It is the step folder that `resume` names, else the newest of which all that is read verifies. Arguments and errors
+    are those of `load_weights`; a newer checkpoint that is damaged is a warning.
     """
     if resume not in ("auto", "none"):
-        return Path(resume)
+        return load_weights(Path(resume), model, group=group, cast=cast)
     root = Path(run_folder) / "checkpoints"
-    newest = manifests.newest_verified(manifests.step_folders(root))
+    folders = on_first(group, lambda: manifests.step_folders(root))
+    warn = partial(log_on_first, group, level=logging.WARNING)
+    newest = newest_verified(folders, partial(load_weights, model=model, group=group, cast=cast), warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
-    folder, _ = newest
-    return folder
+    return newest[1]
 
 
-def load_weights(folder: Path, model: nn.Module, *, group: Group = None) -> Manifest:
-    """Verify a step folder and load its weights into `model`, plain or sharded, whatever layout wrote them.
+def load_weights(folder: Path, model: nn.Module, *, group: Group = None, cast: bool = False) -> Manifest:
+    """Load the weights of a step folder into `model`, plain or sharded, whatever layout wrote them.
 
-    Raises CheckpointError if the checkpoint is damaged or of another model.
+    Only the weights are read and verified, not the optimizer's state. cast: the model's parameters may have another
+    dtype than the checkpoint's, to which they are rounded one by one. Raises DamagedCheckpoint if what is read is not
+    what was written, CheckpointError if it is of another model.
     """
-    manifest = verify_in_parallel(group, folder)
-    tensor_io.load_tensors(group, folder, manifest, tensor_io.model_tensors([model]), prefix="model.")
-    return manifest
+    stored = tensor_io.open_checkpoint(group, folder)
+    parts = run_state.parts_of(run_state.model_tensors([model]))
+    tensor_io.load_tensors(group, stored, parts, prefix="model.", cast=cast)
+    return stored.manifest
 
 
 def verify_in_parallel(group: Group, folder: Path) -> Manifest:
     """Return the manifest of a checkpoint after reading all its files, each rank its share of them.
 
-    Raises CheckpointError on all ranks if a file is not what was written.
+    Raises DamagedCheckpoint on all ranks if a file is not what was written.
     """
     manifest = on_first(group, lambda: manifests.read_manifest(folder))
-    problems: list[str] = []
-    for of_rank in on_all(group, lambda: manifests.check_files(folder, manifest, rank_of(group), size_of(group))):
-        problems += of_rank
-    if problems:
-        raise CheckpointError("; ".join(problems))
+    tensor_io.check_in_parallel(group, folder, manifest, check_files)
     return manifest

@@ -1,8 +1,9 @@
 """What makes a folder of files a checkpoint: its manifest, and how the folder appears and disappears. No torch.
 
-A run's `checkpoints/` holds step folders such as `step-00000100/`: the files that `tensors.py` wrote, and
-`manifest.json` with the size and sha256 of each. A step folder is written under a hidden temporary name, forced to disk
-and renamed, and it is renamed before it is deleted, so that at any moment it exists whole or not at all. It is never
+A run's `checkpoints/` holds step folders such as `step-00000100/`: a file of tensors per rank (`data_file.py`), their
+index (`index.py`), and `manifest.json` with the size and a sha256 of each: of a file of tensors, that of its table of
+sums; else, that of the content. A step folder is written under a hidden temporary name, forced to disk and renamed, and
+it is renamed before it is deleted (`retention.py`), so that at any moment it exists whole or not at all. It is never
 written to again.
 """
 
@@ -15,7 +16,6 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from torchllm.config.errors import UserError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""version of the manifest's format"""
+FORMAT = 2
+"""version of the format that is written; 1, of version 0.1, is read too (`dcp_metadata.py`)"""
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.[0-9a-f]{32}\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -36,13 +36,17 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be written, found, verified or loaded. The message is for the user."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint of which something is not what was written: an older one may be used instead."""
+
+
 class FileRecord(NamedTuple):
     """What the manifest says about a file."""
 
     size: int
     """in bytes"""
     sha256: str
-    """of the content, in hex"""
+    """in hex: of the content; of the table at the end of a data file"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Manifest:
     """of torch and Python when it was written"""
     files: dict[str, FileRecord]
     """every file of the folder but the manifest, by name"""
+    format: int = FORMAT
+    """version of the format of the folder"""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -84,8 +90,8 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Return size and sha256 of a regular file. Raises CheckpointError for a link, a folder or a device."""
-    _check_regular(path)
+    """Return size and sha256 of the content of a regular file. Raises DamagedCheckpoint if it is none."""
+    check_regular(path)
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -94,10 +100,22 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def _check_regular(path: Path) -> None:
-    """Raise CheckpointError for a link, a folder or a device: its content could be anybody's."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"{path}: not a regular file")
+def check_regular(path: Path) -> int:
+    """Return the size of a file in bytes. Raises DamagedCheckpoint for a link, a folder or a device: its content could
+    be anybody's."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpoint(f"{path}: not a regular file")
+    return status.st_size
+
+
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a file, force it to disk, and return its record."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -105,41 +123,38 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
     Raises OSError if the disk fails, or if `final` exists and is not empty: nothing is overwritten.
     """
-    with (temporary / MANIFEST).open("wb") as file:
-        file.write(_serialize(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(temporary / MANIFEST, _serialize(manifest))
     _sync_folder(temporary)
     os.rename(temporary, final)
     _sync_folder(final.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a step folder. Raises CheckpointError if a single bit of it is not as written."""
+    """Return the manifest of a step folder. Raises DamagedCheckpoint if a single bit of it is not as written."""
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such checkpoint folder")
+        raise DamagedCheckpoint(f"{folder}: there is no such checkpoint folder")
     try:
-        _check_regular(path)
+        check_regular(path)
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
+        raise DamagedCheckpoint(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
     manifest = _parse_manifest(content, path)
     for name in manifest.files:
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
-            raise CheckpointError(f"{path}: {name!r} is not the plain name of a file in the folder")
+            raise DamagedCheckpoint(f"{path}: {name!r} is not the plain name of a file in the folder")
     if _STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
-        raise CheckpointError(f"{folder}: holds step {manifest.step}")
+        raise DamagedCheckpoint(f"{folder}: holds step {manifest.step}")
     return manifest
 
 
 def _parse_manifest(content: bytes, path: Path) -> Manifest:
-    """Return the manifest that is serialized as exactly `content`, or raise CheckpointError, naming `path`."""
-    damaged = CheckpointError(f"{path}: damaged: it is not what was written")
+    """Return the manifest that is serialized as exactly `content`, or raise DamagedCheckpoint, naming `path`."""
+    damaged = DamagedCheckpoint(f"{path}: damaged: it is not what was written")
     try:
         fields = json.loads(content)
-        if fields.pop("format") != FORMAT:
-            raise CheckpointError(f"{path}: written by another version of torchllm (its format is not {FORMAT})")
+        if fields["format"] not in range(1, FORMAT + 1):
+            raise DamagedCheckpoint(f"{path}: written by another version of torchllm (its format is not 1 or {FORMAT})")
         del fields["sha256"]
         files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}
         manifest = Manifest(**fields, files=files)
@@ -149,67 +164,6 @@ def _parse_manifest(content: bytes, path: Path) -> Manifest:
     if not whole:
         raise damaged
     return manifest
-
-
-def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """Read every `parts`-th file of a checkpoint, from number `part` on, and return what is wrong, one text per file.
-
-    The list is empty if all of them are what was written.
-    """
-    problems = []
-    for name in sorted(manifest.files)[part::parts]:
-        path, expected = folder / name, manifest.files[name]
-        try:
-            record = hash_file(path)
-        except FileNotFoundError:
-            problems.append(f"{path}: missing")
-        except (OSError, CheckpointError) as error:
-            problems.append(str(error))
-        else:
-            if record.size != expected.size:
-                problems.append(f"{path}: {record.size} bytes instead of {expected.size}")
-            elif record != expected:
-                problems.append(f"{path}: damaged: its sha256 is not the manifest's")
-    return problems
-
-
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every file of a checkpoint and return its manifest. Raises CheckpointError if one is not what was written.
-
-    One process reads them all; see `checkpointer.verify_in_parallel`.
-    """
-    manifest = read_manifest(folder)
-    if problems := check_files(folder, manifest):
-        raise CheckpointError("; ".join(problems))
-    return manifest
-
-
-def newest_verified(
-    folders: list[Path],
-    check: Callable[[Path], Manifest] = verify_checkpoint,
-    warn: Callable[[str], None] = logger.warning,
-) -> tuple[Path, Manifest] | None:
-    """Return the first folder that passes `check`, and its manifest; None if there are no folders.
-
-    Warns of every damaged folder ahead of it in the list. Raises CheckpointError if there are folders but none passes.
-    """
-    reasons: list[str] = []
-    for folder in folders:
-        try:
-            manifest = check(folder)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            continue
-        for reason in reasons:
-            warn(f"DAMAGED CHECKPOINT, the older {folder.name} is used instead: {reason}")
-        return folder, manifest
-    if reasons:
-        listed = "\n  ".join(reasons)
-        raise CheckpointError(
-            f"no checkpoint in {folders[0].parent} verifies; restore one, or move them away to start from scratch:"
-            f"\n  {listed}"
-        )
-    return None
 
 
 def make_temporary(root: Path, step: int, needed: int) -> Path:
@@ -232,30 +186,29 @@ def set_damaged_aside(folder: Path) -> None:
     logger.warning("%s is damaged; it was moved to %s", folder, aside.name)
 
 
-def delete_checkpoint(folder: Path) -> None:
-    """Hide a step folder by a rename, then delete it, so that no part of it ever passes for a checkpoint."""
+def hide(folder: Path) -> Path:
+    """Rename a step folder that is to be deleted, so that no part of it ever passes for a checkpoint, and return it."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
     _sync_folder(folder.parent)
-    shutil.rmtree(temporary)
+    return temporary
 
 
-def delete_leftovers(root: Path) -> None:
-    """Delete the hidden folders of saves and deletions that were killed. Only the run that writes here may call it."""
-    for path in root.iterdir() if root.is_dir() else ():
-        if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path)
-            logger.info("deleted %s, left by a run that was killed", path)
+def hidden_folders(root: Path) -> list[Path]:
+    """Return the hidden folders of saves and deletions that were killed, or are under way."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name))
 
 
 def _temporary_name(root: Path, step: int) -> Path:
-    """Return a new name that `delete_leftovers` recognizes and `step_folders` does not."""
+    """Return a new name that `hidden_folders` recognizes and `step_folders` does not."""
     return root / f".{step_folder(root, step).name}.{uuid.uuid4().hex}.tmp"
 
 
 def _serialize(manifest: Manifest) -> bytes:
     """Return the only valid content of a manifest's file: one that differs from it in any bit is damaged."""
-    fields = {"format": FORMAT, **asdict(manifest)}
+    fields = asdict(manifest)
     body = json.dumps(fields, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return json.dumps({**fields, "sha256": digest}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"

@@ -1,174 +1,73 @@
-"""The tensors of a checkpoint: their keys, and how they get to disk and back.
+"""Tensors to a checkpoint folder and back, on any layout.
 
-`torch.distributed.checkpoint` (DCP) writes each rank's shards, nothing but tensors, under keys that do not depend on
-the layout:
-
-    model.<canonical name>                    parameters and persistent buffers; a tied one once
-    optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
-    rng.<cpu or cuda>.<rank>                  states of torch's random generators
+Every rank writes one file, with `torch.save`, and reads the pieces that it needs from any of them, in threads. A piece
+is verified by its sum before torch sees it, and unpickled with `weights_only`: no code is run.
 """
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import hashlib
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from torchllm.checkpoint.agreement import Group, on_all, on_first, rank_of
-from torchllm.checkpoint.dcp_metadata import METADATA, VerifiedReader, read_metadata
-from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest, hash_file
-from torchllm.spec.parameters import canonical_name
+from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, on_all, on_first, rank_of, size_of
+from torchllm.checkpoint.data_file import DataFileWriter, PieceTable, data_file_name, read_piece, read_piece_table
+from torchllm.checkpoint.dcp_metadata import read_metadata
+from torchllm.checkpoint.index import INDEX, Index, Region, TensorEntry, TensorPiece, parse_index
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord, Manifest, read_manifest
+from torchllm.checkpoint.plan import SavePlan
+from torchllm.checkpoint.state import Part
+from torchllm.checkpoint.verify import check_files, check_sizes
 
 LISTED = 20
 """differences between a checkpoint and the model that an error lists at most"""
+THREADS = 8
+"""threads of a rank that read pieces"""
 
 
-def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of this rank's stages by key; they share the stages' memory."""
-    return {f"model.{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
+def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> dict[str, FileRecord]:
+    """Write every rank's share of the parts into an empty folder, and the index; force them to disk.
 
-
-def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state of an optimizer over these stages' parameters by key; it shares the optimizer's memory.
-
-    Raises TypeError if an entry of it is not a tensor.
-    """
-    names = {id(tensor): name for name, tensor in _by_name(stages).items()}
-    copies = {id(tied.copy) for tied in _tied_copies(stages)}
-    tensors: dict[str, Tensor] = {}
-    for parameter, state in optimizer.state.items():
-        if id(parameter) in copies:
-            continue
-        for entry, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{names[id(parameter)]}.{entry}"] = value
-            elif value is not None:  # SGD keeps a None where it has no momentum
-                raise TypeError(f"optimizer state {entry!r} of {names[id(parameter)]} is not a tensor: {value!r}")
-    return tensors
-
-
-def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the tensors to save by canonical name, a tied one once."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _entries(stages):
-        tensors.setdefault(name, tensor)
-    return tensors
-
-
-def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield canonical name and tensor of every parameter and persistent buffer, each tensor once.
-
-    They come from `state_dict`, not from `named_parameters`, in which FSDP's weights may still be gathered.
-    """
-    yielded: set[int] = set()
-    for stage in stages:
-        for name, tensor in stage.state_dict(keep_vars=True).items():
-            if id(tensor) not in yielded:
-                yielded.add(id(tensor))
-                yield canonical_name(name), tensor
-
-
-class _TiedCopy(NamedTuple):
-    """Two tensors of one name: a tied embedding on a rank that holds both ends of a pipeline."""
-
-    saved: Tensor
-    copy: Tensor
-
-
-def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
-    """Return the tensors of this rank that are copies of a saved tensor, each with that."""
-    saved = _by_name(stages)
-    copies = []
-    for name, tensor in _entries(stages):
-        if tensor is not saved[name]:
-            copies.append(_TiedCopy(saved[name], tensor))
-    return copies
-
-
-@torch.no_grad()
-def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Copy the loaded value and optimizer state of each tied parameter to its other copy on this rank."""
-    for tied in _tied_copies(stages):
-        tied.copy.copy_(tied.saved)
-        for entry, value in optimizer.state[tied.saved].items():
-            if isinstance(value, Tensor):
-                optimizer.state[tied.copy][entry].copy_(value)
-
-
-def random_state(group: Group) -> dict[str, Tensor]:
-    """Return the states of this rank's torch generators by key."""
-    state = {f"rng.cpu.{rank_of(group)}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"rng.cuda.{rank_of(group)}"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Set torch's generators to states that `random_state` returned."""
-    for key, value in state.items():
-        if key.startswith("rng.cpu."):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value)
-
-
-def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the size of the whole (not sharded) tensors; under pipeline parallelism, of this rank's stages only."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-class Snapshot:
-    """A copy of tensors on the host, for a save in the background.
-
-    Its memory is allocated once, for allocating is slow; it is pinned if there is a GPU.
+    Returns the records of all files on rank 0, of none on others. Raises CheckpointError on all ranks.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        """Allocate memory for copies of `tensors`."""
-        stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())  # what it caches, it pins
-        self._copies: dict[str, Tensor] = stager.stage(tensors)
+    def write() -> FileRecord:
+        with DataFileWriter(folder / data_file_name(rank_of(group))) as file, _no_checksums():
+            for key in plan.written:
+                torch.save(_to_store(parts[key].local), cast(IO[bytes], file))  # calls write and flush, nothing else
+                file.end_piece(plan.index.tensors[key].number)
+            return file.finish()
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the present values of the same tensors and return the copies, which are valid until the next call."""
-        for key, tensor in tensors.items():
-            _local_tensor(self._copies[key]).copy_(_local_tensor(tensor), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return self._copies
+    record = on_all(group, write)
+    digest = torch.frombuffer(bytearray.fromhex(record.sha256), dtype=torch.int64)
+    rows = gather_rows(group, torch.cat([torch.tensor([record.size]), digest]))
+    if rank_of(group) != 0:
+        return {}
+    files = {}
+    for rank, row in enumerate(rows):
+        files[data_file_name(rank)] = FileRecord(int(row[0]), row[1:].numpy().tobytes().hex())
+    return files
 
 
-def _local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def save_tensors(group: Group, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write every rank's part of the tensors into an empty folder and force it to disk. Raises CheckpointError."""
-    with _plain_errors(group, f"cannot write {folder}"), _no_checksums():
-        save(
-            tensors,
-            storage_writer=FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+def _to_store(local: Tensor) -> Tensor:
+    """Return a tensor on the host whose storage holds its elements and nothing else: torch.save writes all of that."""
+    stored = local.detach().cpu().contiguous()
+    if stored.untyped_storage().nbytes() != stored.nbytes:
+        stored = stored.clone()
+    return stored
 
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Leave torch's CRC32 out of the files: it takes longer than writing them, and the manifest has their sha256."""
+    """Leave torch's CRC32 out of the files: it takes longer than writing them, and every piece has its sha256."""
     previous = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -177,63 +76,104 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(previous)
 
 
-def written_files(rank: int, folder: Path) -> dict[str, FileRecord]:
-    """Return size and hash of the files that `save_tensors` wrote on `rank`; rank 0 also has the index.
+@dataclass(frozen=True)
+class StoredTensors:
+    """A checkpoint whose manifest and index are verified, and of which no tensor is read yet."""
 
-    DCP names the files of a rank `__<rank>_<number>.distcp`.
+    folder: Path
+    manifest: Manifest
+    index: Index
+    tables: dict[int, PieceTable] | None
+    """of the data files, by their writer; None: each is read from the end of its file"""
+
+
+def open_checkpoint(group: Group, folder: Path) -> StoredTensors:
+    """Verify manifest, index and the size of every file of a checkpoint, each rank a share of them.
+
+    The files of a checkpoint of format 1 have no sums of pieces: they are read here, wholly. Raises DamagedCheckpoint
+    on all ranks.
     """
-    paths = list(folder.glob(f"__{rank}_*"))
-    if rank == 0:
-        paths.append(folder / METADATA)
-    return {path.name: hash_file(path) for path in paths}
+    manifest = on_first(group, lambda: read_manifest(folder))
+    if manifest.format == 1:
+        check_in_parallel(group, folder, manifest, check_files)
+        old = on_first(group, lambda: read_metadata(folder, manifest.files))
+        return StoredTensors(folder, manifest, old.index, old.tables)
+    check_in_parallel(group, folder, manifest, check_sizes)
+    path = folder / INDEX
+    content = on_first(group, lambda: read_index(path, manifest))
+    index = on_all(group, lambda: parse_index(content, path))
+    missing = sorted({data_file_name(writer) for writer in index.writers()} - manifest.files.keys())
+    if missing:
+        raise DamagedCheckpoint(f"{path}: points to files that the manifest does not list: {missing[:LISTED]}")
+    return StoredTensors(folder, manifest, index, None)
+
+
+def read_index(path: Path, manifest: Manifest) -> bytes:
+    """Return the content of the index file. Raises DamagedCheckpoint if it is not what the manifest says."""
+    if INDEX not in manifest.files:
+        raise DamagedCheckpoint(f"{path.parent}: its manifest lists no {INDEX}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    if hashlib.sha256(content).hexdigest() != manifest.files[INDEX].sha256:
+        raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")
+    return content
+
+
+def check_in_parallel(
+    group: Group, folder: Path, manifest: Manifest, check: Callable[[Path, Manifest, int, int], list[str]]
+) -> None:
+    """Let each rank check its share of the files of a checkpoint. Raises DamagedCheckpoint on all ranks."""
+
+    def check_share() -> None:
+        problems = check(folder, manifest, rank_of(group), size_of(group))
+        if problems:
+            raise DamagedCheckpoint("; ".join(problems))
+
+    on_all(group, check_share)
 
 
 def load_tensors(
     group: Group,
-    folder: Path,
-    manifest: Manifest,
-    tensors: dict[str, Tensor],
+    stored: StoredTensors,
+    parts: Mapping[str, Part],
     *,
     prefix: str = "",
-    optional: Iterable[str] = (),
+    cast: bool = False,
 ) -> None:
-    """Fill `tensors`, on all ranks together exactly those of the checkpoint whose key begins with `prefix`, in place.
+    """Fill `parts`, on all ranks together exactly the tensors of the checkpoint whose key begins with `prefix`.
 
-    Keys that are `optional` are dropped from `tensors` if the checkpoint lacks them. Raises CheckpointError on all
-    ranks if keys, shapes or dtypes differ otherwise, which DCP would ignore, or cast.
+    Tensors of random generators may be missing in `parts`. cast: floating-point tensors may have another dtype than in
+    the checkpoint, to which their values are rounded, one tensor at a time.
+
+    Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
+    DamagedCheckpoint on all ranks if anything that is read is not what was written: then some parts are filled.
     """
-    metadata = on_first(group, lambda: read_metadata(folder, manifest.files))
-    saved: dict[str, TensorStorageMetadata] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-            saved[key] = entry
-    for key in optional:
-        if key not in saved:
-            del tensors[key]
-    differences = _unused_keys(group, saved, tensors) + _differences(saved, tensors)
-    listed: set[str] = set()
-    for of_rank in on_all(group, lambda: differences[:LISTED]):
-        listed.update(of_rank)
-    if listed:
-        lines = sorted(listed)[:LISTED]
-        if len(differences) > len(lines):
-            lines.append("...")
-        text = "\n  ".join(lines)
-        raise CheckpointError(f"{folder} is of another model or optimizer; use its config:\n  {text}")
-    with _plain_errors(group, f"cannot load {folder}"):
-        load(
-            tensors,
-            storage_reader=VerifiedReader(folder, metadata),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+    _refuse_differences(group, stored, parts, prefix, cast)
+    on_all(group, lambda: _read_parts(stored, parts))
 
 
-def _unused_keys(group: Group, saved: Mapping[str, TensorStorageMetadata], tensors: Mapping[str, Tensor]) -> list[str]:
+def _refuse_differences(
+    group: Group, stored: StoredTensors, parts: Mapping[str, Part], prefix: str, cast: bool
+) -> None:
+    """Raise CheckpointError on all ranks if what they load is not what the checkpoint holds."""
+    saved = {key: entry for key, entry in stored.index.tensors.items() if key.startswith(prefix)}
+    differences = _unused_keys(group, saved, parts) + _differences(saved, parts, cast)
+    if not any_rank(group, bool(differences)):
+        return
+    of_ranks = [differences[:LISTED]] * size_of(group)
+    if group is not None:
+        dist.all_gather_object(of_ranks, differences[:LISTED], group=group)
+    lines = sorted({line for of_rank in of_ranks for line in of_rank})
+    text = "\n  ".join(lines[:LISTED] + ["..."] * (len(lines) > LISTED or len(differences) > LISTED))
+    raise CheckpointError(f"{stored.folder} is of another model or optimizer; use its config:\n  {text}")
+
+
+def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], parts: Mapping[str, Part]) -> list[str]:
     """Return a line for each key of the checkpoint that no rank loads, random generators apart."""
     keys = [key for key in saved if not key.startswith("rng.")]
-    is_loaded = torch.tensor([key in tensors for key in keys], dtype=torch.uint8)
+    is_loaded = torch.tensor([key in parts for key in keys], dtype=torch.uint8)
     if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
         dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)
     lines = []
@@ -243,29 +183,98 @@ def _unused_keys(group: Group, saved: Mapping[str, TensorStorageMetadata], tenso
     return lines
 
 
-def _differences(saved: Mapping[str, TensorStorageMetadata], tensors: Mapping[str, Tensor]) -> list[str]:
+def _differences(saved: Mapping[str, TensorEntry], parts: Mapping[str, Part], cast: bool) -> list[str]:
     """Return a line for each tensor of this rank whose key, shape or dtype is not the checkpoint's."""
     lines = []
-    for key, tensor in tensors.items():
+    for key, part in parts.items():
         if key not in saved:
             lines.append(f"{key}: missing in the checkpoint")
             continue
-        shape, dtype = tuple(saved[key].size), saved[key].properties.dtype
-        if shape != tuple(tensor.shape):
-            lines.append(f"{key}: {shape} in the checkpoint, {tuple(tensor.shape)} here")
-        elif dtype != tensor.dtype:
-            lines.append(f"{key}: {dtype} in the checkpoint, {tensor.dtype} here")
+        entry, shape, dtype = saved[key], part.sharding.shape, part.local.dtype
+        if entry.grid.shape != shape:
+            lines.append(f"{key}: {entry.grid.shape} in the checkpoint, {shape} here")
+        elif f"torch.{entry.dtype}" != str(dtype) and not (cast and dtype.is_floating_point and "float" in entry.dtype):
+            lines.append(f"{key}: torch.{entry.dtype} in the checkpoint, {dtype} here")
     return lines
 
 
-@contextmanager
-def _plain_errors(group: Group, failure: str) -> Iterator[None]:
-    """Turn an error of DCP, which holds every rank's traceback and is raised on all ranks, into a CheckpointError."""
+class _Read(NamedTuple):
+    """A piece that this rank needs."""
+
+    key: str
+    piece: TensorPiece
+    part: Part
+    """what it fills, or a part of it"""
+
+
+def _read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
+    """Read the pieces that fill the parts, in threads that each have one file open."""
+    reads = _needed_reads(stored.index, parts)
+    batches_per_file = max(1, THREADS // max(1, len(reads)))
+    batches = []
+    for writer in sorted(reads):
+        size = math.ceil(len(reads[writer]) / batches_per_file)
+        for first in range(0, len(reads[writer]), size):
+            batches.append(reads[writer][first : first + size])
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read") as pool:
+        for _ in pool.map(lambda batch: _read_batch(stored, batch), batches):
+            pass  # raises what a batch raised, and cancels those that have not begun
+
+
+def _needed_reads(index: Index, parts: Mapping[str, Part]) -> dict[int, list[_Read]]:
+    """Return the pieces that overlap the parts, by the rank that wrote them, in the order of its file."""
+    reads: dict[int, list[_Read]] = {}
+    pieces: dict[tuple[int, Region], list[TensorPiece]] = {}  # many tensors have the same grid and region
+    for key in sorted(parts):
+        part, grid = parts[key], index.tensors[key].grid
+        cut = (id(grid), part.region)
+        if cut not in pieces:
+            pieces[cut] = list(grid.pieces_in(part.region))
+        for piece in pieces[cut]:
+            reads.setdefault(piece.writer, []).append(_Read(key, piece, part))
+    return reads
+
+
+def _read_batch(stored: StoredTensors, reads: Sequence[_Read]) -> None:
+    """Read pieces of one file, verify each, and copy what overlaps into the parts. Raises DamagedCheckpoint."""
+    writer = reads[0].piece.writer
+    name = data_file_name(writer)
+    path = stored.folder / name
     try:
-        with warnings.catch_warnings() if group is None else nullcontext():
-            if group is None:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{failure}: {reasons}") from error
+        table = read_piece_table(path, stored.manifest.files[name]) if stored.tables is None else stored.tables[writer]
+        with path.open("rb", buffering=0) as file:
+            for read in reads:
+                entry = stored.index.tensors[read.key]
+                stored_piece = table.find(entry.number)
+                if stored_piece is None:
+                    raise DamagedCheckpoint(f"{path}: holds no piece of {read.key}, against the index")
+                content = read_piece(file.fileno(), stored_piece, path)
+                _copy_overlap(_unpack(content, read, entry.dtype, path), read)
+    except OSError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def _unpack(content: bytes, read: _Read, dtype: str, path: Path) -> Tensor:
+    """Return the tensor that torch.save made these bytes of. Raises DamagedCheckpoint if it is not the index's."""
+    try:
+        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a crafted file can fail in any way
+        raise DamagedCheckpoint(f"{path}: cannot read its piece of {read.key}: {error}") from error
+    size = read.piece.region.size
+    is_tensor = isinstance(tensor, Tensor) and str(tensor.dtype) == f"torch.{dtype}"
+    if not is_tensor or tensor.numel() != math.prod(size):
+        raise DamagedCheckpoint(f"{path}: its piece of {read.key} is not a tensor of {dtype} {size}")
+    return tensor.reshape(size)  # random generators of version 0.1 have one dimension less
+
+
+def _copy_overlap(stored_piece: Tensor, read: _Read) -> None:
+    """Copy the elements that the piece and this rank's part have in common."""
+    from_piece, into_part = [], []
+    piece, part = read.piece.region, read.part.region
+    for dimension in range(len(piece.size)):
+        begin = max(piece.offset[dimension], part.offset[dimension])
+        end = min(piece.offset[dimension] + piece.size[dimension], part.offset[dimension] + part.size[dimension])
+        from_piece.append(slice(begin - piece.offset[dimension], end - piece.offset[dimension]))
+        into_part.append(slice(begin - part.offset[dimension], end - part.offset[dimension]))
+    with torch.no_grad():
+        read.part.local[tuple(into_part)].copy_(stored_piece[tuple(from_piece)])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ __all__ = [
     "local_region",
     "profiled_events",
     "skip_pipeline_vote",
+    "storage_info",
 ]
 
 DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
@@ -77,6 +79,14 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(parameter.shape), (0,) * parameter.dim()
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(shape), tuple(offset)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Return torch's record of where a piece of a tensor lies: a file of the checkpoint's folder, and bytes in it.
+
+    Private: torch has no public name for what its `.metadata` consists of.
+    """
+    return _StorageInfo(file, offset, length)
 
 
 def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:

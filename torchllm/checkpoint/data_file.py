@@ -1,0 +1,175 @@
+"""The file of one rank in a checkpoint: its pieces of tensors one after the other, then a table with a sum of each.
+
+    piece, piece, ...                   what torch.save makes of each piece
+    row, row, ...                       per piece: number of its tensor, length in bytes, sha256
+    number of rows                      8 bytes
+
+The manifest has the sha256 of the table (rows and their number), so a reader verifies exactly the pieces that it reads,
+and all sums together cover every byte. Pieces begin where the one before ends: a table cannot make them overlap or
+point outside the file. No torch.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, check_regular
+
+ROW = np.dtype([("number", "<u8"), ("length", "<u8"), ("sha256", "V32")])
+"""a row of the table: number of the tensor in the index, bytes of the piece, its sha256"""
+_COUNT = struct.Struct("<Q")
+SUFFIX = ".distcp"
+
+
+def data_file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes; torch.distributed.checkpoint would call it the same."""
+    return f"__{rank}_0{SUFFIX}"
+
+
+class DataFileWriter:
+    """Writes a data file. Between two calls of `end_piece`, `write` takes the bytes of one piece."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._digest = hashlib.sha256()
+        self._length = 0
+        self._rows: list[tuple[int, int, bytes]] = []
+
+    def __enter__(self) -> "DataFileWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self._file.close()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Append bytes to the piece; torch.save calls this."""
+        self._digest.update(content)
+        self._length += len(content)
+        self._file.write(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Hand what is written to the operating system; torch.save calls this."""
+        self._file.flush()
+
+    def end_piece(self, number: int) -> None:
+        """End the piece of the tensor with this number; numbers must increase."""
+        self._rows.append((number, self._length, self._digest.digest()))
+        self._digest = hashlib.sha256()
+        self._length = 0
+
+    def finish(self) -> FileRecord:
+        """Write the table, force the file to disk, and return its record for the manifest."""
+        table = np.array(self._rows, dtype=ROW).tobytes() + _COUNT.pack(len(self._rows))
+        self._file.write(table)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._file.tell(), hashlib.sha256(table).hexdigest())
+
+
+class StoredPiece(NamedTuple):
+    """Where a piece of a tensor lies in its file."""
+
+    offset: int
+    """in bytes"""
+    length: int
+    """in bytes"""
+    sha256: bytes | None
+    """None in a checkpoint of format 1, whose files are verified as wholes"""
+
+
+class PieceTable:
+    """The pieces in one file, by the number of their tensor."""
+
+    def __init__(
+        self, numbers: NDArray[np.int64], offsets: NDArray[np.int64], lengths: NDArray[np.int64], sums: NDArray[np.void]
+    ) -> None:
+        """Take columns with one entry per piece; `numbers` increase. sums: empty in a checkpoint of format 1."""
+        self.numbers, self.offsets, self.lengths, self.sums = numbers, offsets, lengths, sums
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        for row in range(len(self.numbers)):
+            yield self._piece(row)
+
+    def find(self, number: int) -> StoredPiece | None:
+        """Return the piece of the tensor with this number; None if the file has none."""
+        row = int(np.searchsorted(self.numbers, number))
+        if row == len(self.numbers) or self.numbers[row] != number:
+            return None
+        return self._piece(row)
+
+    def _piece(self, row: int) -> StoredPiece:
+        sha256 = self.sums[row].tobytes() if len(self.sums) else None
+        return StoredPiece(int(self.offsets[row]), int(self.lengths[row]), sha256)
+
+
+def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
+    """Return the table of a data file, verified. Raises DamagedCheckpoint if it is not what was written."""
+    check_file_size(path, record)
+    damaged = DamagedCheckpoint(f"{path}: damaged: the sha256 of its table is not the manifest's")
+    with path.open("rb", buffering=0) as file:
+        if record.size < _COUNT.size:
+            raise damaged
+        (count,) = _COUNT.unpack(read_range(file.fileno(), record.size - _COUNT.size, _COUNT.size, path))
+        length = count * ROW.itemsize + _COUNT.size
+        if length > record.size:
+            raise damaged
+        table = read_range(file.fileno(), record.size - length, length, path)
+    if hashlib.sha256(table).hexdigest() != record.sha256:
+        raise damaged
+    rows = np.frombuffer(table, dtype=ROW, count=count)
+    numbers, lengths = rows["number"].astype(np.int64), rows["length"].astype(np.int64)
+    if (lengths < 0).any() or (numbers < 0).any() or (np.diff(numbers) <= 0).any():
+        raise DamagedCheckpoint(f"{path}: not a table of pieces: a negative length, or numbers that do not increase")
+    if sum(lengths.tolist()) != record.size - length:
+        raise DamagedCheckpoint(f"{path}: not a table of pieces: their lengths do not add up to the file's")
+    ends = np.cumsum(lengths)
+    return PieceTable(numbers, ends - lengths, lengths, rows["sha256"])
+
+
+def check_file_size(path: Path, record: FileRecord) -> None:
+    """Raise DamagedCheckpoint if a file is missing, no regular file, or not as long as its record says."""
+    try:
+        size = check_regular(path)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path}: missing") from error
+    if size != record.size:
+        raise DamagedCheckpoint(f"{path}: {size} bytes instead of {record.size}")
+
+
+def read_piece(descriptor: int, piece: StoredPiece, path: Path) -> bytes:
+    """Return the bytes of a piece from an open file, verified. Raises DamagedCheckpoint, naming `path`."""
+    content = read_range(descriptor, piece.offset, piece.length, path)
+    if piece.sha256 is not None and hashlib.sha256(content).digest() != piece.sha256:
+        raise DamagedCheckpoint(
+            f"{path}: damaged: the sha256 of bytes {piece.offset} to {piece.offset + piece.length} is not the table's"
+        )
+    return content
+
+
+def read_range(descriptor: int, offset: int, length: int, path: Path) -> bytes:
+    """Return `length` bytes of an open file from `offset`. Raises DamagedCheckpoint if it ends before."""
+    blocks = []
+    missing = length
+    while missing:
+        block = os.pread(descriptor, missing, offset + length - missing)  # at most 2 GiB at a time
+        if not block:
+            raise DamagedCheckpoint(f"{path}: ends before byte {offset + length}")
+        blocks.append(block)
+        missing -= len(block)
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+
+def check_data_file(path: Path, record: FileRecord) -> None:
+    """Read all of a data file. Raises DamagedCheckpoint if a single bit of it is not what was written."""
+    table = read_piece_table(path, record)
+    with path.open("rb", buffering=0) as file:
+        for piece in table:
+            read_piece(file.fileno(), piece, path)

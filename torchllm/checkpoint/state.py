@@ -1,0 +1,183 @@
+"""The tensors of a run that a checkpoint holds: their keys, and which part of each is on this rank.
+
+Keys do not depend on the layout:
+
+    model.<canonical name>                    parameters and persistent buffers; a tied one once
+    optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
+    rng.<cpu or cuda>                         states of torch's random generators, a row per rank
+
+Every parameter has its own `step`: AdamW does not count where a parameter has no gradient, so they may differ.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torchllm.checkpoint.index import Region
+from torchllm.runtime.torch_compat import local_region
+from torchllm.spec.parameters import canonical_name
+
+
+class TensorSharding(NamedTuple):
+    """What decides which part of a tensor a rank holds: equal on all ranks, where the part is not."""
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    """None: every rank that has the tensor holds all of it, or a row of its own"""
+    placements: tuple[Placement, ...]
+
+
+class Part(NamedTuple):
+    """The part of a tensor that this rank holds."""
+
+    local: Tensor
+    """shares the memory of the model or optimizer"""
+    region: Region
+    sharding: TensorSharding
+
+
+@torch.no_grad()
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return this rank's part of each tensor, by key."""
+    regions: dict[TensorSharding, Region] = {}  # asking DTensor for one takes longer than all else here
+    parts: dict[str, Part] = {}
+    for key, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        local, sharding = tensor.detach(), TensorSharding(shape, None, ())
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().detach()
+            sharding = TensorSharding(shape, tensor.device_mesh, tensor.placements)
+        if sharding not in regions:
+            size, offset = local_region(tensor)
+            regions[sharding] = Region(offset, size)
+        parts[key] = Part(local, regions[sharding], sharding)
+    return parts
+
+
+def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of this rank's stages by key; they share the stages' memory."""
+    return {f"model.{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
+
+
+def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state of an optimizer over these stages' parameters by key; it shares the optimizer's memory.
+
+    Raises TypeError if an entry of it is not a tensor.
+    """
+    names = {id(tensor): name for name, tensor in _by_name(stages).items()}
+    copies = {id(tied.copy) for tied in _tied_copies(stages)}
+    tensors: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in copies:
+            continue
+        for entry, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{names[id(parameter)]}.{entry}"] = value
+            elif value is not None:  # SGD keeps a None where it has no momentum
+                raise TypeError(f"optimizer state {entry!r} of {names[id(parameter)]} is not a tensor: {value!r}")
+    return tensors
+
+
+def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors to save by canonical name, a tied one once."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _entries(stages):
+        tensors.setdefault(name, tensor)
+    return tensors
+
+
+def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield canonical name and tensor of every parameter and persistent buffer, each tensor once.
+
+    They come from `state_dict`, not from `named_parameters`, in which FSDP's weights may still be gathered.
+    """
+    yielded: set[int] = set()
+    for stage in stages:
+        for name, tensor in stage.state_dict(keep_vars=True).items():
+            if id(tensor) not in yielded:
+                yielded.add(id(tensor))
+                yield canonical_name(name), tensor
+
+
+class _TiedCopy(NamedTuple):
+    """Two tensors of one name: a tied embedding on a rank that holds both ends of a pipeline."""
+
+    saved: Tensor
+    copy: Tensor
+
+
+def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
+    """Return the tensors of this rank that are copies of a saved tensor, each with that."""
+    saved = _by_name(stages)
+    copies = []
+    for name, tensor in _entries(stages):
+        if tensor is not saved[name]:
+            copies.append(_TiedCopy(saved[name], tensor))
+    return copies
+
+
+@torch.no_grad()
+def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Copy the loaded value and optimizer state of each tied parameter to its other copy on this rank."""
+    for tied in _tied_copies(stages):
+        tied.copy.copy_(tied.saved)
+        for entry, value in optimizer.state[tied.saved].items():
+            if isinstance(value, Tensor):
+                optimizer.state[tied.copy][entry].copy_(value)
+
+
+def random_state(rank: int, ranks: int) -> dict[str, Part]:
+    """Return the states of this rank's torch generators by key, each as a row of a tensor (ranks, bytes)."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    parts = {}
+    for key, state in states.items():
+        region = Region((rank, 0), (1, len(state)))
+        parts[key] = Part(state.unsqueeze(0), region, TensorSharding((ranks, len(state)), None, ()))
+    return parts
+
+
+def set_random_state(parts: Mapping[str, Part]) -> None:
+    """Set torch's generators to states that `random_state` returned."""
+    for key, part in parts.items():
+        if key == "rng.cpu":
+            torch.set_rng_state(part.local[0])
+        else:
+            torch.cuda.set_rng_state(part.local[0])
+
+
+def size_in_bytes(parts: Mapping[str, Part]) -> int:
+    """Return the size of the whole (not sharded) tensors; under pipeline parallelism, of this rank's stages only."""
+    return sum(math.prod(part.sharding.shape) * part.local.element_size() for part in parts.values())
+
+
+class Snapshot:
+    """A copy of this rank's parts on the host, for a save in the background.
+
+    Its memory is allocated once, for allocating is slow; it is pinned if there is a GPU.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        """Allocate memory for copies of `parts`."""
+        pinned = torch.cuda.is_available()
+        self._copies: dict[str, Tensor] = {}
+        for key, part in parts.items():
+            shape, dtype = part.local.shape, part.local.dtype
+            self._copies[key] = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def take(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Copy the present values of the same parts and return the copies, which are valid until the next call."""
+        copies = {}
+        for key, part in parts.items():
+            self._copies[key].copy_(part.local, non_blocking=True)
+            copies[key] = part._replace(local=self._copies[key])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
