@@ -52,6 +52,7 @@ def test_flatten_mesh() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_storage_info(tmp_path: Path) -> None:
     """Torch's own writer makes the same record."""
     tensor = torch.arange(5.0)
