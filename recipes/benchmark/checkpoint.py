@@ -29,7 +29,7 @@ class Round(NamedTuple):
     step_ms: float
     """a step with no save under way"""
     step_beside_ms: float
-    """a step while the checkpoint is written"""
+    """a step while the checkpoint is written; where it was written before one ended, a step with none under way"""
     steps_beside: int
     """steps until the checkpoint is there"""
 
@@ -71,7 +71,7 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
                     call_ms=1e3 * call_seconds,
                     slower_steps_ms=1e3 * (sum(step_times) - len(step_times) * step_seconds),
                     step_ms=1e3 * step_seconds,
-                    step_beside_ms=1e3 * sum(step_times) / len(step_times),
+                    step_beside_ms=1e3 * (sum(step_times) / len(step_times) if step_times else step_seconds),
                     steps_beside=len(step_times),
                 )
             )

@@ -1,6 +1,7 @@
 """Decisions of the Checkpointer, in one process; `test_tensors.py` has the layouts and the ranks."""
 
 import logging
+import os
 import random
 import shutil
 import threading
@@ -17,14 +18,15 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import retention
 from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, load_newest_weights, load_weights, verify_in_parallel
+from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.state import model_tensors
 
 
-def checkpointer(folder: Path, model: nn.Module | None = None, **settings: Any) -> Checkpointer:
+def checkpointer(folder: Path, model: nn.Linear | None = None, **settings: Any) -> Checkpointer:
     model = model or nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(3)).sum().backward()
+    model(torch.ones(model.in_features)).sum().backward()
     optimizer.step()
     return Checkpointer(config.Checkpoint(**settings), folder, [model], optimizer, record={"run": "test"})
 
@@ -115,6 +117,73 @@ def test_auto_takes_the_newest_that_verifies_and_warns(tmp_path: Path, caplog: p
     resuming.save(3, {"again": True})  # the damaged one makes way and is kept
     assert verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 3)).data == {"again": True}
     assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000003.*"))) == 1
+
+
+def test_damage_found_while_loading_leaves_nothing_of_that_checkpoint(tmp_path: Path) -> None:
+    """The last tensor of the newest is damaged: all before it are in the model when that is found."""
+    saving = checkpointer(tmp_path)
+    for step in (1, 2):
+        for part in saving._model_parts().values():
+            part.local.fill_(step)
+        saving.save(step, {})
+    path = manifests.step_folder(tmp_path / "checkpoints", 2) / "__0_0.distcp"
+    *_, last = read_piece_table(path, manifests.read_manifest(path.parent).files[path.name])
+    content = bytearray(path.read_bytes())
+    content[last.offset + last.length // 2] ^= 1
+    path.write_bytes(content)
+    resuming = checkpointer(tmp_path)
+    manifest = resuming.resume()
+    assert manifest is not None
+    assert manifest.step == 1
+    for key, part in resuming._model_parts().items():
+        assert bool((part.local == 1).all()), key
+
+
+def test_another_model_is_an_error_though_an_older_checkpoint_would_fit(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, {})
+    checkpointer(tmp_path, nn.Linear(3, 4)).save(2, {})
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        checkpointer(tmp_path).resume()
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 64)
+    checkpointer(tmp_path, model).save(1, {})
+    folder = manifests.step_folder(tmp_path / "checkpoints", 1)
+    file_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    bytes_read = 0
+    pread = os.pread
+
+    def counting(descriptor: int, count: int, offset: int) -> bytes:
+        nonlocal bytes_read
+        content = pread(descriptor, count, offset)
+        bytes_read += len(content)
+        return content
+
+    monkeypatch.setattr(os, "pread", counting)
+    monkeypatch.setattr(manifests, "hash_file", None)  # nothing is hashed as a whole
+    load_newest_weights(tmp_path, "auto", nn.Linear(64, 64))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    containers_and_tables = 2 * 2048 + 2 * 1024
+    assert weights < bytes_read < weights + containers_and_tables
+    assert bytes_read < file_bytes / 2
+    bytes_read = 0
+    checkpointer(tmp_path, nn.Linear(64, 64)).resume()
+    assert 3 * weights < bytes_read < file_bytes + 8 * 1024  # AdamW's two moments too; at most 8 tables
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 12, 1 << 30])
+def test_pieces_larger_than_the_limit_are_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(10)])
+    Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
+    monkeypatch.setattr(checkpoint_tensors, "BYTES_AT_A_TIME", limit)
+    loaded = nn.Sequential(*[nn.Linear(20, 20) for _ in range(10)])
+    load_newest_weights(tmp_path, "auto", loaded)
+    for parameter, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_auto_stops_when_checkpoints_exist_but_none_verifies(tmp_path: Path) -> None:

@@ -86,8 +86,10 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> OldIndex:
     from the file is run.
     """
     path = folder / METADATA
+    if METADATA not in files:
+        raise DamagedCheckpoint(f"{folder}: its manifest lists no {METADATA}")
     content = path.read_bytes()
-    if METADATA not in files or hashlib.sha256(content).hexdigest() != files[METADATA].sha256:
+    if hashlib.sha256(content).hexdigest() != files[METADATA].sha256:
         raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(content)).load()

@@ -139,6 +139,8 @@ def read_manifest(folder: Path) -> Manifest:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
+    except OSError as error:
+        raise DamagedCheckpoint(str(error)) from error
     manifest = _parse_manifest(content, path)
     for name in manifest.files:
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):

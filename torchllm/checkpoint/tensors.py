@@ -7,6 +7,7 @@ is verified by its sum before torch sees it, and unpickled with `weights_only`: 
 import hashlib
 import io
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ LISTED = 20
 """differences between a checkpoint and the model that an error lists at most"""
 THREADS = 8
 """threads of a rank that read pieces"""
+BYTES_AT_A_TIME = 1 << 30
+"""pieces that the threads of a rank hold at once, besides one of any size"""
 
 
 def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> dict[str, FileRecord]:
@@ -198,6 +201,28 @@ def _differences(saved: Mapping[str, TensorEntry], parts: Mapping[str, Part], ca
     return lines
 
 
+class _ByteLimit:
+    """Lets threads hold so many bytes together; one that needs more waits until it is alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Return a context in which the thread holds `count` bytes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + count <= self._limit)
+            self._held += count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= count
+                self._changed.notify_all()
+
+
 class _Read(NamedTuple):
     """A piece that this rank needs."""
 
@@ -216,8 +241,9 @@ def _read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
         size = math.ceil(len(reads[writer]) / batches_per_file)
         for first in range(0, len(reads[writer]), size):
             batches.append(reads[writer][first : first + size])
+    limit = _ByteLimit(BYTES_AT_A_TIME)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read") as pool:
-        for _ in pool.map(lambda batch: _read_batch(stored, batch), batches):
+        for _ in pool.map(lambda batch: _read_batch(stored, batch, limit), batches):
             pass  # raises what a batch raised, and cancels those that have not begun
 
 
@@ -235,7 +261,7 @@ def _needed_reads(index: Index, parts: Mapping[str, Part]) -> dict[int, list[_Re
     return reads
 
 
-def _read_batch(stored: StoredTensors, reads: Sequence[_Read]) -> None:
+def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit) -> None:
     """Read pieces of one file, verify each, and copy what overlaps into the parts. Raises DamagedCheckpoint."""
     writer = reads[0].piece.writer
     name = data_file_name(writer)
@@ -248,8 +274,9 @@ def _read_batch(stored: StoredTensors, reads: Sequence[_Read]) -> None:
                 stored_piece = table.find(entry.number)
                 if stored_piece is None:
                     raise DamagedCheckpoint(f"{path}: holds no piece of {read.key}, against the index")
-                content = read_piece(file.fileno(), stored_piece, path)
-                _copy_overlap(_unpack(content, read, entry.dtype, path), read)
+                with limit.hold(stored_piece.length):
+                    content = read_piece(file.fileno(), stored_piece, path)
+                    _copy_overlap(_unpack(content, read, entry.dtype, path), read)
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error
 
