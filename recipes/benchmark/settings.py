@@ -14,6 +14,7 @@ NAME is one of
                  under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
     watch        what profiling a step now and then costs a run; on one rank, or several under torchrun
     context      activations and bytes sent per rank under context parallelism, by cp and method; under torchrun
+    scale        what the costs beside a step are at 64, 1,024 and 16,384 ranks, by counts; on one process
 
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
@@ -29,7 +30,7 @@ from torchllm.config.help import print_help
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
-NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context")
+NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context", "scale")
 """each is a function of this name in the file NAME.py of this folder"""
 
 

@@ -42,7 +42,7 @@ def check_ratio(row: dict[str, Any], name: str) -> None:
 def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
     done = benchmark(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matmul, step, data, checkpoint, schedules, watch, context" in done.stderr
+    assert "matmul, step, data, checkpoint, schedules, watch, context, scale" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

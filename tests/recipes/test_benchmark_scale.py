@@ -1,0 +1,63 @@
+"""The counts of `recipes/benchmark scale`, and that none of them grows faster than it may."""
+
+import math
+
+import pytest
+import torch
+
+from recipes.benchmark import scale
+from recipes.benchmark.scale import Count, count_row, fitted_exponent, host_bytes, lines_run, peak_bytes
+
+COUNTS: list[Count] = [count for name in dir(scale) if name.startswith("BY_") for count in getattr(scale, name)]
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.what}: {count.unit}")
+def test_no_count_grows_faster_than_it_may(count: Count) -> None:
+    counts = {size: count.measure(size) for size in count.small}
+    assert fitted_exponent(counts) <= count.limit + 0.01, counts
+    assert min(counts.values()) > 0
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.what}: {count.unit}")
+def test_every_count_says_what_it_counts(count: Count) -> None:
+    assert (count.measure.__doc__ or "").startswith("Count ")
+    assert list(count.sizes) == sorted(count.sizes)
+
+
+def test_the_exponent_is_that_of_the_power() -> None:
+    assert fitted_exponent({size: 3 * size**1.5 for size in (64, 1024, 16384)}) == pytest.approx(1.5)
+    assert fitted_exponent({64: 7, 1024: 7}) == 0
+    assert fitted_exponent({64: 0, 1024: 0}) == 0
+
+
+def test_a_row_says_what_is_counted_and_what_extends_it() -> None:
+    whole = Count("all pairs", "pairs", lambda size: size * size, (10, 100, 1000), (10, 100), 2.0)
+    assert count_row(whole, (10, 100, 1000)) == {
+        "what": "all pairs",
+        "unit": "pairs",
+        "10": 100,
+        "100": 10_000,
+        "1,000": 1_000_000,
+        "exponent": 2.0,
+        "how": "counted",
+    }
+    row = count_row(whole._replace(sizes=(10, 20)), (10, 100, 1000))
+    assert (row["10"], row["how"]) == (100, "counted to 20")
+    assert row["1,000"] == pytest.approx(1_000_000)
+
+
+def test_lines_of_python_are_counted_in_loops_and_calls() -> None:
+    def work(count: int) -> None:
+        for _ in range(count):
+            math.sqrt(2.0)
+
+    assert lines_run(lambda: work(1000)) - lines_run(lambda: work(500)) == 1000  # the head of the loop and its body
+
+
+def test_the_peaks_of_memory_are_counted() -> None:
+    def work() -> None:
+        torch.ones(1000, 1000).sum()  # freed before the next line
+        torch.ones(500, 1000).sum()
+
+    assert 4_000_000 <= peak_bytes(work) < 4_010_000
+    assert 8_000_000 <= host_bytes(lambda: [None] * 1_000_000) < 8_010_000
