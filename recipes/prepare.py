@@ -21,8 +21,8 @@ class Prepare:
     processes: Natural = 0
     """processes that tokenize; 0: one per CPU"""
     shard_mib: NonNegative = 0.0
-    """text in a shard, in MiB, approximately: the unit of parallel work, and what is done again after a stop; 0: 1/256
-    of the source, at least 64 and at most 1024"""
+    """part of a source that becomes a shard, in MiB: the unit of parallel work, and what is done again after a stop;
+    0: 1/256 of the source, at least 64 and at most 1024"""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.data.build import CorpusPlan, TokenizerSpec
-from torchllm.data.cache import available_cpus, is_raw, plan_corpus, tokenize_source
+from torchllm.data.build import write_corpus
+from torchllm.data.cache import available_cpus, is_raw, plan_corpus
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
+from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.tokenizer import load_tokenizer
 
 
@@ -101,7 +102,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
         corpus.check()
         return Prepared(header, None)
     start = time.perf_counter()
-    header = tokenize_source(plan, spec, folder, processes)
+    header = write_corpus(plan, spec, folder, processes)
     return Prepared(header, time.perf_counter() - start)
 
 

@@ -12,10 +12,11 @@ import torch
 
 from torchllm.adapt.trial import build_trial
 from torchllm.config.errors import UserError
-from torchllm.data.build import TokenizerSpec
-from torchllm.data.cache import is_raw, plan_corpus, tokenize_source
+from torchllm.data.build import write_corpus
+from torchllm.data.cache import is_raw, plan_corpus
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.data.sources import read_records, read_source
+from torchllm.data.plan import TokenizerSpec
+from torchllm.data.sources import open_raw_source
 from torchllm.data.tokenizer import TiktokenTokenizer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
@@ -37,13 +38,15 @@ def data(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
         raise UserError("benchmark data: needs text as the first of data.sources, and a tiktoken rank file")
     plan = plan_corpus(source, config.data, tokenizer, tokenizer.vocab)
     with scratch(runtime) as folder:
-        dataset = read_source(source, folder / f"raw-{runtime.rank}")
-        texts = [record.text for record in read_records(dataset, source, 0, len(dataset)) if not record.fault]
+        raw = open_raw_source(source, plan.files)
+        texts = []
+        for shard in raw.cut_shards(1):
+            texts += ["".join(record.blocks()) for record in raw.records(shard) if not record.fault]
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         corpus_number = count()
 
         def files_to_corpus() -> None:
-            tokenize_source(plan, spec, folder / f"{runtime.rank}-{next(corpus_number)}")
+            write_corpus(plan, spec, folder / f"{runtime.rank}-{next(corpus_number)}")
 
         def tiktoken_in_memory() -> None:
             for text in texts:

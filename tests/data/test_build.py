@@ -1,21 +1,33 @@
+import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from torchllm.config import Data, Source
-from torchllm.data.build import CorpusPlan, TokenizerSpec, shard_size_mib
-from torchllm.data.cache import plan_corpus, tokenize_source
+from torchllm.data import build, records, tokenize_shard
+from torchllm.data import plan as plan_module
+from torchllm.data.build import shard_size_mib, write_corpus
+from torchllm.data.cache import plan_corpus
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
+from torchllm.data.pieces import cut_pieces
+from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.sources import SourceFile
 from torchllm.data.tokenizer import load_tokenizer
@@ -46,15 +58,15 @@ def documents(corpus: Corpus, split: Split) -> list[str]:
 
 
 def write_corpus_of(source: Source, folder: Path, **settings: Any) -> Corpus:
-    tokenize_source(plan_for(source, **settings), BYTES, folder)
+    write_corpus(plan_for(source, **settings), BYTES, folder)
     return Corpus(folder)
 
 
-def test_every_document_is_in_one_split_which_its_number_decides(tmp_path: Path) -> None:
+def test_every_document_is_in_one_split_which_its_text_decides(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 400)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     one_shard = write_corpus_of(source, tmp_path / "one", validation_fraction=0.1)
-    shards = write_corpus_of(source, tmp_path / "several", validation_fraction=0.1, shard_mib=0.005)
+    shards = write_corpus_of(source, tmp_path / "several", validation_fraction=0.1, shard_mib=0.002)
     assert one_shard.header.shards == 1
     assert shards.header.shards > 4
     held_out = documents(one_shard, "validation")
@@ -65,10 +77,51 @@ def test_every_document_is_in_one_split_which_its_number_decides(tmp_path: Path)
     assert documents(shards, "validation") == held_out
 
 
+def test_the_same_text_is_in_the_same_split_whatever_its_source(tmp_path: Path) -> None:
+    texts = [f"text number {number}" for number in range(40)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(reversed(lines + lines)))
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts[5:]}), tmp_path / "c.parquet")
+    for number, text in enumerate(texts):
+        (tmp_path / f"{99 - number}.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    sources = [
+        Source(kind="jsonl", path=str(tmp_path / "a.jsonl")),
+        Source(kind="jsonl", path=str(tmp_path / "b.jsonl")),
+        Source(kind="jsonl", path=f"{tmp_path}/*.jsonl"),
+        Source(kind="parquet", path=str(tmp_path / "c.parquet"), text_key="body"),
+        Source(kind="text", path=f"{tmp_path}/*.txt"),
+    ]
+    trained: set[str] = set()
+    held_out: set[str] = set()
+    for number, source in enumerate(sources):
+        corpus = write_corpus_of(source, tmp_path / f"{number}", validation_fraction=0.3)
+        trained.update(documents(corpus, "train"))
+        held_out.update(documents(corpus, "validation"))
+    assert 4 < len(held_out) < 20  # 12 expected
+    assert not trained & held_out
+    assert trained | held_out == set(texts)
+
+
+def test_the_fingerprint_does_not_depend_on_the_path(tmp_path: Path) -> None:
+    fingerprints = set()
+    for name in ("a", "a folder with a name that is much longer than the other one"):
+        folder = tmp_path / name
+        folder.mkdir()
+        source = write_documents(folder, 300)
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["one two"] * 300}), folder / "a.parquet", row_group_size=10)
+        for kind in ("jsonl", "parquet"):
+            replaced = replace(source, kind=kind, path=str(folder / f"a.{kind}"))
+            corpus = write_corpus_of(replaced, folder / kind, shard_mib=0.002)
+            assert corpus.header.shards > 1
+            fingerprints.add((kind, corpus.fingerprint))
+    assert len(fingerprints) == 2
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path, split: Split) -> None:
     source = write_documents(tmp_path, 200)
-    tokenize_source(plan_for(source, shard_mib=0.002, validation_fraction=0.1), BYTES, tmp_path / "c")
+    write_corpus(plan_for(source, shard_mib=0.0005, validation_fraction=0.1), BYTES, tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     files = len(list(corpus.folder.glob(f"*.{split}.bin")))
     assert files > 2
@@ -87,9 +140,9 @@ def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path, split: Sp
 
 
 def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
-    plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.005)
-    alone = tokenize_source(plan, BYTES, tmp_path / "alone")
-    in_parallel = tokenize_source(plan, BYTES, tmp_path / "many", processes=2)
+    plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.003)
+    alone = write_corpus(plan, BYTES, tmp_path / "alone")
+    in_parallel = write_corpus(plan, BYTES, tmp_path / "many", processes=2)
     assert alone == in_parallel
     assert alone.shards > 3
 
@@ -99,7 +152,7 @@ def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     lost.unlink()
     intact_changed, damaged_changed = intact.stat().st_mtime_ns, damaged.stat().st_mtime_ns
-    assert tokenize_source(plan, BYTES, folder) == alone
+    assert write_corpus(plan, BYTES, folder) == alone
     assert intact.stat().st_mtime_ns == intact_changed
     assert damaged.stat().st_mtime_ns != damaged_changed
     assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
@@ -112,30 +165,120 @@ def test_the_default_size_of_a_shard_follows_the_source() -> None:
     assert shard_size_mib(64 * gib, 5.0) == 5.0
 
 
+KILLED = """
+import sys, pathlib
+from tests.data.test_build import *
+if __name__ == "__main__":  # worker processes import this file
+    source = Source(kind="jsonl", path=sys.argv[1])
+    write_corpus(plan_for(source, shard_mib=1.0), BYTES, pathlib.Path(sys.argv[2]), processes=3)
+"""
+
+
 def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 20_000, size=2000)
     plan = plan_for(source, shard_mib=1.0)
-    script = (
-        "import sys, pathlib; from tests.data.test_build import *\n"
-        f"tokenize_source(plan_for(Source(kind='jsonl', path={source.path!r}), shard_mib=1.0), BYTES, "
-        "pathlib.Path(sys.argv[1]))"
-    )
     folder = tmp_path / "c"
-    process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stderr=subprocess.DEVNULL)
+    script = tmp_path / "prepare.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), source.path, str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
     while not (folder / "00002.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(DataError, match=r"no corpus\.json"):
         Corpus(folder)
     first = os.stat(folder / "00000.train.bin").st_mtime_ns
-    header = tokenize_source(plan, BYTES, folder)
+    header = write_corpus(plan, BYTES, folder)
     assert header.documents == 20_000
     assert os.stat(folder / "00000.train.bin").st_mtime_ns == first
-    assert not list(folder.glob("raw*"))
+    write_corpus(plan, BYTES, tmp_path / "alone")
+    left_by_the_kill = {path.name for path in folder.glob("*.tmp")}
+    assert contents(folder, left_by_the_kill) == contents(tmp_path / "alone", set())
+
+
+def contents(folder: Path, ignored: set[str]) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ignored}
+
+
+class RecordingPool:
+    """In the place of ProcessPoolExecutor: records what is pickled for the processes, and computes in this one."""
+
+    started: ClassVar[list[int]] = []
+    """bytes that a process gets at its start"""
+    jobs: ClassVar[list[int]] = []
+    """bytes that it gets for a shard"""
+
+    def __init__(self, processes: int, context: object, initializer: Callable[..., None], initargs: Any) -> None:
+        self.started.append(len(pickle.dumps((initializer, initargs))))
+        initializer(*initargs)
+
+    def __enter__(self) -> "RecordingPool":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        self.jobs.append(len(pickle.dumps((function, arguments))))
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **options: bool) -> None: ...
+
+
+class CountingSha256:
+    """In the place of hashlib: adds up what is hashed."""
+
+    hashed = 0
+
+    def sha256(self, content: bytes = b"") -> Any:
+        self.hashed += len(content)
+        return hashlib.sha256(content)
+
+
+class PreparationCosts(NamedTuple):
+    """What a preparation hashes for its key and sends to its processes, in bytes."""
+
+    hashed: int
+    at_start: int
+    jobs: int
+    """of all shards"""
+    shards: int
+
+
+def costs_of(folder: Path, files: int, shards: int, monkeypatch: pytest.MonkeyPatch) -> PreparationCosts:
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number:04d}.txt").write_text("x" * (32 * 1024 // files))
+    counting = CountingSha256()
+    monkeypatch.setattr(plan_module, "hashlib", counting)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", RecordingPool)
+    monkeypatch.setattr(RecordingPool, "started", [])
+    monkeypatch.setattr(RecordingPool, "jobs", [])
+    plan = plan_for(Source(kind="text", path=f"{folder}/*.txt"), shard_mib=32 / 1024 / shards)
+    write_corpus(plan, BYTES, folder / "c", processes=2)
+    (at_start,) = RecordingPool.started
+    return PreparationCosts(counting.hashed, at_start, sum(RecordingPool.jobs), len(RecordingPool.jobs))
+
+
+def test_files_are_hashed_and_sent_once_whatever_the_number_of_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_files = costs_of(tmp_path / "a", files=32, shards=16, monkeypatch=monkeypatch)
+    many_files = costs_of(tmp_path / "b", files=128, shards=16, monkeypatch=monkeypatch)
+    many_shards = costs_of(tmp_path / "c", files=128, shards=64, monkeypatch=monkeypatch)
+    assert few_files.shards == many_files.shards == pytest.approx(16, abs=1)
+    assert many_shards.shards == pytest.approx(64, abs=1)
+    assert many_files.hashed < 4 * few_files.hashed
+    assert many_files.at_start < 4 * few_files.at_start
+    assert many_shards.hashed == pytest.approx(many_files.hashed, abs=10)  # digits of shard_mib
+    assert many_shards.at_start == pytest.approx(many_files.at_start, abs=10)
+    for costs in (few_files, many_files, many_shards):
+        assert costs.jobs / costs.shards < 200
 
 
 def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
@@ -143,9 +286,9 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\nnonsense\n{"text": "  "}\n')
     source = Source(kind="jsonl", path=str(path))
     with pytest.raises(DataError, match=rf"{path}:2: empty document; set data\.on_bad_record = \"skip\""):
-        tokenize_source(plan_for(source), BYTES, tmp_path / "c")
+        write_corpus(plan_for(source), BYTES, tmp_path / "c")
     assert not list((tmp_path / "c").glob("*.bin*"))
-    header = tokenize_source(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
+    header = write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
     assert header.skipped == {"empty document": 2, "broken JSON": 1}
     assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
 
@@ -155,30 +298,94 @@ def test_an_error_in_a_process_of_many_is_the_same_error(tmp_path: Path) -> None
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("\nnonsense")
     with pytest.raises(DataError, match=r"a\.jsonl:101: broken JSON"):
-        tokenize_source(plan_for(source, shard_mib=0.002), BYTES, tmp_path / "c", processes=2)
+        write_corpus(plan_for(source, shard_mib=0.002), BYTES, tmp_path / "c", processes=2)
 
 
 def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 3)
     with pytest.raises(DataError, match=r"model\.vocab = 257 has no room for the special tokens.* 258 or more"):
         plan_for(source, vocab=257)
-    small = replace(plan_for(source, on_bad_record="skip"), vocab=100)
     (tmp_path / "a.jsonl").write_text('{"text": "ABC"}\n{"text": "AxC"}\n')  # x is 120
-    assert tokenize_source(small, BYTES, tmp_path / "c").skipped == {"token id over model.vocab": 1}
+    small = replace(plan_for(source, on_bad_record="skip"), vocab=100)
+    assert write_corpus(small, BYTES, tmp_path / "c").skipped == {"token id over model.vocab": 1}
     with pytest.raises(DataError) as caught:
-        tokenize_source(replace(small, on_bad_record="error"), BYTES, tmp_path / "d")
+        write_corpus(replace(small, on_bad_record="error"), BYTES, tmp_path / "d")
     assert str(caught.value) == (
         f"{tmp_path}/a.jsonl:2: token id over model.vocab (120; model.vocab = 100); "
         "raise model.vocab to 258 or more, for data.tokenizer 'bytes' has that many ids, or use a smaller tokenizer"
     )
 
 
+LONG_TEXTS = [
+    "It's the first text.\nA line\r\n\n" * 3,
+    "short",
+    "And the second, with a z in it\n" * 3,
+    "no-blank" * 9,
+]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("vocab", [258, 122])
+def test_texts_in_pieces_are_the_same_corpus(
+    kind: Literal["text", "jsonl", "parquet"], vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the second text has an id over a vocabulary of 122: what was written of it is removed."""
+    for number, text in enumerate(LONG_TEXTS):
+        (tmp_path / f"{number}.text").write_bytes(text.encode())
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in LONG_TEXTS))
+    pyarrow.parquet.write_table(pyarrow.table({"text": LONG_TEXTS}), tmp_path / "a.parquet")
+    source = Source(kind=kind, path=f"{tmp_path}/*.{kind}")
+    plan = replace(plan_for(source, on_bad_record="skip"), vocab=vocab)
+    whole = write_corpus(plan, BYTES, tmp_path / "whole")
+    assert whole.skipped == ({} if vocab == 258 else {"token id over model.vocab": 1})
+
+    monkeypatch.setattr(records, "IN_MEMORY", 20)
+    monkeypatch.setattr(records, "BLOCK", 11)
+    monkeypatch.setattr(tokenize_shard, "cut_pieces", partial(cut_pieces, size=7))
+    assert write_corpus(plan, BYTES, tmp_path / "pieces") == whole
+    assert contents(tmp_path / "pieces", set()) == contents(tmp_path / "whole", set())
+
+
+def test_a_long_text_without_a_place_to_cut_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    (tmp_path / "b.txt").write_text("x" * 100)
+    source = Source(kind="text", path=f"{tmp_path}/*.txt")
+    monkeypatch.setattr(records, "IN_MEMORY", 20)
+    monkeypatch.setattr(records, "BLOCK", 10)
+    monkeypatch.setattr(tokenize_shard, "cut_pieces", partial(cut_pieces, size=7, longest=50))
+    monkeypatch.setattr(BYTES.load(), "find_cut", lambda text, start: 0)
+    with pytest.raises(DataError, match=r"b\.txt: no place to cut \(no blank or line end .* 'bytes' can cut it\); set"):
+        write_corpus(plan_for(source), BYTES, tmp_path / "c")
+    header = write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
+    assert header.skipped == {"no place to cut": 1}
+    assert documents(Corpus(tmp_path / "c"), "train") == ["short"]
+
+
+def peak_memory(mebibytes: int, folder: Path) -> int:
+    """Return the largest number of bytes allocated while a text file is tokenized."""
+    path = folder / f"{mebibytes}.txt"
+    path.write_bytes(b"a line of 32 bytes is so long..\n" * (mebibytes * 2**15))
+    plan = plan_for(Source(kind="text", path=str(path)))
+    tracemalloc.start()
+    write_corpus(plan, BYTES, folder / f"{mebibytes}")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_a_text_file(tmp_path: Path) -> None:
+    peak_memory(1, tmp_path)  # imports
+    small, large = peak_memory(16, tmp_path), peak_memory(64, tmp_path)
+    assert large < 1.1 * small
+    assert large < 32 * 2**20
+
+
 def test_nothing_to_read_is_an_error_or_a_corpus_without_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.jsonl: empty file"):
-        tokenize_source(plan_for(source), BYTES, tmp_path / "c")
-    tokenize_source(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
+        write_corpus(plan_for(source), BYTES, tmp_path / "c")
+    write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
     assert Corpus(tmp_path / "c").count("train", 1) == 0
 
 
@@ -195,7 +402,7 @@ def test_keys_and_fingerprints_do_not_change(tmp_path: Path) -> None:
     )
     assert plan.key == "1dafac08db4a5f7f"
     corpus = write_corpus_of(write_documents(tmp_path, 30), tmp_path / "c", validation_fraction=0.2)
-    assert corpus.fingerprint == "81d4b3b8f0f372db"
+    assert corpus.fingerprint == "94a005002e1082c4"
 
 
 def test_the_key_changes_with_all_that_matters_and_with_nothing_else(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.data.many_shards import TOKENS_PER_SHARD, counting, opening_cost, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
-from torchllm.data.cache import tokenize_source
+from torchllm.data.build import write_corpus
 from torchllm.data.corpus import Corpus, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.shard import (
@@ -32,7 +32,7 @@ FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "version_0_1" / "corpus"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tokenize_source(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), BYTES, tmp_path / "c")
+    write_corpus(plan_for(write_documents(tmp_path, 100), validation_fraction=0.2), BYTES, tmp_path / "c")
     return tmp_path / "c"
 
 
@@ -51,7 +51,7 @@ def test_the_fingerprint_is_of_the_content_not_the_place(folder: Path, tmp_path:
     def fingerprint_of(count: int, validation_fraction: float) -> str:
         target = tmp_path / f"{count}-{validation_fraction}"
         plan = plan_for(write_documents(tmp_path, count), validation_fraction=validation_fraction)
-        tokenize_source(plan, BYTES, target)
+        write_corpus(plan, BYTES, target)
         return Corpus(target).fingerprint
 
     assert fingerprint_of(100, 0.2) == fingerprint
@@ -118,7 +118,7 @@ def test_block_sums_find_a_flipped_bit(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(600)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    tokenize_source(plan_for(source, shard_mib=2.5, validation_fraction=0.1), BYTES, tmp_path / "c")
+    write_corpus(plan_for(source, shard_mib=2.5, validation_fraction=0.1), BYTES, tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
     assert corpus.header.shards == 2
     for number, split in itertools.product(range(2), SPLITS):

@@ -23,7 +23,7 @@ from tests.data.test_build import BYTES, plan_for, write_documents
 from tests.data.test_corpus import FORMAT_1
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
-from torchllm.data.cache import tokenize_source
+from torchllm.data.build import write_corpus
 from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
@@ -545,7 +545,7 @@ class Failure(NamedTuple):
 def _tokens(folder: Path, count: int) -> Source:
     """Write a corpus of `count` documents."""
     folder.mkdir()
-    tokenize_source(plan_for(write_documents(folder, count)), BYTES, folder / "corpus")
+    write_corpus(plan_for(write_documents(folder, count)), BYTES, folder / "corpus")
     return Source(kind="tokens", path=str(folder / "corpus"))
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
     tokens = folder / "tokens"
-    options = (f"--prepare.folder={tokens}", "--prepare.processes=2", "--prepare.shard_mib=0.005")
+    options = (f"--prepare.folder={tokens}", "--prepare.processes=2", "--prepare.shard_mib=0.002")
     done = prepare(folder, *options, "--data.validation_fraction=0.0")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{tokens}/0-jsonl-a: 300 documents, [\d,]+ tokens, [\d.,]+ MB/s", done.stdout)

@@ -2,18 +2,17 @@
 
 import os
 import shlex
-import shutil
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from torchllm.config import Data, Source
-from torchllm.data.build import CorpusPlan, TokenizerSpec, write_corpus
+from torchllm.data.build import write_corpus
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
-from torchllm.data.corpus_header import HEADER, CorpusHeader
+from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
-from torchllm.data.sources import raw_mib, read_source, source_files
+from torchllm.data.plan import CorpusPlan, TokenizerSpec
+from torchllm.data.sources import raw_mib, source_files
 from torchllm.data.tokenizer import Tokenizer
 
 
@@ -47,20 +46,6 @@ def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, sh
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
     )
-
-
-def tokenize_source(
-    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, raw: str = "raw"
-) -> CorpusHeader:
-    """Read the plan's source, write its corpus into `folder`, and return the header.
-
-    The records read are kept in `folder`/`raw` until the corpus is complete, so that a restart does not read the source
-    again; processes that write one corpus at the same time need different names for it.
-    """
-    dataset = read_source(plan.source, folder / raw, processes)
-    header = write_corpus(dataset, plan, tokenizer, folder, processes)
-    shutil.rmtree(folder / raw, ignore_errors=True)
-    return header
 
 
 def cache_root(data: Data) -> Path:
@@ -105,8 +90,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
             f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
         )
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, available_cpus())
-    raw = f"raw-{socket.gethostname()}-{os.getpid()}"  # other nodes and runs may prepare the same corpus
-    tokenize_source(plan, tokenizer, folder, raw=raw)
+    write_corpus(plan, tokenizer, folder)
     return folder
 
 

@@ -13,24 +13,14 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 _WORD = 2**64 - 1
 _ROUNDS = 6
 _LONGEST_BLOCK = 10_000
 """sequences in a mixture block; weights that need a longer block to be exact are rounded to this one"""
 
 
-def mix_words(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each 64-bit word: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def _mix_word(x: int) -> int:
-    """Return the hash of one 64-bit word, as `mix_words` does; for a single number this is faster than numpy."""
+    """Return a hash of a 64-bit word: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
     return x ^ (x >> 31)

@@ -118,6 +118,7 @@ class ShardFileWriter:
         self.largest_id = 0
         self._file = file
         self._begins = array("q")
+        self._largest_before = 0
 
     @property
     def documents(self) -> int:
@@ -126,10 +127,27 @@ class ShardFileWriter:
 
     def add(self, document: Ids) -> None:
         """Write the ids of a document, its begin and end among them."""
-        self._file.write(document.astype(self.dtype, copy=False).data)
+        self.begin_document()
+        self.extend(document)
+
+    def begin_document(self) -> None:
+        """Begin a document whose ids are written by `extend`."""
         self._begins.append(self.tokens)
-        self.tokens += len(document)
-        self.largest_id = max(self.largest_id, int(document.max()))
+        self._largest_before = self.largest_id
+
+    def extend(self, ids: Ids) -> None:
+        """Write the next ids of the document."""
+        if len(ids):
+            self._file.write(ids.astype(self.dtype, copy=False).data)
+            self.tokens += len(ids)
+            self.largest_id = max(self.largest_id, int(ids.max()))
+
+    def drop_document(self) -> None:
+        """Remove what is written of the last document."""
+        self.tokens = self._begins.pop()
+        self.largest_id = self._largest_before
+        self._file.seek(self.tokens * np.dtype(self.dtype).itemsize)
+        self._file.truncate()
 
     def finish(self) -> None:
         """Write what follows the ids."""

@@ -1,25 +1,29 @@
-"""Read raw sources as text records, through `datasets`: a source is read once and memory-mapped afterwards.
+"""Raw sources of text: their files, how they are cut into shards, and the records of a shard.
 
-Everything that can be wrong with a record is found here and written into the record, with file and line (or row), so
-that reading continues and `data.on_bad_record` decides later. The readers of `datasets` stop at the first bad byte and
-do not say where it is, hence the generators.
+A source is one line of positions: the bytes of its files, one file after another, or the rows of a data set of the hub.
+A shard is a range of positions. It holds the records that begin in the range: whole text files, lines of JSON, row
+groups of parquet files. So the cut depends on the files and their sizes alone, nothing has to be read to find it, and
+any process can read any shard of one large file.
 """
 
 import glob
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
+from torchllm.data.records import BLOCK, Origin, TextRecord, check_text, not_utf8, read_text_file, unreadable_file
 
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
+    import pyarrow.parquet
 
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """folders of the standard library that are not read"""
@@ -35,17 +39,29 @@ class SourceFile(NamedTuple):
     """time of its last change, in nanoseconds since 1970"""
 
 
-class TextRecord(NamedTuple):
-    """One record of a source: a document, or what is wrong with it."""
+class ShardRange(NamedTuple):
+    """The part start <= position < stop of a source that is written as shard `number`."""
 
-    text: str
-    """empty if the record has a fault"""
-    where: str
-    """file, file:line, or file and row"""
-    fault: str = ""
-    """kind of fault, such as "not UTF-8"; empty for a good record"""
-    detail: str = ""
-    """of the fault, for the error message"""
+    number: int
+    start: int
+    stop: int
+
+
+class RawSource(Protocol):
+    """A source that can be read from any position."""
+
+    unit: str
+    """what a position counts: B (bytes) or rows"""
+    total: int
+    """positions are 0 <= position < total"""
+    mib: float
+    """size in MiB"""
+
+    def cut_shards(self, count: int) -> list[ShardRange]:
+        """Return about `count` ranges of about the same length that cover all positions, in order."""
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield the records that begin in a shard."""
 
 
 def source_files(source: Source) -> list[SourceFile]:
@@ -89,33 +105,259 @@ def _source_file(path: str) -> SourceFile:
     return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 
-def read_source(source: Source, cache: Path, processes: int = 1) -> "datasets.Dataset":
-    """Read a raw source into a memory-mapped data set under `cache`; `read_records` returns its records.
+def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
+    """Return the reader of a source; `files` are its `source_files`.
 
-    Raises DataError for what concerns more than one record: a hub data set that cannot be loaded, a missing column.
+    Raises DataError if it is a data set of the hub that cannot be loaded.
     """
-    import datasets
-
     if source.kind == "hub":
-        return _load_from_hub(source)
-    files = source_files(source)
-    readers = {
-        "stdlib": _text_records,
-        "text": _text_records,
-        "jsonl": _jsonl_records,
-        "parquet": _parquet_records,
-    }
-    features = datasets.Features({name: datasets.Value("large_string") for name in TextRecord._fields})
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    processes = min(processes, len(files))
-    return datasets.Dataset.from_generator(
-        readers[source.kind],
-        features=features,
-        cache_dir=str(cache),
-        gen_kwargs={"files": files, "key": source.text_key},
-        num_proc=processes if processes > 1 else None,
-    )
+        return HubRows(source)
+    if source.kind == "jsonl":
+        return JsonLineFiles(files, source.text_key)
+    if source.kind == "parquet":
+        return ParquetFiles(files, source.text_key)
+    return TextFiles(files)
+
+
+def _even_cuts(total: int, count: int) -> list[int]:
+    """Return where to cut `total` positions into `count` ranges."""
+    return [total * number // count for number in range(count + 1)]
+
+
+def _ranges_between(cuts: Sequence[int]) -> list[ShardRange]:
+    """Return the ranges between neighbouring cuts, without empty ones."""
+    cuts = sorted(set(cuts))
+    return [ShardRange(number, start, stop) for number, (start, stop) in enumerate(pairwise(cuts))]
+
+
+class FilePart(NamedTuple):
+    """The bytes start <= byte < stop of a file."""
+
+    file: SourceFile
+    start: int
+    stop: int
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if the file is not as it was listed, for then the shards would not fit together."""
+        if _source_file(self.file.path) != self.file:
+            raise DataError(f"{self.file.path} was changed after the preparation had begun: start it again")
+
+
+class SourceFiles:
+    """The files of a source, one after another. A file of n bytes has n + 1 positions, so that an empty one has one."""
+
+    unit = "B"
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        """`files` are in the order of the corpus."""
+        self.files = files
+        sizes = [file.size + 1 for file in files]
+        self._begins = np.cumsum([0, *sizes])
+        """position at which each file begins, and the total"""
+        self.total = int(self._begins[-1])
+        self.mib = self.total / 2**20
+
+    def cut_shards(self, count: int) -> list[ShardRange]:
+        """Return ranges of the same length."""
+        return _ranges_between(_even_cuts(self.total, count))
+
+    def parts(self, shard: ShardRange) -> Iterator[FilePart]:
+        """Yield the parts of files that a shard covers."""
+        index = int(np.searchsorted(self._begins, shard.start, side="right")) - 1
+        while index < len(self.files) and self._begins[index] < shard.stop:
+            begin = int(self._begins[index])
+            file = self.files[index]
+            start = max(0, shard.start - begin)
+            stop = min(file.size + 1, shard.stop - begin)
+            yield FilePart(file, start, stop)
+            index += 1
+
+
+class TextFiles(SourceFiles):
+    """A source in which each file is one document."""
+
+    def cut_shards(self, count: int) -> list[ShardRange]:
+        """Return ranges of whole files; they are fewer than `count` if there are large files."""
+        following = np.searchsorted(self._begins, _even_cuts(self.total, count))
+        return _ranges_between(self._begins[following].tolist())
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per file."""
+        for part in self.parts(shard):
+            part.check_unchanged()
+            yield read_text_file(part.file.path)
+
+
+class JsonLineFiles(SourceFiles):
+    """A source in which each line is a document in JSON; blank lines are none."""
+
+    def __init__(self, files: Sequence[SourceFile], key: str) -> None:
+        """The text of a document is under `key`."""
+        super().__init__(files)
+        self.key = key
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per line that begins in a shard."""
+        for part in self.parts(shard):
+            part.check_unchanged()
+            try:
+                with open(part.file.path, "rb", buffering=BLOCK) as lines:
+                    if part.start == 0 and _is_blank(lines):
+                        yield TextRecord(Origin(part.file.path), fault="empty file")
+                    else:
+                        yield from self._records_of(part, lines)
+            except OSError as error:
+                yield unreadable_file(part.file.path, error)
+
+    def _records_of(self, part: FilePart, lines: BinaryIO) -> Iterator[TextRecord]:
+        """Yield a record per line that begins in a part of a file."""
+        offset = _next_line(lines, part.start, part.stop)
+        while offset < part.stop:
+            line = lines.readline()
+            if not line:
+                break
+            record = None if line.isspace() else _json_record(line, part.file.path, offset, self.key)
+            offset += len(line)
+            del line  # may be as large as memory allows
+            if record is not None:
+                yield record
+
+
+def _is_blank(file: BinaryIO) -> bool:
+    """Return whether a file holds nothing but blanks; read no more of it than that needs."""
+    while block := file.read(BLOCK):
+        if not block.isspace():
+            return False
+    return True
+
+
+def _next_line(file: BinaryIO, start: int, stop: int) -> int:
+    """Seek to the first line that begins at `start` or later, and return its offset; any offset >= stop if none does.
+
+    A line over many ranges is passed over in blocks, by each of them.
+    """
+    if start == 0:
+        file.seek(0)
+        return 0
+    offset = start - 1
+    file.seek(offset)
+    while offset < stop:
+        rest_of_line = file.readline(BLOCK)
+        offset += len(rest_of_line)
+        if rest_of_line.endswith(b"\n"):
+            return offset
+        if not rest_of_line:
+            break
+    return stop
+
+
+def _json_record(line: bytes, path: str, byte: int, key: str) -> TextRecord:
+    """Return the record of a line that begins at `byte` of a file; its text is under `key`."""
+    origin = Origin(path, byte=byte)
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return not_utf8(path, byte + error.start, error.object[error.start])
+    except (ValueError, RecursionError) as error:
+        return TextRecord(origin, fault="broken JSON", detail=f" ({error})")
+    if not isinstance(fields, dict):
+        return TextRecord(origin, fault="not a JSON object", detail=f" but {type(fields).__name__}")
+    if key not in fields:
+        names = ", ".join(fields) or "nothing"
+        return TextRecord(origin, fault="wrong key", detail=f": no {key!r}, it has: {names} (data.sources.text_key)")
+    return check_text(fields[key], origin)
+
+
+_ROWS_PER_BATCH = 1000
+"""rows of a parquet file that are in memory at a time, at most"""
+
+
+class ParquetFiles(SourceFiles):
+    """A source in which each row of the files is a document. A row group is in the shard in which it begins."""
+
+    def __init__(self, files: Sequence[SourceFile], key: str) -> None:
+        """The text of a document is in the column `key`."""
+        super().__init__(files)
+        self.key = key
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per row of the row groups that begin in a shard."""
+        import pyarrow
+        import pyarrow.parquet
+
+        for part in self.parts(shard):
+            path = part.file.path
+            part.check_unchanged()
+            try:
+                with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
+                    names = file.schema_arrow.names
+                    if self.key in names:
+                        yield from self._records_of(part, file)
+                    elif part.start == 0:
+                        detail = f": no column {self.key!r}, it has: {', '.join(names)}"
+                        yield TextRecord(Origin(path), fault="wrong key", detail=detail)
+            except (OSError, pyarrow.ArrowException) as error:
+                yield unreadable_file(path, error)
+
+    def _records_of(self, part: FilePart, file: "pyarrow.parquet.ParquetFile") -> Iterator[TextRecord]:
+        """Yield a record per row of the row groups that begin in a part of a file."""
+        metadata = file.metadata
+        path = part.file.path
+        if metadata.num_rows == 0 and part.start == 0:
+            yield TextRecord(Origin(path), fault="empty file")
+        row = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            if part.start <= _group_begin(group, part.file.size) < part.stop:
+                yield from self._rows_of(file, number, path, row)
+            row += group.num_rows
+
+    def _rows_of(self, file: "pyarrow.parquet.ParquetFile", number: int, path: str, row: int) -> Iterator[TextRecord]:
+        """Yield the records of row group `number`, whose first row is `row` of the file."""
+        group = file.metadata.row_group(number)
+        bytes_per_row = group.total_byte_size / max(1, group.num_rows)
+        rows = min(_ROWS_PER_BATCH, max(1, int(BLOCK / max(1.0, bytes_per_row))))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=[self.key]):
+            for text in batch.column(0).to_pylist():
+                yield check_text(text, Origin(path, row=row))
+                row += 1
+
+
+def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:
+    """Return the offset of a row group's first page in a file of `size` bytes."""
+    column = group.column(0)
+    begin: int = column.dictionary_page_offset or column.data_page_offset
+    return min(begin, size)
+
+
+_HUB_ROWS = 64
+"""rows of a data set of the hub that are in memory at a time"""
+
+
+class HubRows:
+    """The rows of a split of a data set of the hub, memory-mapped by `datasets`."""
+
+    unit = "rows"
+
+    def __init__(self, source: Source) -> None:
+        """Load the data set. Raises DataError if that fails, or the column `source.text_key` is missing."""
+        self.name = f"{source.path}[{source.split}]"
+        self.dataset = _load_from_hub(source)
+        self.total = len(self.dataset)
+        self.mib = self.dataset.data.nbytes / 2**20
+
+    def cut_shards(self, count: int) -> list[ShardRange]:
+        """Return ranges of equally many rows."""
+        return _ranges_between(_even_cuts(self.total, count))
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per row."""
+        for start in range(shard.start, shard.stop, _HUB_ROWS):
+            stop = min(start + _HUB_ROWS, shard.stop)
+            columns: dict[str, list[Any]] = self.dataset[start:stop]
+            (texts,) = columns.values()
+            for row, text in enumerate(texts, start=start):
+                yield check_text(text, Origin(self.name, row=row))
 
 
 def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
@@ -149,106 +391,3 @@ def _hub_errors(source: Source) -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
-
-
-def read_records(dataset: "datasets.Dataset", source: Source, start: int, stop: int) -> list[TextRecord]:
-    """Return the records start <= i < stop of a data set that `read_source` returned."""
-    columns: dict[str, list[Any]] = dataset[start:stop]
-    if source.kind != "hub":
-        fields = zip(columns["text"], columns["where"], columns["fault"], columns["detail"], strict=True)
-        return [TextRecord(*values) for values in fields]
-    texts = columns[source.text_key]
-    name = f"{source.path}[{source.split}]"
-    return [_checked_record(text, f"{name} row {number}") for number, text in enumerate(texts, start=start)]
-
-
-def _checked_record(text: object, where: str, whole_file: bool = False) -> TextRecord:
-    """Return a record of `text`, with its fault if it has one; for a whole file `where` gets the line of the fault."""
-    if not isinstance(text, str):
-        return TextRecord("", where, "not text", f" but {type(text).__name__}")
-    if not text.strip():
-        return TextRecord("", where, "empty document")
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        return TextRecord("", f"{where}:{line}" if whole_file else where, "NUL character")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return TextRecord("", where, "half of a surrogate pair", " (not Unicode text)")
-    return TextRecord(text, where)
-
-
-def _not_utf8(raw: bytes, error: UnicodeDecodeError, path: str, line: int) -> TextRecord:
-    """Return the record of bytes that are not UTF-8 and begin in `line` of a file; it names the line of the error."""
-    line += raw.count(b"\n", 0, error.start)
-    return TextRecord("", f"{path}:{line}", "not UTF-8", f" (byte 0x{raw[error.start]:02x})")
-
-
-def _text_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
-    """Yield a record per text file."""
-    for path, _, _ in files:
-        try:
-            raw = Path(path).read_bytes()
-            record = _checked_record(raw.decode("utf-8-sig"), path, whole_file=True)
-        except OSError as error:
-            record = TextRecord("", path, "unreadable file", f" ({error.strerror})")
-        except UnicodeDecodeError as error:
-            record = _not_utf8(raw, error, path, line=1)
-        yield record._asdict()
-
-
-def _jsonl_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
-    """Yield a record per line of JSON; blank lines are none."""
-    for path, _, _ in files:
-        empty = True
-        try:
-            with open(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        empty = False
-                        yield _json_record(line, path, number, key)._asdict()
-            if empty:
-                yield TextRecord("", path, "empty file")._asdict()
-        except OSError as error:
-            yield TextRecord("", path, "unreadable file", f" ({error.strerror})")._asdict()
-
-
-def _json_record(line: bytes, path: str, number: int, key: str) -> TextRecord:
-    """Return the record of line `number` of a file, whose text is under `key`."""
-    where = f"{path}:{number}"
-    try:
-        fields = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return _not_utf8(line, error, path, number)
-    except (ValueError, RecursionError) as error:
-        return TextRecord("", where, "broken JSON", f" ({error})")
-    if not isinstance(fields, dict):
-        return TextRecord("", where, "not a JSON object", f" but {type(fields).__name__}")
-    if key not in fields:
-        names = ", ".join(fields) or "nothing"
-        return TextRecord("", where, "wrong key", f": no {key!r}, it has: {names} (data.sources.text_key)")
-    return _checked_record(fields[key], where)
-
-
-def _parquet_records(files: Sequence[SourceFile], key: str) -> Iterator[dict[str, str]]:
-    """Yield a record per row of the column `key`."""
-    import pyarrow
-    import pyarrow.parquet
-
-    for path, _, _ in files:
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                names = file.schema_arrow.names
-                number = 0
-                if key not in names:
-                    detail = f": no column {key!r}, it has: {', '.join(names)}"
-                    yield TextRecord("", path, "wrong key", detail)._asdict()
-                    continue
-                for batch in file.iter_batches(batch_size=1000, columns=[key]):
-                    for text in batch.column(0).to_pylist():
-                        yield _checked_record(text, f"{path} row {number}")._asdict()
-                        number += 1
-                if not number:
-                    yield TextRecord("", path, "empty file")._asdict()
-        except (OSError, pyarrow.ArrowException) as error:
-            yield TextRecord("", path, "unreadable file", f" ({error})")._asdict()

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
+from torchllm.data.pieces import CONTEXT, cut_places
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Pattern = Literal["llama3", "cl100k"]
@@ -43,6 +45,9 @@ class Tokenizer(Protocol):
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without begin and end."""
+
+    def find_cut(self, text: str, start: int) -> int:
+        """Return the last place after `start` at which a long text may be cut (see `pieces`); 0 if there is none."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
@@ -81,6 +86,10 @@ class ByteTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def find_cut(self, text: str, start: int) -> int:
+        """Return the end of the text: bytes do not depend on each other."""
+        return len(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
@@ -177,6 +186,10 @@ class TiktokenTokenizer:
                 pieces.append(self.encoding.encode_to_numpy(piece, disallowed_special=()))
             return np.concatenate(pieces)
 
+    def find_cut(self, text: str, start: int) -> int:
+        """Return the last place after `start` at which each match of the pattern ends; 0 if there is none."""
+        return next(cut_places(text, start), 0)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
         return _decode(self.encoding, ids)
@@ -184,6 +197,8 @@ class TiktokenTokenizer:
 
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+_PLACES_TRIED = 16
+"""places at which a tokenizer.json is tried before a text is taken to have none"""
 
 
 class HuggingFaceTokenizer:
@@ -236,6 +251,21 @@ class HuggingFaceTokenizer:
         """Return the ids of each text, without begin and end."""
         encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def find_cut(self, text: str, start: int) -> int:
+        """Return a place after `start` at which the text around it has the same ids cut and uncut; 0 if none is found.
+
+        What the file holds is not known (it may have no pattern at all, or put a blank before each text), so some
+        places are tried.
+        """
+        candidates = (cut for cut in cut_places(text, start) if cut <= len(text) - CONTEXT)
+        for cut in islice(candidates, _PLACES_TRIED):
+            left = text[max(0, cut - CONTEXT) : cut]
+            right = text[cut : cut + CONTEXT]
+            uncut, left_ids, right_ids = self.encode_documents([left + right, left, right])
+            if np.array_equal(uncut, np.concatenate([left_ids, right_ids])):
+                return cut
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names."""

@@ -1,0 +1,70 @@
+"""Cut a long text into pieces, so that the ids of the pieces, one after another, are the ids of the whole text.
+
+A tokenizer splits text by a regular expression before it merges bytes. Each match ends where the next begins, so a text
+may be cut where one match has to end, whatever follows, and where the next begins, whatever stood there. `CUT` finds
+such places for data.pattern ("llama3" and "cl100k") and for the pattern of GPT-2. None of their alternatives matches:
+
+- a space after a character that is no blank: a match of letters, digits or other characters ends there;
+- a line end and the character after it, if neither that one nor the one before the line end is a blank;
+- an ideograph and the punctuation mark after it: a match of letters ends there.
+
+In front of the space and the punctuation mark no blank is matched, so nothing depends on the end of the text (`\\s+$`,
+`\\s+(?!\\S)`); a single line end between two other characters is one match, or the end of one, in any case.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)|(?<=[\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])")
+"""Python's blanks are more than those of Unicode, which the patterns mean, so no place is found in error"""
+PIECE = 2**20
+"""characters from which on a text is cut"""
+LONGEST = 16 * 2**20
+"""characters that are tokenized in one piece if there is no place to cut them"""
+CONTEXT = 256
+"""characters on both sides of a place that decide whether a tokenizer.json may cut there"""
+_WINDOW = 4096
+"""characters in which the last place is sought first"""
+
+FindCut = Callable[[str, int], int]
+"""(text, start) -> the last place to cut the text after `start`, 0 if there is none"""
+
+
+class NoPlaceToCut(ValueError):
+    """A text is too long for one piece, and has no place to cut it."""
+
+
+def cut_places(text: str, start: int) -> Iterator[int]:
+    """Yield the places start < i < len(text) at which a text may be cut into text[:i] and text[i:], the last first."""
+    window = _WINDOW
+    stop = len(text)
+    while stop > start + 1:
+        begin = max(start, stop - window)
+        cuts = [match.start() for match in CUT.finditer(text, begin + 1, stop)]
+        yield from reversed(cuts)
+        stop = begin + 1
+        window *= 16
+
+
+def cut_pieces(blocks: Iterable[str], find_cut: FindCut, size: int = PIECE, longest: int = LONGEST) -> Iterator[str]:
+    """Yield a text, given in blocks, in pieces of about `size` characters.
+
+    Raises NoPlaceToCut if `longest` characters have no place to cut them.
+    """
+    text = ""
+    searched = 0
+    for block in blocks:
+        text += block
+        if len(text) <= size:
+            continue
+        cut = find_cut(text, searched)
+        if cut:
+            yield text[:cut]
+            text = text[cut:]
+            searched = 0
+        elif len(text) > longest:
+            raise NoPlaceToCut
+        else:
+            searched = max(0, len(text) - CONTEXT - 1)
+    if text:
+        yield text

@@ -1,0 +1,230 @@
+"""Tokenize the records of one shard and write its files; a process tokenizes shard after shard.
+
+The files of a shard are written under temporary names and renamed, its `.json` last, so a shard that has a `.json` is
+complete. What is in them depends on the plan and the records alone.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from torchllm.data.corpus_header import SplitRecord
+from torchllm.data.error import DataError
+from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
+from torchllm.data.plan import CorpusPlan, TokenizerSpec
+from torchllm.data.records import NO_PLACE_TO_CUT, TextRecord
+from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, file_sums, replacing, shard_path
+from torchllm.data.sources import RawSource, ShardRange
+from torchllm.data.tokenizer import Tokenizer
+
+_RECORDS_PER_CALL = 64
+"""records tokenized at a time, at most"""
+_BYTES_PER_CALL = 4 * 2**20
+"""text tokenized at a time, but for the last record's"""
+OVER_VOCAB = "token id over model.vocab"
+"""fault of a record whose tokens the model does not have"""
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """The content of a shard's `.json`."""
+
+    key: str
+    """of the plan"""
+    text_bytes: int
+    max_token: int
+    """largest token id"""
+    skipped: dict[str, int]
+    """records that were skipped, by their fault"""
+    splits: dict[Split, SplitRecord]
+
+
+@dataclass(frozen=True)
+class ShardTokenizer:
+    """Writes shards of one corpus. It is sent to each process once."""
+
+    source: RawSource
+    plan: CorpusPlan
+    key: str
+    """of the plan"""
+    tokenizer: TokenizerSpec
+    folder: Path
+
+    def write(self, shard: ShardRange) -> FinishedShard:
+        """Write a shard and return the content of its .json; a finished shard is verified and kept.
+
+        Raises DataError, naming the first bad record, if plan.on_bad_record is "error".
+        """
+        finished = _finished_shard(self.folder, shard.number, self.key)
+        if finished is not None:
+            return finished
+        paths = [shard_path(self.folder, shard.number, split) for split in SPLITS]
+        with replacing(paths) as files:
+            writer = _ShardWriter(files, self.plan, self.tokenizer.load())
+            writer.write(self.source.records(shard))
+            writer.finish()
+        splits: dict[Split, SplitRecord] = {}
+        for split, path, split_writer in zip(SPLITS, paths, writer.splits, strict=True):
+            splits[split] = _split_record(path, split_writer)
+        content = FinishedShard(
+            key=self.key,
+            text_bytes=writer.text_bytes,
+            max_token=max(split_writer.largest_id for split_writer in writer.splits),
+            skipped=dict(writer.skipped),
+            splits=splits,
+        )
+        with replacing([_marker(self.folder, shard.number)]) as (file,):
+            file.write(json.dumps(asdict(content)).encode())
+        return content
+
+
+def id_dtype(tokenizer: Tokenizer) -> str:
+    """Return numpy's name of the smallest type for the tokenizer's ids: 16 or 32 bits, little endian."""
+    return "<u2" if tokenizer.vocab <= 2**16 else "<u4"
+
+
+class _ShardWriter:
+    """Tokenizes records and writes them into the files of their splits."""
+
+    def __init__(self, files: Sequence[IO[bytes]], plan: CorpusPlan, tokenizer: Tokenizer) -> None:
+        """Write to `files`, one per split in the order of SPLITS."""
+        self.splits = [ShardFileWriter(file, id_dtype(tokenizer)) for file in files]
+        self.skipped: Counter[str] = Counter()
+        self.text_bytes = 0
+        self._plan = plan
+        self._tokenizer = tokenizer
+
+    def write(self, records: Iterable[TextRecord]) -> None:
+        """Write records in their order: short ones many at a time, a long one in pieces."""
+        batch: list[TextRecord] = []
+        size = 0
+        for record in records:
+            if record.is_long:
+                self._write_batch(batch)
+                batch, size = [], 0
+                self._write_long(record)
+                continue
+            batch.append(record)
+            size += record.size
+            if len(batch) == _RECORDS_PER_CALL or size >= _BYTES_PER_CALL:
+                self._write_batch(batch)
+                batch, size = [], 0
+        self._write_batch(batch)
+
+    def finish(self) -> None:
+        """Write what follows the ids of each file."""
+        for split in self.splits:
+            split.finish()
+
+    def _write_batch(self, batch: Sequence[TextRecord]) -> None:
+        """Tokenize and write short records."""
+        encoded = iter(self._tokenizer.encode_documents([record.text for record in batch if not record.fault]))
+        for record in batch:
+            if record.fault:
+                self._skip(record)
+                continue
+            ids = next(encoded)
+            if self._over_vocab(ids):
+                self._skip_over_vocab(record, ids)
+                continue
+            self._split_of(record).add(_between_begin_and_end(ids, self._tokenizer))
+            self.text_bytes += record.size
+
+    def _write_long(self, record: TextRecord) -> None:
+        """Tokenize and write a record in pieces; what is written of it is removed if one of them has a fault."""
+        split = self._split_of(record)
+        split.begin_document()
+        split.extend(np.array([self._tokenizer.begin]))
+        try:
+            for piece in cut_pieces(record.blocks(), self._tokenizer.find_cut):
+                (ids,) = self._tokenizer.encode_documents([piece])
+                if self._over_vocab(ids):
+                    split.drop_document()
+                    self._skip_over_vocab(record, ids)
+                    return
+                split.extend(ids)
+        except NoPlaceToCut:
+            split.drop_document()
+            detail = f" (no blank or line end in {LONGEST:,} characters at which {self._tokenizer.name!r} can cut it)"
+            self._skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
+            return
+        split.extend(np.array([self._tokenizer.end]))
+        self.text_bytes += record.size
+
+    def _split_of(self, record: TextRecord) -> ShardFileWriter:
+        """Return the writer of a record's split, which a hash of its text decides.
+
+        So the same text is never both in training and in validation data, whatever its file, source or row.
+        """
+        train, validation = self.splits
+        uniform = (record.text_hash >> 11) * 2.0**-53  # 53 bits as a float in [0, 1)
+        return validation if uniform < self._plan.validation_fraction else train
+
+    def _over_vocab(self, ids: Ids) -> bool:
+        return len(ids) > 0 and int(ids.max()) >= self._plan.vocab
+
+    def _skip_over_vocab(self, record: TextRecord, ids: Ids) -> None:
+        """Skip a record whose tokens the model does not have."""
+        detail = f" ({ids.max()}; model.vocab = {self._plan.vocab})"
+        self._skip(record._replace(fault=OVER_VOCAB, detail=detail))
+
+    def _skip(self, record: TextRecord) -> None:
+        """Count a bad record, or raise DataError."""
+        if self._plan.on_bad_record == "skip":
+            self.skipped[record.fault] += 1
+            return
+        advice = _advice(record, self._tokenizer)
+        raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
+
+
+def _advice(record: TextRecord, tokenizer: Tokenizer) -> str:
+    """Return what the user can do about a bad record."""
+    if record.fault == OVER_VOCAB:
+        return (
+            f"raise model.vocab to {tokenizer.vocab} or more, for data.tokenizer {tokenizer.name!r} has that many ids, "
+            "or use a smaller tokenizer"
+        )
+    return 'set data.on_bad_record = "skip" to leave such records out and count them'
+
+
+def _between_begin_and_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
+    """Return a document: its begin token, its ids, its end token."""
+    document = np.empty(len(ids) + 2, dtype=id_dtype(tokenizer))
+    document[0] = tokenizer.begin
+    document[1:-1] = ids
+    document[-1] = tokenizer.end
+    return document
+
+
+def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:
+    """Return the record of a file that was written; an empty one is removed."""
+    if not writer.tokens:
+        path.unlink(missing_ok=True)
+        return SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+    sums = file_sums(path)
+    return SplitRecord(writer.tokens, writer.documents, sums.sha256, sums.blocks)
+
+
+def _marker(folder: Path, number: int) -> Path:
+    """Return the path of the file that says that a shard is complete."""
+    return folder / f"{number:05d}.json"
+
+
+def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None:
+    """Return the content of a shard's .json if the shard is of this plan and its files are as written; else None."""
+    try:
+        shard = FinishedShard(**json.loads(_marker(folder, number).read_bytes()))
+        splits = {split: SplitRecord(*shard.splits[split]) for split in SPLITS}
+        if shard.key != key:
+            return None
+        for split, record in splits.items():
+            if record.tokens and file_sums(shard_path(folder, number, split)).blocks != record.sums:
+                return None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return replace(shard, splits=splits)
