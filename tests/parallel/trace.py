@@ -57,8 +57,9 @@ class Trace(TorchDispatchMode):
         if "c10d" in func.namespace and kind is not None:
             tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=Tensor.numel)
-            axis = next(self.axes[group] for group in map(_group_name, args) if group in self.axes)
-            self.events.append(Collective(kind, axis, largest.numel(), largest.dtype))
+            axes = [self.axes[group] for group in map(_group_name, args) if group in self.axes]
+            assert axes, f"{func}: its process group belongs to no axis of the mesh"
+            self.events.append(Collective(kind, axes[0], largest.numel(), largest.dtype))
         return out
 
     def mark(self, text: str) -> Callable[..., None]:
