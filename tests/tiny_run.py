@@ -40,6 +40,7 @@ SMALL = [
 def process_as_it_was() -> Iterator[None]:
     """Undoes what a recipe does to its process: signal handlers, logging, the hook for errors, garbage collection."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    frozen = gc.get_freeze_count()
     hook, logs, level = sys.excepthook, logging.root.handlers[:], logging.root.level
     try:
         yield
@@ -49,6 +50,10 @@ def process_as_it_was() -> Iterator[None]:
         sys.excepthook, logging.root.handlers = hook, logs
         logging.root.setLevel(level)
         gc.enable()
+        if gc.get_freeze_count() != frozen:  # a run's model among what is frozen
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
 
 
 def free_port() -> int:

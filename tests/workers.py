@@ -94,6 +94,7 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as a run sets it; on some ranks of a group alone, they would hang
     for noisy in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     while True:
@@ -123,9 +124,9 @@ def _forget_groups() -> None:
     """DTensor caches keep process groups of earlier tests alive by name and fail on equal meshes: clear them."""
     import gc
 
-    from tests.workers_preload import clear_dtensor_caches
+    from torchllm.runtime.torch_compat import forget_meshes
 
-    clear_dtensor_caches()
+    forget_meshes()
     gc.collect()
 
 

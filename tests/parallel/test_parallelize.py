@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import torchllm.parallel.parallelize
 from tests.parity import CPU, Settings, tiny
-from tests.workers_preload import clear_dtensor_caches
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
+from torchllm.runtime.torch_compat import forget_meshes
 from torchllm.spec.parameters import canonical_name
 
 TECHNIQUES = ("apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
@@ -35,7 +35,7 @@ def eight_ranks() -> Iterator[None]:
     dist.init_process_group("fake", rank=5, world_size=8)
     yield
     dist.destroy_process_group()
-    clear_dtensor_caches()
+    forget_meshes()
 
 
 def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:

@@ -1,4 +1,7 @@
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +13,10 @@ from torchllm.runtime.hang_report import (
     find_culprits,
     format_ranks,
     read_dump,
+    read_ranks,
     skipped_record,
     unfinished_records,
+    write_ranks,
 )
 from torchllm.runtime.torch_compat import FlightRecord
 
@@ -34,15 +39,14 @@ def message(name: str, done: bool = False) -> FlightRecord:
 
 def dump(rank: int, *records: FlightRecord, at: str = "y.py:9 in work", in_wait: bool = False) -> RankDump:
     """The dump of a rank whose main thread is at `at`."""
-    groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
+    groups = {name: write_ranks(ranks) for name, ranks in GROUPS.items() if rank in ranks}
     stack = ["z.py:1 in main", at]
     return RankDump(rank, f"node{rank}", NOW, stack, in_wait, groups, list(records))
 
 
 def report_lines(*dumps: RankDump, world_size: int = 4) -> list[str]:
     """The lines of the report but the first and the last, which are always the same."""
-    hosts = [f"node{rank}" for rank in range(world_size)]
-    lines = describe_hang(dumps, hosts, 30.0, FOLDER).split("\n  ")
+    lines = describe_hang(dumps, world_size, "node{}".format, 30.0, FOLDER).split("\n  ")
     assert lines[0] == "hang: ranks waited over 30 s (run.timeout) for other ranks; aborting"
     assert lines[-1] == f"every rank's stack and last operations: {FOLDER}"
     return lines[1:-1]
@@ -91,7 +95,7 @@ def test_if_all_wait_the_rank_that_went_on_alone_is_named() -> None:
 
 
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
-    groups = {"a": [0, 1], "pair": [0, 1]}
+    groups = {"a": "0:2:1", "pair": "0:2:1"}
     first = dump(0, collective("a", 5))._replace(groups=groups)
     second = dump(1, collective("pair", 8))._replace(groups=groups)
     assert culprits(first, second, world_size=2) == [0, 1]
@@ -157,12 +161,93 @@ def test_many_ranks_are_few_lines() -> None:
     assert lines[-1] == "the same is true of ranks 6-99"
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([], ""), ([3], "3"), ([2, 0, 1], "0-2"), ([0, 2, 3, 7], "0, 2-3, 7")])
-def test_format_ranks(ranks: list[int], text: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([2, 0, 1], "0-2"),
+        ([0, 2, 3, 7], "0, 2-3, 7"),
+        ([3, 11], "3, 11"),
+        (range(3, 16384, 8), "3-16379 in steps of 8"),
+        ([*range(0, 100, 3), 100], "0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 45, … (35 ranks in all)"),
+    ],
+)
+def test_format_ranks(ranks: Sequence[int], text: str) -> None:
     assert format_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([7], "7:8:1"),
+        (range(16384), "0:16384:1"),
+        (range(5, 16384, 128), "5:16389:128"),
+        ([0, 1, 2, 3, 8, 9, 10, 11], "0:4:1,8:12:1"),
+        ([5, 0, 1, 2, 9], "5:-5:-5,1:3:1,9:10:1"),
+    ],
+)
+def test_a_group_is_written_as_slices_in_its_order(ranks: Sequence[int], text: str) -> None:
+    assert write_ranks(ranks) == text
+    assert list(read_ranks(text)) == list(ranks)
 
 
 def test_a_dump_is_read_as_written_and_shortened_by_group() -> None:
     whole = dump(1, collective("0", 1), collective("a", 1), collective("0", 2), collective("0", 3))
     assert read_dump(whole.json()) == whole
     assert [(record.group, record.sequence) for record in whole.recent(2).records] == [("a", 1), ("0", 2), ("0", 3)]
+
+
+def dump_of_a_large_job(rank: int, world_size: int, record_count: int = 4) -> RankDump:
+    """The dump of a rank of pp 16 x dp x tp 8 that waits in its fsdp group; rank 1 has not come there."""
+    pipeline = world_size // 16
+    stage, position, lane = rank // pipeline, rank % pipeline, rank % 8
+    groups = {
+        "0": range(world_size),
+        "1": range(world_size),
+        f"pp{position}": range(position, world_size, pipeline),
+        f"fsdp{stage}-{lane}": range(stage * pipeline + lane, (stage + 1) * pipeline, 8),
+        f"tp{rank // 8}": range(rank - lane, rank - lane + 8),
+    }
+    records = []
+    for group in groups:
+        waits = group.startswith("fsdp") and rank != 1
+        for number in range(1, record_count):
+            records.append(collective(group, number, done=True, where="torchllm/train/step.py:69"))
+        records.append(collective(group, record_count, done=not waits, where="torchllm/optim/grad_norm.py:40"))
+        if group.startswith("fsdp") and rank == 1:
+            del records[-1]
+    stack = [f"/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py:{line} in _call" for line in range(20)]
+    texts = {name: write_ranks(ranks) for name, ranks in groups.items()}
+    return RankDump(rank, f"node{rank // 8}", NOW, stack, rank != 1, texts, records)
+
+
+def test_a_dump_does_not_grow_with_the_ranks() -> None:
+    small_job, large_job = (len(dump_of_a_large_job(1, world_size).json()) for world_size in (256, 16384))
+    assert large_job < small_job + 100
+
+
+def lines_run_in(world_size: int) -> int:
+    """Lines of Python that the reporting rank runs to read all dumps and to describe the hang."""
+    texts = [dump_of_a_large_job(rank, world_size).json() for rank in range(world_size)]
+    lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        dumps = [read_dump(text) for text in texts]
+        report = describe_hang(dumps, world_size, "node{}".format, 30.0, FOLDER)
+    finally:
+        sys.settrace(None)
+    assert "rank 1 (node1) has not entered gloo:all_reduce number 4 of ranks 1" in report
+    assert len(report) < 1000
+    return lines
+
+
+def test_the_work_of_a_report_grows_as_the_ranks_do() -> None:
+    assert lines_run_in(1024) < 4.4 * lines_run_in(256)  # a square would be 16 times

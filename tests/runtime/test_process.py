@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from torchllm.runtime.process import (
     report_errors,
     start_runtime,
 )
+from torchllm.runtime.torch_compat import flight_records
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +37,9 @@ def _process_as_it_was() -> Iterator[None]:
 
 
 def make_runtime(folder: Path, rank: int = 0, group: Any = None) -> Runtime:
-    """A runtime as start_runtime would make it, in the process group that exists."""
+    """A runtime as start_runtime would make it, in the process group that exists; each rank on a node of its own."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return Runtime(rank, world_size, rank, torch.device("cpu"), folder, group, collect_interval=0)
+    return Runtime(rank, world_size, 0, torch.device("cpu"), folder, group, collect_interval=0)
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -87,6 +90,19 @@ def test_a_device_that_one_rank_lacks_ends_all_ranks(tmp_path: Path) -> None:
     assert errors == ["rank 1: local rank 1 has no GPU"] * 2
     errors = workers.run(start_under_torchrun, 2, run, free_port(), _give_rank_1_a_gpu)
     assert errors == ["rank 0 sees no GPU but rank 1 does: fix rank 0's node"] * 2
+
+
+def collectives_at_start(folder: str, port: int) -> Counter[str]:
+    """Names of the collectives that a rank begins in start_runtime."""
+    latest = max((record.number for record in flight_records()), default=-1)
+    assert start_under_torchrun(Run(folder=folder, device="cpu"), port) == "no error"
+    return Counter(record.name for record in flight_records() if record.number > latest)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_ranks_exchange_four_hashes_at_the_start_and_no_objects(tmp_path: Path, ranks: int) -> None:
+    for collectives in workers.run(collectives_at_start, ranks, str(tmp_path), free_port()):
+        assert collectives == {"gloo:all_reduce": 4}
 
 
 class Alone(NamedTuple):
@@ -201,13 +217,45 @@ def test_only_rank_0_writes_the_marker(tmp_path: Path) -> None:
 
 def test_garbage_is_collected_at_the_same_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     collected: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda generation: collected.append(step))
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(step))
     runtime = make_runtime(tmp_path)
     for interval in (0, 3):
         runtime.collect_interval = interval
         for step in range(1, 8):
             runtime.collect_garbage(step)
     assert collected == [3, 6]
+
+
+class Cycle:
+    """An object that refers to itself, as a model does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_collection_finds_old_cycles_and_looks_through_the_survivors_of_the_first_one_only_once(
+    tmp_path: Path,
+) -> None:
+    runtime = make_runtime(tmp_path)
+    runtime.collect_interval = 1
+    gc.disable()
+    model = weakref.ref(Cycle())
+    survivor = Cycle()
+    runtime.collect_garbage(1)
+    assert model() is None
+    assert gc.get_freeze_count() > 1000
+    later = Cycle()
+    for step in (2, 3, 4):  # `later` is in the oldest generation then
+        runtime.collect_garbage(step)
+    assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
+    former, former_survivor = weakref.ref(later), weakref.ref(survivor)
+    del later, survivor
+    runtime.collect_garbage(5)
+    assert former() is None
+    assert former_survivor() is not None
+    runtime.release_memory()
+    assert former_survivor() is None
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_first_error_of_all_ranks_is_raised() -> None:

@@ -61,6 +61,23 @@ def test_storage_info(tmp_path: Path) -> None:
     assert stored == storage_info("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
 
 
+def sums_on_equal_meshes() -> list[float]:
+    """Of a tensor on a mesh, and on one like it, built after the first one's groups are destroyed."""
+    sums = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        sharded = distribute_tensor(torch.ones(8), mesh["b"], [Shard(0)])
+        sums.append(sharded.sum().full_tensor().item())
+        for group in mesh.get_all_groups():
+            dist.destroy_process_group(group)
+        torch_compat.forget_meshes()
+    return sums
+
+
+def test_forget_meshes() -> None:
+    assert run(sums_on_equal_meshes, 4) == [[8.0, 8.0]] * 4
+
+
 def test_group_with_name() -> None:
     dist.init_process_group("fake", rank=5, world_size=8)
     try:
@@ -321,8 +338,7 @@ def test_group_progress() -> None:
 def limits() -> tuple[list[list[int]], str]:
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
     assert world is not None
-    group_ranks = {world.group_name: [0]}  # as if limited already: rank 1 waits longer in that group
-    torch_compat.limit_groups(0.2, group_ranks)
+    group_ranks = torch_compat.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
     error = ""
     if dist.get_rank() == 0:
         try:
@@ -335,7 +351,7 @@ def limits() -> tuple[list[list[int]], str]:
 
 def test_limit_groups() -> None:
     (groups_0, error_0), (groups_1, error_1) = run(limits, 2)
-    assert groups_0 == groups_1 == [[0], [0, 1]]
+    assert groups_0 == groups_1 == [[0, 1]]
     assert "Timed out waiting 200ms" in error_0
     assert error_1 == ""
 

@@ -8,7 +8,8 @@ missing ranks per waiting rank decides which.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ ROOT = f"{Path(__file__).parents[2]}/"
 """folder of the repository; its files are named without it"""
 DESCRIBED = 4
 """ranks that get lines of their own; more are only counted"""
+LISTED_RUNS = 16
+"""runs of ranks that a line names; of more runs it says how many ranks they are"""
 MESSAGE_ENDS = re.compile(r"(?P<rank>\d+)(?:<-|->)(?P<peer>\d+)$")
 """end of NCCL's name of a message: "recv 1<-0", by ranks in the group"""
 
@@ -33,8 +36,8 @@ class RankDump(NamedTuple):
     """of the main thread, outermost first: file:line in function"""
     in_wait: bool
     """the main thread is in code that waits for other ranks, perhaps for a message, of which gloo keeps no record"""
-    groups: dict[str, list[int]]
-    """ranks of each process group of this rank, by torch's name of the group"""
+    groups: dict[str, str]
+    """ranks of each process group of this rank (`write_ranks`), by torch's name of the group"""
     records: list[FlightRecord]
     """oldest first"""
 
@@ -49,8 +52,8 @@ class RankDump(NamedTuple):
         return self._replace(records=records[::-1])
 
     def json(self) -> str:
-        """Return the dump as JSON; `read_dump` is the inverse."""
-        return json.dumps(self._asdict() | {"records": [record._asdict() for record in self.records]})
+        """Return the dump as JSON, a record as the list of its fields; `read_dump` is the inverse."""
+        return json.dumps(self._asdict())
 
     @property
     def position(self) -> str:
@@ -64,8 +67,36 @@ class RankDump(NamedTuple):
 def read_dump(text: str) -> RankDump:
     """Read what `RankDump.json` wrote."""
     fields = json.loads(text)
-    records = [FlightRecord(**record) for record in fields.pop("records")]
+    records = [FlightRecord(*record) for record in fields.pop("records")]
     return RankDump(**fields, records=records)
+
+
+def write_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as slices: [0, 1, 2, 8, 16, 24] -> "0:3:1,8:25:8"; `read_ranks` is the inverse.
+
+    A group of a mesh is one slice or a few of them, however many ranks are in it.
+    """
+    slices = []
+    index = 0
+    while index < len(ranks):
+        first, last = ranks[index], ranks[index]
+        index += 1
+        step = ranks[index] - first if index < len(ranks) else 1
+        while index < len(ranks) and ranks[index] == last + step:
+            last = ranks[index]
+            index += 1
+        slices.append(f"{first}:{last + step}:{step}")
+    return ",".join(slices)
+
+
+@cache
+def read_ranks(text: str) -> tuple[int, ...]:
+    """Read ranks that `write_ranks` wrote."""
+    ranks: list[int] = []
+    for piece in text.split(",") if text else ():
+        start, stop, step = map(int, piece.split(":"))
+        ranks.extend(range(start, stop, step))
+    return tuple(ranks)
 
 
 class BlockedOperation(NamedTuple):
@@ -73,7 +104,7 @@ class BlockedOperation(NamedTuple):
 
     record: FlightRecord
     """of one of the waiting ranks"""
-    group_ranks: list[int]
+    group_ranks: Sequence[int]
     """all ranks of its process group"""
     waiting: list[int]
     """ranks that wait in it"""
@@ -111,18 +142,25 @@ def blocked_operations(dumps: Sequence[RankDump]) -> list[BlockedOperation]:
     operations: dict[tuple[object, ...], BlockedOperation] = {}
     for dump in dumps:
         for record in _waited_in(dump):
-            group_ranks = dump.groups.get(record.group, [])
             if record.sequence:
                 key: tuple[object, ...] = record.group, record.sequence, record.name
-                missing = [rank for rank in group_ranks if entered.get((record.group, rank), 0) < record.sequence]
             else:
                 key = record.group, "message of rank", dump.rank, record.name
-                missing = _message_peer(record, group_ranks)
-            seconds = (dump.time - record.created) / 1e9
-            operation = operations.setdefault(key, BlockedOperation(record, group_ranks, [], missing, seconds))
+            operation = operations.get(key)
+            if operation is None:
+                group_ranks = read_ranks(dump.groups.get(record.group, ""))
+                operation = BlockedOperation(record, group_ranks, [], _missing_in(record, group_ranks, entered), 0.0)
             operation.waiting.append(dump.rank)
+            seconds = (dump.time - record.created) / 1e9
             operations[key] = operation._replace(seconds=max(operation.seconds, seconds))
     return sorted(operations.values(), key=lambda operation: -operation.seconds)
+
+
+def _missing_in(record: FlightRecord, group_ranks: Sequence[int], entered: Mapping[tuple[str, int], int]) -> list[int]:
+    """Return the ranks of its group that have not entered an operation. entered: of `_last_entered`."""
+    if not record.sequence:
+        return _message_peer(record, group_ranks)
+    return [rank for rank in group_ranks if entered.get((record.group, rank), 0) < record.sequence]
 
 
 def _last_entered(dumps: Sequence[RankDump]) -> dict[tuple[str, int], int]:
@@ -214,17 +252,20 @@ def _same_call(first: FlightRecord, second: FlightRecord) -> bool:
     return first.name == second.name and first.where == second.where
 
 
-def describe_hang(dumps: Sequence[RankDump], hosts: Sequence[str], seconds: float, folder: Path) -> str:
+def describe_hang(
+    dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], seconds: float, folder: Path
+) -> str:
     """Return the report: which rank holds up the job, in which operation, and where that rank's program is.
 
-    `hosts` are those of all ranks, by rank; `seconds` is run.timeout; `folder` holds the dumps.
+    `host_of` returns the host of a rank, of one that does not answer too; `seconds` is run.timeout; `folder` holds the
+    dumps.
     """
     operations = blocked_operations(dumps)
-    culprits = find_culprits(dumps, operations, len(hosts))
+    culprits = find_culprits(dumps, operations, world_size)
     lines = [f"hang: ranks waited over {seconds:g} s (run.timeout) for other ranks; aborting"]
     by_rank = {dump.rank: dump for dump in dumps}
     for rank in culprits[:DESCRIBED]:
-        lines += _describe_culprit(rank, hosts[rank], by_rank, operations)
+        lines += _describe_culprit(rank, host_of(rank), by_rank, operations)
     if len(culprits) > DESCRIBED:
         lines.append(f"the same is true of ranks {format_ranks(culprits[DESCRIBED:])}")
     if not culprits and operations:
@@ -298,14 +339,21 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, runs of them shortened: [1, 2, 3, 7] -> "1-3, 7"."""
+    """Return ranks as text, runs of them shortened: [1, 2, 3, 7] -> "1-3, 7"; [0, 8, 16] -> "0-16 in steps of 8"."""
+    ordered = sorted(ranks)
     runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
+    for rank in ordered:
         if runs and rank == runs[-1][1] + 1:
             runs[-1] = runs[-1][0], rank
         else:
             runs.append((rank, rank))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    regular = write_ranks(ordered)
+    if len(runs) > 2 and "," not in regular:
+        return f"{ordered[0]}-{ordered[-1]} in steps of {regular.rpartition(':')[2]}"
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:LISTED_RUNS]]
+    if len(runs) > LISTED_RUNS:
+        texts.append(f"… ({len(ordered)} ranks in all)")
+    return ", ".join(texts)
 
 
 def shorten_path(location: str) -> str:

@@ -3,8 +3,12 @@
 A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
 a wait for a message, has made no progress for run.timeout. The first rank that finds one raises the alarm in the job's
 store. Then every rank publishes there what it knows (`hang_report.RankDump`) and writes it, in full, to
-RUN/hang/TIME/rank_N.json. The lowest rank that answers draws the conclusion and logs it, once; then all ranks end their
+RUN/hang/TIME/rank_N.json. One rank, as a rule rank 0, draws the conclusion and logs it, once; then all ranks end their
 process. The process groups' own time-outs come `GRACE` seconds later, for a job whose store is gone.
+
+One store serves all ranks. Therefore a rank asks for an alarm the less often the more ranks there are, and what it
+publishes grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
+a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
 
 Only rank 0's node must be alive for that. A rank that is busy on its own (a compilation, a slow disk) while others wait
 longer than run.timeout raises the alarm too, as the process groups' time-out would: raise run.timeout.
@@ -25,7 +29,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records
+from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_ranks
 from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
@@ -37,7 +41,9 @@ PATIENCE = 3.0
 GRACE = 10.0
 """seconds by which the process groups' time-out is longer than run.timeout"""
 POLLS_PER_SECOND = 20_000
-"""requests per second that all ranks together send to the store; it answers 70,000 on two cores"""
+"""requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
+CHECKS_PER_SECOND = 4_000
+"""requests per second that all ranks together send to the store to ask for an alarm"""
 PUBLISHED_RECORDS = 20_000
 """records per process group that all ranks together publish; the files hold all records"""
 WAITING_CODE = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
@@ -47,8 +53,14 @@ ALARM = "alarm"
 """key of the store: name of the folder of dumps, set by the first rank that finds a hang"""
 PUBLISHED = "published"
 """key of the store: number of ranks that have published their dump"""
+ANSWERING = "answering"
+"""key of the store: the ranks that have published their dump, with a space after each"""
 SPEAKERS = "speakers"
 """key of the store: number of ranks that were about to report; only the first does"""
+CANDIDATES = 8
+"""lowest ranks, the first of which that has published reports; if none has, the first rank of all that has"""
+DUMPS_PER_REQUEST = 1024
+"""dumps that the reporting rank reads from the store at once"""
 REPORTED = "reported"
 """key of the store: set when the report is logged"""
 
@@ -75,19 +87,25 @@ class RankProcess(NamedTuple):
 class HangWatch:
     """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
 
-    def __init__(self, rank: int, folder: Path, timeout: float, processes: list[RankProcess]) -> None:
-        """Watch `rank` of the job whose ranks are `processes`; dumps go to `folder`/hang; `timeout` is in seconds."""
+    def __init__(self, rank: int, world_size: int, ranks_of_node: range, folder: Path, timeout: float) -> None:
+        """Watch `rank`. Call it on all ranks: it waits for the others of this node.
+
+        ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". timeout: in seconds.
+        """
         self.rank = rank
+        self.world_size = world_size
         self.folder = folder
         self.timeout = timeout
-        self.hosts = [process.host for process in processes]
-        self.siblings = _open_siblings(rank, processes)
+        self.check_interval = max(TICK, world_size / CHECKS_PER_SECOND)
+        """seconds between two questions to the store"""
+        self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
         client = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]  # not re-exported there
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
-        self.group_ranks: dict[str, list[int]] = {}
-        """ranks of each process group, by torch's name of the group"""
+        self.siblings = self._open_siblings(ranks_of_node)
+        self.group_ranks: dict[str, str] = {}
+        """ranks of each process group (`write_ranks`), by torch's name of the group"""
         self.progress: dict[str, GroupProgress] = {}
         """at the last look"""
         self.last_moved: dict[str, float] = {}
@@ -106,12 +124,17 @@ class HangWatch:
 
     def _watch(self) -> None:
         """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
+        next_check = time.monotonic()
         while not self.closed.wait(TICK):
-            limit_groups(self.timeout + GRACE, self.group_ranks)
-            try:
-                alarm = self.hangs() or self.store.check([ALARM])
-            except dist.DistError:
-                return  # the store ends with the job; the process groups have their own time-out
+            for name, ranks in limit_groups(self.timeout + GRACE, self.group_ranks).items():
+                self.group_ranks[name] = write_ranks(ranks)
+            alarm = self.hangs()
+            if not alarm and time.monotonic() >= next_check:
+                next_check += self.check_interval
+                try:
+                    alarm = self.store.check([ALARM])
+                except dist.DistError:
+                    return  # the store ends with the job; the process groups have their own time-out
             if alarm:
                 self._end_job()
 
@@ -155,34 +178,72 @@ class HangWatch:
             os._exit(1)
 
     def _report(self) -> None:
-        """Publish this rank's dump and write it to its file; the first rank to answer logs the report of all."""
+        """Publish this rank's dump and write it to its file; one rank logs the report of all."""
         name = time.strftime("%Y%m%d-%H%M%S")
         folder = self.folder / "hang" / bytes(self.store.compare_set(ALARM, "", name)).decode()
-        dump = _dump(self.rank, self.hosts[self.rank], self.group_ranks)
-        world_size = len(self.hosts)
-        self.store.set(f"rank_{self.rank}", dump.recent(max(4, PUBLISHED_RECORDS // world_size)).json())
-        self.store.add(PUBLISHED, 1)
+        dump = _dump(self.rank, self.process.host, self.group_ranks)
+        position = self._publish(dump.recent(max(4, PUBLISHED_RECORDS // self.world_size)))
         # In a thread: a file system that does not answer may be the reason of the hang.
         writer = threading.Thread(target=_write, args=(folder, dump), daemon=True)
         writer.start()
-        deadline = time.monotonic() + PATIENCE
-        while self.store.add(PUBLISHED, 0) < world_size and time.monotonic() < deadline:
-            time.sleep(max(0.05, world_size / POLLS_PER_SECOND))
+        patience = PATIENCE + self.check_interval - TICK  # other ranks may hear of the alarm only then
+        deadline = time.monotonic() + patience
+        while self.store.add(PUBLISHED, 0) < self.world_size and time.monotonic() < deadline:
+            time.sleep(max(0.05, self.world_size / POLLS_PER_SECOND))
         writer.join(max(0.5, deadline - time.monotonic()))
-        if self._speaks_for_all():
-            answering = [rank for rank in range(world_size) if self._has_published(rank)]
-            texts = self.store.multi_get([f"rank_{rank}" for rank in answering])
-            dumps = [read_dump(bytes(text).decode()) for text in texts]
-            log.error("%s", describe_hang(dumps, self.hosts, self.timeout, folder))
+        if self._speaks_for_all(position):
+            dumps = self._published_dumps()
+            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, self.timeout, folder))
             self.store.set(REPORTED, "")
         else:
-            self.store.wait([REPORTED], timedelta(seconds=3 * PATIENCE))
+            self.store.wait([REPORTED], timedelta(seconds=3 * patience))
         self._kill_silent_siblings()
 
-    def _speaks_for_all(self) -> bool:
-        """Return whether this is the lowest rank that has published its dump, and no other rank thought so earlier."""
-        lowest = next(rank for rank in range(len(self.hosts)) if self._has_published(rank))
-        return lowest == self.rank and self.store.add(SPEAKERS, 1) == 1
+    def _publish(self, dump: RankDump) -> int:
+        """Put a dump into the store; return how many ranks have done so by then."""
+        self.store.set(f"rank_{self.rank}", dump.json())
+        self.store.append(ANSWERING, f"{self.rank} ")  # type: ignore[attr-defined]  # missing in torch's stubs
+        return int(self.store.add(PUBLISHED, 1))
+
+    def _published_dumps(self) -> list[RankDump]:
+        """Return the dumps in the store, by rank."""
+        answering = sorted(int(rank) for rank in bytes(self.store.get(ANSWERING)).split())
+        dumps = []
+        for start in range(0, len(answering), DUMPS_PER_REQUEST):
+            keys = [f"rank_{rank}" for rank in answering[start : start + DUMPS_PER_REQUEST]]
+            dumps += [read_dump(bytes(text).decode()) for text in self.store.multi_get(keys)]
+        return dumps
+
+    def _speaks_for_all(self, position: int) -> bool:
+        """Return whether this rank reports, and no other rank thought so earlier.
+
+        position: how many ranks had published when this one had.
+        """
+        candidates = range(min(CANDIDATES, self.world_size))
+        speaker = next((rank for rank in candidates if self._has_published(rank)), None)
+        is_speaker = position == 1 if speaker is None else speaker == self.rank
+        return is_speaker and self.store.add(SPEAKERS, 1) == 1
+
+    def _open_siblings(self, ranks_of_node: range) -> dict[int, int]:
+        """Return a handle (pidfd) on each other rank that the same torchrun started, by rank.
+
+        A process id may be given to another process when its owner ends; a handle cannot.
+        """
+        self.store.set(f"process_{self.rank}", self.process.text())
+        handles: dict[int, int] = {}
+        if self.process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
+            return handles
+        keys = [f"process_{rank}" for rank in ranks_of_node]
+        for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
+            process = RankProcess.parse(bytes(text).decode())
+            if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
+                with suppress(OSError, AttributeError):  # no pidfd on this system: torchrun kills them after its 30 s
+                    handles[rank] = os.pidfd_open(process.pid)
+        return handles
+
+    def _host_of(self, rank: int) -> str:
+        """Return the host of a rank, which need not answer any more."""
+        return RankProcess.parse(bytes(self.store.get(f"process_{rank}")).decode()).host
 
     def _has_published(self, rank: int) -> bool:
         return bool(self.store.check([f"rank_{rank}"]))
@@ -205,22 +266,6 @@ class HangWatch:
                 signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
 
 
-def _open_siblings(rank: int, processes: list[RankProcess]) -> dict[int, int]:
-    """Return a handle (pidfd) on each other rank that the same torchrun started, by rank.
-
-    A process id may be given to another process when its owner ends; a handle cannot.
-    """
-    own_process = processes[rank]
-    handles: dict[int, int] = {}
-    if own_process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
-        return handles
-    for number, process in enumerate(processes):
-        if number != rank and process.host == own_process.host and process.parent == own_process.parent:
-            with suppress(OSError, AttributeError):  # no pidfd on this system: torchrun kills them after its 30 s
-                handles[number] = os.pidfd_open(process.pid)
-    return handles
-
-
 def _main_frame() -> FrameType:
     """Return the frame that the main thread executes."""
     return sys._current_frames()[threading.main_thread().ident or 0]
@@ -231,7 +276,7 @@ def _in_waiting_code(frame: FrameType) -> bool:
     return any(part in frame.f_code.co_filename for part in WAITING_CODE)
 
 
-def _dump(rank: int, host: str, group_ranks: dict[str, list[int]]) -> RankDump:
+def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
     """Collect what this rank knows, now."""
     frame = _main_frame()
     lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)

@@ -1,6 +1,7 @@
 """Run torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
 
-There are two differences from plain torchrun. It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
+There are three differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
+it serves to all ranks of the job. It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
 torchrun gives the ranks 30 s, too short for some saves, so run_train.sh asks for a stop through a file instead. And it
 prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that was
 killed could not, and is named here.
@@ -14,9 +15,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from torchllm.runtime.descriptors import raise_descriptor_limit
+
 
 def launch(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. Raises SystemExit with 1 if a rank failed, 128 + N if signal N ended the job."""
+    raise_descriptor_limit()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     try:
         main(["--signals-to-handle=SIGUSR2", *arguments])

@@ -5,6 +5,7 @@ Private names that only one file needs may stay there: `PRIVATE` in tests/test_a
 """
 
 import pickle
+from collections.abc import Container
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +42,7 @@ __all__ = [
     "flight_records",
     "foreach_multiply",
     "foreach_norm",
+    "forget_meshes",
     "group_progress",
     "group_with_name",
     "join_meshes",
@@ -67,6 +71,19 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     Private: torch has no public name for it, and slicing a flattened dimension from the world by name is deprecated.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches of meshes, whose process groups are destroyed.
+
+    Private: the caches find a result by a mesh of the same ranks and names, and return tensors on the mesh of the first
+    call. With that one's groups destroyed, the next collective fails. They also keep the groups' threads alive.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.13
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -296,16 +313,18 @@ def group_with_name(name: str) -> dist.ProcessGroup:
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str
 
 
-def limit_groups(seconds: float, group_ranks: dict[str, list[int]]) -> None:
-    """Set the time-out of every process group that is not yet in `group_ranks`, and add it there: name -> its ranks.
+def limit_groups(seconds: float, limited: Container[str]) -> dict[str, list[int]]:
+    """Set the time-out of every process group whose name is not in `limited`; return their ranks by name.
 
     Private: torch lists no groups, and the groups of a mesh accept no time-out; they get torch's default, 10 min with
     NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that.
     """
+    group_ranks: dict[str, list[int]] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_name not in group_ranks:
+        if group.group_name not in limited:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
             group_ranks[group.group_name] = dist.get_process_group_ranks(group)
+    return group_ranks
 
 
 def dump_memory(file: str) -> None:

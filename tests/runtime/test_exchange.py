@@ -1,0 +1,71 @@
+"""What ranks exchange on the host, and that they exchange nothing but a hash where all pass the same text."""
+
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.workers import run
+from torchllm.runtime.exchange import broadcast_record, gather_records, gather_texts
+from torchllm.runtime.torch_compat import flight_records
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def collectives_since(number: int) -> list[str]:
+    """Names of the collectives that this rank has begun after record `number`."""
+    return [record.name for record in flight_records() if record.number > number]
+
+
+def latest_record() -> int:
+    return max((record.number for record in flight_records()), default=-1)
+
+
+def _texts(by_rank: list[str | None]) -> tuple[list[str | None], list[str]]:
+    earlier_record = latest_record()
+    texts = gather_texts(by_rank[dist.get_rank()], world())
+    return texts, collectives_since(earlier_record)
+
+
+def test_equal_texts_are_one_reduction_and_others_reach_all_ranks() -> None:
+    for text in (None, "a text of any length" * 1000):
+        for texts, collectives in run(_texts, 3, [text] * 3):
+            assert texts == [text] * 3
+            assert collectives == ["gloo:all_reduce"]
+    for by_rank in ([None, "an error", None], ["a", "a", "b"], ["None", None, None], ["", "", None]):
+        for texts, collectives in run(_texts, 3, by_rank):
+            assert texts == by_rank
+            assert len(collectives) > 1
+
+
+def _records() -> tuple[Any, Any]:
+    record = np.array(
+        [(dist.get_rank(), [0.5, np.nan], b"host")], dtype=[("rank", "i8"), ("x", "f8", 2), ("name", "S8")]
+    )
+    gathered = gather_records(record, world())
+    return gathered, broadcast_record(record, world())
+
+
+def test_records_of_any_fields_are_gathered_by_rank_and_sent_from_the_first() -> None:
+    for gathered, first in run(_records, 3):
+        assert gathered.shape == (3, 1)
+        assert gathered["rank"][:, 0].tolist() == [0, 1, 2]
+        assert np.array_equal(gathered["x"][2, 0], [0.5, np.nan], equal_nan=True)
+        assert gathered["name"][1, 0] == b"host"
+        assert first["rank"].tolist() == [0]
+
+
+def _collectives_for_a_table(rows: int) -> list[str]:
+    earlier_record = latest_record()
+    table = gather_records(np.full((rows, 2), float(dist.get_rank())), world())
+    assert table.shape == (2, rows, 2)
+    assert table[1].min() == 1.0
+    return collectives_since(earlier_record)
+
+
+def test_a_table_is_one_gather() -> None:
+    for collectives in run(_collectives_for_a_table, 2, 5):
+        assert len(collectives) == 1
