@@ -12,10 +12,10 @@ import pytest
 from tests.parity import tiny
 from tests.recipes.warm import pretrain, trained
 from tests.tiny_run import curve, metrics
-from torchllm.adapt.adapter import MAX_WORKERS, adapted
+from torchllm.adapt.adapter import MAX_WORKERS, Adapter
 from torchllm.config import Checkpoint, Config, Data
-from torchllm.metrics.bottlenecks import DataWait
-from torchllm.metrics.monitor import Bottlenecks
+from torchllm.metrics.bottlenecks import DataWait, StageTimes
+from torchllm.metrics.monitor import Bottlenecks, Change
 
 __all__ = ["trained"]
 
@@ -66,6 +66,11 @@ def test_blocks_leave_a_heavy_stage_until_it_is_the_best_split(tmp_path: Path) -
 WAIT = DataWait(rank=3, seconds=20.0, elapsed=100.0)
 
 
+def adapted(config: Config, bottlenecks: Bottlenecks) -> Change | None:
+    """What a run changes at its first checkpoint."""
+    return Adapter().change(config, bottlenecks)
+
+
 def test_a_starved_rank_gets_one_more_worker() -> None:
     config = replace(Config(), data=Data(workers=1))
     change = adapted(config, Bottlenecks(WAIT, None))
@@ -77,8 +82,8 @@ def test_a_starved_rank_gets_one_more_worker() -> None:
 
 def test_uneven_stages_get_another_split() -> None:
     config = tiny({"parallel.pp": 2, "model.layers": 6})
-    assert adapted(config, Bottlenecks(None, [1.0, 1.0])) is None
-    change = adapted(config, Bottlenecks(WAIT, [3.0, 1.0]))
+    assert adapted(config, Bottlenecks(None, StageTimes([1.0, 1.0], noise=0.0))) is None
+    change = adapted(config, Bottlenecks(WAIT, StageTimes([3.0, 1.0], noise=0.0)))
     assert change is not None
     assert change.config.parallel.split == (2, 4)
     assert change.config.data.workers == config.data.workers + 1

@@ -1,5 +1,6 @@
 """What stands around a recipe's `train`."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ from torchllm.config import Config, Run
 from torchllm.config.errors import UserError
 from torchllm.metrics.monitor import Monitor
 
-RUNTIME: Any = SimpleNamespace(folder=Path("unused"), rank=3, is_main=False, device=SimpleNamespace(type="cpu"))
+RUNTIME: Any = SimpleNamespace(
+    folder=Path("unused"),
+    rank=3,
+    is_main=False,
+    device=SimpleNamespace(type="cpu"),
+    release_memory=gc.collect,
+)
 
 
 def test_it_trains_again_while_the_run_changes_its_config() -> None:

@@ -8,7 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.workers import run
-from torchllm.metrics.bottlenecks import DataWait, DataWaitClock, StageClock, gather_stage_seconds
+from torchllm.metrics.bottlenecks import (
+    DataWait,
+    DataWaitClock,
+    ForwardSeconds,
+    StageClock,
+    StageTimes,
+    gather_stage_times,
+)
 
 
 def _waits(totals: list[list[float]]) -> list[DataWait]:
@@ -32,16 +39,21 @@ def test_the_longest_wait_since_the_last_checkpoint_is_that_of_one_rank_on_all_r
     assert waits[0].share == waits[0].seconds / waits[0].elapsed
 
 
-def _gathered() -> list[float]:
+def _gathered() -> StageTimes:
     """Two ranks hold stage 0, one of them stage 1 too."""
     group = dist.group.WORLD
     assert group is not None
     rank = dist.get_rank()
-    return gather_stage_seconds({0: 1.0 + rank} | ({1: 5.0} if rank else {}), group)
+    times = {0: ForwardSeconds(1.0 + rank, 1.2 + rank)}
+    if rank:
+        times[1] = ForwardSeconds(5.0, 4.5)
+    return gather_stage_times(times, 2, group)
 
 
 def test_stage_times_are_medians_over_the_ranks_that_hold_a_stage() -> None:
-    assert run(_gathered, 2) == [[1.5, 5.0]] * 2
+    for times in run(_gathered, 2):
+        assert times.seconds == pytest.approx([1.6, 4.75])
+        assert times.noise == pytest.approx(0.5)
 
 
 class Sleeper(nn.Module):
@@ -54,18 +66,21 @@ class Sleeper(nn.Module):
         return x
 
 
-def test_the_clock_takes_the_median_of_each_stage() -> None:
+def test_the_clock_takes_medians_of_each_stage_early_and_late() -> None:
     stages = [Sleeper(0.01), Sleeper(0.03)]
     clock = StageClock(stages, (1, 2), torch.device("cpu"))
     for _ in range(3):
         for stage in stages:
             stage(torch.ones(1))
-    stages[0].seconds = 0.5  # once: the median does not see it
+    stages[0].seconds = 0.5  # once: the medians do not see it
     stages[0](torch.ones(1))
+    stages[0].seconds = 0.01
+    for _ in range(4):
+        stages[0](torch.ones(1))
     clock.close()
     stages[0](torch.ones(1))
-    seconds = clock.seconds()
-    assert seconds.keys() == {1, 2}
-    assert seconds[1] == pytest.approx(0.01, abs=0.01)
-    assert seconds[2] == pytest.approx(0.03, abs=0.01)
-    assert len(clock.forwards[1]) == 4
+    times = clock.seconds()
+    assert times.keys() == {1, 2}
+    assert times[1] == pytest.approx((0.01, 0.01), abs=0.01)
+    assert times[2] == pytest.approx((0.03, 0.03), abs=0.01)
+    assert len(clock.forwards[1]) == 8

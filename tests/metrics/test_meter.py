@@ -12,7 +12,8 @@ from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
-from torchllm.metrics.step_profiler import ProfiledStep, SlowRank
+from torchllm.metrics.slow_rank import SlowRank
+from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.train.step import StepResult
 

@@ -16,7 +16,8 @@ from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.metrics.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
-from torchllm.metrics.step_profiler import ProfiledStep, SlowRank
+from torchllm.metrics.slow_rank import SlowRank
+from torchllm.metrics.step_profiler import ProfiledStep
 
 
 def monitor_of(
@@ -175,14 +176,14 @@ def _stage_times(folder: Path) -> list[bool]:
     observed: list[bool] = []
 
     def adapt(config: Config, bottlenecks: Bottlenecks) -> None:
-        observed.append(bottlenecks.stage_seconds is not None)
+        observed.append(bottlenecks.stage_times is not None)
 
     config = tiny({"parallel.pp": 2, "parallel.rebalance": True})
     monitor = monitor_of(folder, config, adapt)
     clock = monitor.stage_clock
     assert clock is not None
     for index in clock.forwards:
-        clock.forwards[index].append((0.0, 1.0 + index))
+        clock.forwards[index] += 2 * [(0.0, 1.0 + index)]
     for n in range(1, TIMED_STEPS + 3):
         with monitor.step(n):
             pass

@@ -1,7 +1,6 @@
-"""The step profiler: which rank it calls slow, when, and that it leaves quiet runs alone."""
+"""The step profiler: when it profiles, when it calls a rank slow, and that it leaves quiet runs alone."""
 
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,51 +8,13 @@ from torch import nn
 
 from tests.parity import CPU, build, my_batches, tiny
 from tests.workers import run
-from torchllm.metrics.step_profiler import (
-    CONFIRMATIONS,
-    MAX_COST,
-    ProfiledStep,
-    RankReport,
-    SlowRank,
-    StepProfiler,
-    find_slow_rank,
-)
+from torchllm.metrics import step_profiler
+from torchllm.metrics.step_profiler import CONFIRMATIONS, MAX_COST, ProfiledStep, StepProfiler
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.phase import phase
 from torchllm.train.step import TrainStep
-
-USUAL = {"forward": 0.3, "backward": 0.6, "exposed fsdp": 0.1, "data": 0.0, "checkpoint": 0.0}
-"""seconds by part of a step"""
-
-
-def slow_rank(*ranks: dict[str, float], peers: Sequence[int] = ()) -> SlowRank | None:
-    """Whom parts of each rank that differ from the usual ones make slow; peers: group of each, by default one."""
-    groups = peers or [0] * len(ranks)
-    reports = []
-    for rank, (parts, group) in enumerate(zip(ranks, groups, strict=True)):
-        reports.append(RankReport(USUAL | parts, group, f"host-{rank}"))
-    return find_slow_rank(reports)
-
-
-def test_a_rank_is_slow_if_it_works_longer_than_its_peers() -> None:
-    assert slow_rank({}, {}, {}, {}) is None
-    assert slow_rank({}, {}, {"forward": 0.8}, {}) == (2, "host-2", "forward", 0.8, 0.3)
-    assert slow_rank({}, {"data": 0.9}) == (1, "host-1", "data", 0.9, 0.0)
-    assert slow_rank({}, {"forward": 0.4}) is None  # 11 % more work
-    assert slow_rank({}, {}, {"forward": 0.8}, {"forward": 1.8}) == (3, "host-3", "forward", 1.8, 0.3)
-
-
-def test_a_rank_waits_for_others_or_saves_without_being_slow() -> None:
-    assert slow_rank({}, {"exposed fsdp": 9.0}, {"checkpoint": 9.0}, {"bubble": 9.0}) is None
-
-
-def test_ranks_of_other_stages_are_no_peers() -> None:
-    heavy = {"forward": 2.0}
-    assert slow_rank({}, {}, heavy, heavy, peers=[0, 0, 1, 1]) is None
-    assert slow_rank({}, heavy, peers=[0, 1]) is None  # the only ranks of their stages
-    assert slow_rank({}, {}, heavy, {}, peers=[0, 0, 1, 1]) == (2, "host-2", "forward", 2.0, 0.3)
 
 
 def test_the_line_says_what_the_largest_wait_costs() -> None:
@@ -106,6 +67,32 @@ def _steps_to_the_next_profile(stretch: str) -> int:
 def test_a_profiled_step_that_is_slower_costs_and_one_that_evaluates_does_not() -> None:
     assert run(_steps_to_the_next_profile, 1, "optimizer")[0] > 0.5 / MAX_COST / 0.1  # 0.02 s meant
     assert run(_steps_to_the_next_profile, 1, "evaluate")[0] < 0.5 / MAX_COST / 0.1
+
+
+def _intervals_with_slow_conclusions(steps: int) -> list[int]:
+    """Steps between profiles if rank 0 needs 0.3 s for a conclusion; a step takes 0.02 s."""
+    config = tiny({"parallel.dp_shard": 2})
+    mesh, _ = build(config)
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    profiler = StepProfiler(1, mesh, group, CPU)
+    find_slow_rank = step_profiler.find_slow_rank
+    step_profiler.find_slow_rank = lambda reports: time.sleep(0.3)
+    try:
+        intervals = []
+        for n in range(10, 10 + steps):
+            due = profiler.next = n
+            with profiler.step(due), phase("forward_backward"):
+                time.sleep(0.02)
+            intervals.append(profiler.next - due)
+        return intervals
+    finally:
+        step_profiler.find_slow_rank = find_slow_rank
+
+
+def test_the_time_of_the_conclusion_counts_from_the_next_profile_on() -> None:
+    for first, *following in run(_intervals_with_slow_conclusions, 2, 3):
+        assert all(interval > first + 0.25 / MAX_COST / 0.1 for interval in following)
 
 
 def test_a_sleeping_rank_is_named_within_twenty_steps() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Parallel
-from torchllm.parallel.mesh import Mesh, build_mesh
+from torchllm.parallel.mesh import Mesh, build_mesh, destroy_mesh
 
 
 @contextmanager
@@ -90,3 +91,32 @@ def test_nothing_warns_the_user() -> None:
     for degrees in (fsdp, hsdp, fsdp_and_tp, ddp):
         with on_rank(0, 8, **degrees) as mesh:
             assert mesh.loss.size() == 8 // degrees.get("tp", 1)
+
+
+def groups_now() -> set[str]:
+    """Names of all process groups of this rank."""
+    return {group.group_name for group in dist.distributed_c10d._world.pg_map}
+
+
+def test_a_mesh_of_the_same_degrees_is_the_one_that_exists_until_it_is_destroyed() -> None:
+    with on_rank(3, 8, dp_shard=4, tp=2) as mesh:
+        degrees = Parallel(dp_shard=4, tp=2)
+        groups = groups_now()
+        assert dist.group.WORLD is not None
+        world = dist.group.WORLD.group_name
+        assert build_mesh(replace(degrees, split=(1, 2)), torch.device("cpu")) is mesh
+        assert build_mesh(replace(degrees, zero_stage=0), torch.device("cpu")) is not mesh
+        assert groups_now() > groups
+        destroy_mesh(mesh)
+        assert groups & groups_now() == {world}
+        assert build_mesh(degrees, torch.device("cpu")) is not mesh
+    with on_rank(3, 8, dp_shard=4, tp=2) as mesh_of_next_job:
+        assert mesh_of_next_job is not mesh
+
+
+def test_destroying_a_mesh_leaves_the_group_of_all_ranks() -> None:
+    with on_rank(3, 8, dp_shard=8) as mesh:
+        assert mesh.loss_group is dist.group.WORLD
+        destroy_mesh(mesh)
+        assert len(groups_now()) == 1
+        assert dist.get_world_size() == 8

@@ -9,32 +9,38 @@ All ranks decide the same, from figures that all of them have.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchllm.adapt.balance import better_split
+from torchllm.adapt.balance import Rebalancer
 from torchllm.config import Config
-from torchllm.metrics.bottlenecks import DataWait
+from torchllm.metrics.bottlenecks import DataWait, StageTimes
 from torchllm.metrics.monitor import Bottlenecks, Change
 from torchllm.spec.stages import balanced_split, end_costs, stage_costs
 
 MAX_WORKERS = 8
 
 
-def adapted(config: Config, bottlenecks: Bottlenecks) -> Change | None:
-    """Return the config to go on with and the reasons, or None where nothing would help."""
-    reasons = []
-    changed = config
-    if bottlenecks.data_wait is not None and config.data.workers < MAX_WORKERS:
-        changed, reason = with_another_worker(changed, bottlenecks.data_wait)
-        reasons.append(reason)
-    if bottlenecks.stage_seconds is not None:
-        rebalanced = with_better_split(changed, bottlenecks.stage_seconds)
-        if rebalanced is not None:
-            changed, reason = rebalanced
+class Adapter:
+    """Decides for a run, and remembers the splits that it has tried."""
+
+    def __init__(self) -> None:
+        self.rebalancer = Rebalancer()
+
+    def change(self, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+        """Return the config to go on with and the reasons, or None where nothing would help."""
+        reasons = []
+        changed = config
+        if bottlenecks.data_wait is not None and config.data.workers < MAX_WORKERS:
+            changed, reason = with_another_worker(changed, bottlenecks.data_wait)
             reasons.append(reason)
-    if not reasons:
-        return None
-    # A run may have begun at a checkpoint that its config names; it goes on from the one just written.
-    changed = replace(changed, checkpoint=replace(config.checkpoint, resume="auto"))
-    return Change(changed, ", ".join(reasons))
+        if bottlenecks.stage_times is not None:
+            rebalanced = with_next_split(changed, bottlenecks.stage_times, self.rebalancer)
+            if rebalanced is not None:
+                changed, reason = rebalanced
+                reasons.append(reason)
+        if not reasons:
+            return None
+        # A run may have begun at a checkpoint that its config names; it goes on from the one just written.
+        changed = replace(changed, checkpoint=replace(config.checkpoint, resume="auto"))
+        return Change(changed, ", ".join(reasons))
 
 
 def with_another_worker(config: Config, data_wait: DataWait) -> Change:
@@ -44,17 +50,17 @@ def with_another_worker(config: Config, data_wait: DataWait) -> Change:
     return Change(replace(config, data=replace(config.data, workers=workers)), reason)
 
 
-def with_better_split(config: Config, stage_seconds: Sequence[float]) -> Change | None:
-    """Return the config with the split of the blocks that evens out the measured times; None: it is even enough."""
+def with_next_split(config: Config, times: StageTimes, rebalancer: Rebalancer) -> Change | None:
+    """Return the config with the next split of the blocks that the measured times ask for; None: keep the split."""
     length = config.training.sequence_length
     split = balanced_split(config.model, config.parallel, length)
     costs = stage_costs(config.model, split, length)
     embedding, head = end_costs(config.model)
-    better = better_split(split, stage_seconds, (embedding / costs[0], head / costs[-1]))
-    if better is None:
+    following = rebalancer.next_split(split, times, (embedding / costs[0], head / costs[-1]))
+    if following is None:
         return None
-    reason = f"stages of {_text(better)} blocks instead of {_text(split)}"
-    return Change(replace(config, parallel=replace(config.parallel, split=better)), reason)
+    reason = f"stages of {_text(following)} blocks instead of {_text(split)}"
+    return Change(replace(config, parallel=replace(config.parallel, split=following)), reason)
 
 
 def _text(split: Sequence[int]) -> str:

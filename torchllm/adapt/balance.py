@@ -7,8 +7,53 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from torchllm.metrics.bottlenecks import StageTimes
+
 UNEVEN = 0.05
 """stages are uneven if the slowest takes longer than the mean by more than this share"""
+MAX_SPLITS = 3
+"""other splits that a run tries; each costs a new start from a checkpoint"""
+
+
+class MeasuredSplit(NamedTuple):
+    """A split that the run has left for another one, and how it did."""
+
+    split: tuple[int, ...]
+    slowest: float
+    """seconds of its slowest stage"""
+    noise: float
+    """seconds by which a measured time may be off"""
+
+
+class Rebalancer:
+    """Chooses the next split of a run after each measurement. It ends with the first split that nothing improves.
+
+    A time measured 10 % too long looks like an uneven stage, and each new split gets new measurements. So a gain must
+    be larger than the noise of the measurement, a split that turns out slower than the one before is undone and is the
+    last, and at most `MAX_SPLITS` are tried.
+    """
+
+    def __init__(self) -> None:
+        self.tried = 0
+        self.former: MeasuredSplit | None = None
+        """the split before the last change"""
+
+    def next_split(
+        self, split: tuple[int, ...], times: StageTimes, end_shares: tuple[float, float]
+    ) -> tuple[int, ...] | None:
+        """Return the split to go on with after the measured one; None: go on with that. Arguments: `better_split`'s."""
+        slowest = max(times.seconds)
+        former, self.former = self.former, None
+        if former is not None and slowest > former.slowest + max(former.noise, times.noise):
+            self.tried = MAX_SPLITS
+            return former.split
+        if self.tried == MAX_SPLITS:
+            return None
+        better = better_split(split, times, end_shares)
+        if better is not None:
+            self.tried += 1
+            self.former = MeasuredSplit(split, slowest, times.noise)
+        return better
 
 
 class PartialSplit(NamedTuple):
@@ -20,16 +65,17 @@ class PartialSplit(NamedTuple):
     """of each"""
 
 
-def better_split(
-    split: Sequence[int], stage_seconds: Sequence[float], end_shares: tuple[float, float]
-) -> tuple[int, ...] | None:
-    """Return the split whose slowest stage is fastest; None if stages are even, or it gains less than `UNEVEN` / 2.
+def better_split(split: Sequence[int], times: StageTimes, end_shares: tuple[float, float]) -> tuple[int, ...] | None:
+    """Return the split whose slowest stage is fastest; None if stages are even, or it gains too little.
+
+    A gain is too little if it is below `UNEVEN` / 2 of the slowest stage, or below the noise of the measured times.
 
     split: blocks of each stage. end_shares: the embedding's fraction of the first stage's time, the head's of the
     last's. A block that moves is taken to cost what the blocks of its stage cost now.
     """
-    mean = sum(stage_seconds) / len(stage_seconds)
-    if max(stage_seconds) <= (1 + UNEVEN) * mean:
+    stage_seconds = times.seconds
+    slowest, mean = max(stage_seconds), sum(stage_seconds) / len(stage_seconds)
+    if slowest <= (1 + UNEVEN) * mean:
         return None
     fixed = [0.0] * len(split)  # seconds that stay with a stage when its blocks move
     fixed[0] += end_shares[0] * stage_seconds[0]
@@ -38,8 +84,8 @@ def better_split(
     for blocks, seconds, end_seconds in zip(split, stage_seconds, fixed, strict=True):
         block_seconds += [(seconds - end_seconds) / blocks] * blocks
     best = best_partition(block_seconds, fixed)
-    gains = best.slowest < (1 - UNEVEN / 2) * max(stage_seconds)
-    return best.blocks if gains else None
+    gain = slowest - best.slowest
+    return best.blocks if gain > max(times.noise, UNEVEN / 2 * slowest) else None
 
 
 def best_partition(block_seconds: Sequence[float], fixed: Sequence[float]) -> PartialSplit:

@@ -2,6 +2,8 @@
 
 The rest of this folder is imported only when it is needed: `tune` with parallel.layout = "tune", `adapter` where a
 loader is starved or stages were timed (`parallel.rebalance`), `out_of_memory` when a rank runs out of memory.
+
+A run that starts again keeps its process groups (`build_mesh` returns the mesh that exists) and frees everything else.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ def supervise(
 
     UserError, with advice, where this rank runs out of memory; `train` may raise others.
     """
-    monitor = Monitor(runtime, adapt, starved_seconds)
+    monitor = Monitor(runtime, Adaptation(), starved_seconds)
     config: Config | None = configs[0]
     if len(configs) > 1:
         from torchllm.adapt.tune import fastest
@@ -41,13 +43,24 @@ def supervise(
                 raise UserError(explain(error, config, runtime)) from error
             raise
         config = monitor.next_config
+        if config is not None:
+            runtime.release_memory()  # of the old model, before the new one is built
     monitor.close()
 
 
-def adapt(config: Config, bottlenecks: Bottlenecks) -> Change | None:
-    """Return the config to go on with from a checkpoint, or None: go on as before."""
-    if bottlenecks.data_wait is None and bottlenecks.stage_seconds is None:
-        return None
-    from torchllm.adapt.adapter import adapted
+class Adaptation:
+    """Decides at a checkpoint whether a run goes on with another config; loads the adapter when there is a reason."""
 
-    return adapted(config, bottlenecks)
+    def __init__(self) -> None:
+        self.adapter: Any = None
+
+    def __call__(self, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+        """Return the config to go on with from a checkpoint, or None: go on as before."""
+        if bottlenecks.data_wait is None and bottlenecks.stage_times is None:
+            return None
+        if self.adapter is None:
+            from torchllm.adapt.adapter import Adapter
+
+            self.adapter = Adapter()
+        change: Change | None = self.adapter.change(config, bottlenecks)
+        return change

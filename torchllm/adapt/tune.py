@@ -5,7 +5,6 @@ down again. The times are kept in tuned.json of the cache folder, by model, batc
 measures nothing. A layout that ended a job before it had a time (out of memory) is not tried again.
 """
 
-import gc
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.mesh import build_mesh, destroy_mesh
 from torchllm.planner.search.layouts import layout_of
 from torchllm.runtime.process import Runtime
 
@@ -77,9 +76,8 @@ def measure(config: Config, runtime: Runtime) -> float:
     slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=runtime.host_group)
     del step
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    destroy_mesh(mesh)
+    runtime.release_memory()
     return float(slowest)
 
 

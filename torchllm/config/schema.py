@@ -49,7 +49,7 @@ class Run:
     timeout: Positive = 600.0
     """seconds that a rank may wait for other ranks before the job is aborted, with a message that names the cause"""
     collect_garbage_interval: Natural = 100
-    """steps between Python garbage collections, on all ranks at the same step; 0: leave it to Python"""
+    """steps between full garbage collections of Python, on all ranks at the same step; 0: leave it to Python"""
     dry_run: bool = False
     """do not train: print what each kind of rank would hold and send, on any number of ranks"""
     json: bool = False
@@ -311,7 +311,7 @@ class Parallel:
     split: tuple[Count, ...] = ()
     """with pp: blocks of each stage, first to last; empty: balanced by cost, including embedding and head"""
     rebalance: bool = False
-    """with pp: time the stages in the first steps; if one is 5 % over the mean, split again at the next checkpoint"""
+    """with pp: time the stages; if one is 5 % over the mean, split again at the next checkpoint, at most 3 times"""
     scatter_gather: bool = True
     """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
     cp_method: Literal["ring", "ulysses"] = "ring"

@@ -91,6 +91,12 @@ class _OpenShards:
         self._shards.move_to_end(key)
         return shard
 
+    def close(self) -> None:
+        """Close all of them, and forget their corpora; the next use of a shard opens it again."""
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
+
 
 class _Part(NamedTuple):
     """What one shard holds of a range of the stream."""
@@ -105,6 +111,11 @@ class _Part(NamedTuple):
 
 
 _open_shards = _OpenShards(_OPEN_SHARDS)
+
+
+def close_shards() -> None:
+    """Close the shards that this process holds open; a later read opens them again."""
+    _open_shards.close()
 
 
 class Corpus:

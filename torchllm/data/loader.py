@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchllm.config import Data, Model, Source, Training, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.data.cache import cache_root, cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.data.corpus import Corpus, SequenceSource
+from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location
 from torchllm.data.packing import IGNORED, pack_window
@@ -318,10 +318,11 @@ class TrainLoader:
         return lines
 
     def close(self) -> None:
-        """End the worker processes; the next step starts new ones."""
+        """End the worker processes and close the shards; the next step starts and opens them again."""
         if self._batches is not None and self._workers:
             _end_workers(weakref.ref(self._batches))
         self._batches = None
+        close_shards()
 
     def validation_sequences(self, sequences: int) -> int:
         """Return how many of `sequences` held-out sequences exist. Raises DataError if there is none."""

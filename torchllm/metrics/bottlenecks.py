@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from torchllm.runtime.exchange import gather_records
 
 STARVED = 0.05
 """a loader is starved if a rank waits for it for more than this share of the time"""
@@ -50,10 +53,26 @@ class DataWaitClock:
         self.total, self.started = total, called
         # FOOTGUN: decide from gathered figures only. A decision by this rank's own clock would differ between ranks,
         # and the run would hang.
-        ranks = [waited] * dist.get_world_size(self.host_group)
-        dist.all_gather_object(ranks, waited, group=self.host_group)
-        waits = [DataWait(rank, seconds, elapsed) for rank, (seconds, elapsed) in enumerate(ranks)]
-        return max(waits, key=lambda wait: wait.seconds)
+        waits = gather_records(np.array(waited), self.host_group)  # (ranks, 2)
+        rank = int(np.argmax(waits[:, 0]))
+        seconds, elapsed = waits[rank].tolist()
+        return DataWait(rank, seconds, elapsed)
+
+
+class ForwardSeconds(NamedTuple):
+    """Times of a stage's forward: the median of the first half of those measured, and of the second."""
+
+    first_half: float
+    second_half: float
+
+
+class StageTimes(NamedTuple):
+    """Times of all pipeline stages, the same on all ranks."""
+
+    seconds: list[float]
+    """of a forward of each stage, first to last"""
+    noise: float
+    """seconds by which the time of a stage has changed most from the first half of its measurement to the second"""
 
 
 class StageClock:
@@ -82,15 +101,17 @@ class StageClock:
     def _stop(self, index: int) -> None:
         self.forwards[index].append((self.starts[index], self._now()))
 
-    def seconds(self) -> dict[int, float]:
-        """Return the median time of a forward, by global index of the stage."""
+    def seconds(self) -> dict[int, ForwardSeconds]:
+        """Return the times of each stage that had two forwards or more, by global index of the stage."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        medians = {}
+        times = {}
         for index, forwards in self.forwards.items():
-            if forwards:
-                medians[index] = median(self._elapsed(start, stop) for start, stop in forwards)
-        return medians
+            seconds = [self._elapsed(start, stop) for start, stop in forwards]
+            middle = len(seconds) // 2
+            if middle:
+                times[index] = ForwardSeconds(median(seconds[:middle]), median(seconds[middle:]))
+        return times
 
     def _elapsed(self, start: Any, stop: Any) -> float:
         return float(start.elapsed_time(stop) / 1000 if self.on_gpu else stop - start)
@@ -101,12 +122,10 @@ class StageClock:
             hook.remove()
 
 
-def gather_stage_seconds(seconds: dict[int, float], group: dist.ProcessGroup) -> list[float]:
-    """Return the forward times of all stages, first to last: the median over the ranks that hold the same stage."""
-    ranks: list[dict[int, float]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, seconds, group=group)
-    by_stage: dict[int, list[float]] = {}
-    for rank in ranks:
-        for index, stage_seconds in rank.items():
-            by_stage.setdefault(index, []).append(stage_seconds)
-    return [median(by_stage[index]) for index in sorted(by_stage)]
+def gather_stage_times(times: dict[int, ForwardSeconds], stages: int, group: dist.ProcessGroup) -> StageTimes:
+    """Return the times of all `stages`: medians over the ranks that hold the same stage. times: of this rank's."""
+    local = np.full((stages, 2), np.nan)
+    for index, forward in times.items():
+        local[index] = forward
+    first_half, second_half = np.nanmedian(gather_records(local, group), axis=0).T  # of each stage
+    return StageTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
+from torchllm.parallel.mesh import AXIS_NAMES
 from torchllm.runtime.phase import MESSAGES, PREFIX
 from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent
 
@@ -25,6 +26,14 @@ SHORT = 100_000
 """ns; a shorter gap between two operators of a CPU is Python's, no wait"""
 COMPUTING = ("forward", "backward", "optimizer")
 ASIDE = ("data", "evaluate", "checkpoint")
+PARTS = (
+    *COMPUTING,
+    *ASIDE,
+    "bubble",
+    *(f"exposed {axis}" for axis in (*AXIS_NAMES, "host", "other")),
+    "other",
+)
+"""every part that a step may have"""
 PHASES = ("step", "forward_backward", "backward", "optimizer", *ASIDE)
 """stretches that the program itself names (`torchllm.runtime.phase`)"""
 COMMUNICATION = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")

@@ -26,7 +26,8 @@ from torchllm.metrics.bottlenecks import (
     DataWait,
     DataWaitClock,
     StageClock,
-    gather_stage_seconds,
+    StageTimes,
+    gather_stage_times,
 )
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
@@ -53,8 +54,8 @@ class Bottlenecks(NamedTuple):
 
     data_wait: DataWait | None
     """the longest wait for data, if the loader is starved"""
-    stage_seconds: list[float] | None
-    """time of a forward of each pipeline stage, once they were measured (`parallel.rebalance`)"""
+    stage_times: StageTimes | None
+    """of the forwards of the pipeline's stages, once they were measured (`parallel.rebalance`)"""
 
 
 class Change(NamedTuple):
@@ -190,13 +191,14 @@ class Monitor:
     def _bottlenecks(self) -> Bottlenecks:
         data_wait = self.data_wait_clock.longest(self.meter.total_data_wait)
         starved = data_wait.share > STARVED and data_wait.seconds > self.starved_seconds
-        stage_seconds = None
+        stage_times = None
         if self.stage_clock is not None and self.steps > TIMED_STEPS:
             self.stage_clock.close()
-            stage_seconds = gather_stage_seconds(self.stage_clock.seconds(), self.runtime.host_group)
+            times = self.stage_clock.seconds()
+            stage_times = gather_stage_times(times, self.config.parallel.stages, self.runtime.host_group)
             self.stage_clock = None  # measured once per config
-            log.info("forwards of the stages take %s s", ", ".join(f"{seconds:.3g}" for seconds in stage_seconds))
-        return Bottlenecks(data_wait if starved else None, stage_seconds)
+            log.info("forwards of the stages take %s s", ", ".join(f"{seconds:.3g}" for seconds in stage_times.seconds))
+        return Bottlenecks(data_wait if starved else None, stage_times)
 
     def _usual_seconds(self) -> float:
         """Return the median time of the latest steps, without the first of a config: it compiles and allocates."""

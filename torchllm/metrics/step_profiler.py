@@ -1,75 +1,52 @@
 """Profiles a step from time to time, on all ranks at once: shows where its time went and which rank is slow.
 
-Between profiled steps only the host's clock is read. The time of a profiled step is broken down (`breakdown.py`), all
-ranks' parts are gathered, and rank 0 logs their mean beside what the planner expected. This costs time: the profile has
-to be read, and a profiled step is slower. Steps are profiled so rarely that it stays below `MAX_COST` of the run.
+Between profiled steps only the host's clock is read. The time of a profiled step is broken down (`breakdown.py`), the
+ranks report their parts, and rank 0 concludes: the mean of each part, which it logs beside what the planner expected,
+and the next step to profile. This costs time: a profiled step is slower, the profile has to be read, and the reports
+have to be exchanged. Steps are profiled so rarely that it stays below `MAX_COST` of the run.
 
-A rank is slow if it works, rather than waits for others, `SLOW` times as long as the median of the ranks that hold the
-same pipeline stages, in `CONFIRMATIONS` profiled steps in a row: after the first, the very next steps are profiled.
+A rank is called slow if `slow_rank.py` finds it in `CONFIRMATIONS` profiled steps in a row: after the first, the very
+next steps are profiled.
 """
 
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from torchllm.metrics.breakdown import COMPUTING, breakdown
+from torchllm.metrics.breakdown import COMPUTING, PARTS, breakdown
+from torchllm.metrics.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report
 from torchllm.metrics.trace import TraceWriter
 from torchllm.parallel.mesh import Mesh
+from torchllm.runtime.exchange import broadcast_record, gather_records
 from torchllm.runtime.phase import phase
 from torchllm.runtime.torch_compat import flight_records, profiled_events
 
 MAX_COST = 0.01
 """share of the run's time that profiling may take"""
-SLOW = 1.25
-"""a slow rank works this many times as long as its peers"""
 CONFIRMATIONS = 4
 """profiled steps in a row in which a rank must be the slowest: one may be chance"""
-NOTICEABLE = 0.05
-"""delays below this share of a step are ignored"""
-
-Parts = Mapping[str, float]
-"""seconds by part of a step"""
-
-
-class SlowRank(NamedTuple):
-    """A rank that holds up others."""
-
-    rank: int
-    host: str
-    part: str
-    """the part of the step in which it loses most"""
-    seconds: float
-    """of that part"""
-    peer_seconds: float
-    """of that part, the median of its peers"""
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} ({self.host}) is slow: {self.part} takes {self.seconds:.3g} s, "
-            f"{self.peer_seconds:.3g} s on its peers"
-        )
-
-
-class RankReport(NamedTuple):
-    """What a rank sends to the others about its profiled step."""
-
-    parts: Parts
-    peer_group: int
-    """ranks with the same number do the same work"""
-    host: str
-    cost: float = 0.0
-    """seconds that the step took longer than an unprofiled one, reading the profile included"""
-    usual: float = 0.0
-    """seconds of an unprofiled step"""
+CONCLUSION = np.dtype(
+    [
+        ("parts", np.float64, len(PARTS)),  # seconds by part, the mean over ranks; NaN for a part that no rank has
+        ("next", np.int64),  # the next step to profile
+        ("slow", np.int64),  # rank that was confirmed to be slow, or -1; the fields of its `SlowRank` follow
+        ("host", "S64"),
+        ("part", np.int64),  # index in `PARTS`
+        ("seconds", np.float64),
+        ("peer_seconds", np.float64),
+    ]
+)
+"""what rank 0 concludes from the reports of a profiled step, and all ranks then know"""
 
 
 class ProfiledStep(NamedTuple):
@@ -80,6 +57,24 @@ class ProfiledStep(NamedTuple):
     """seconds by part, the mean over ranks; they add up to the step"""
     slow: SlowRank | None
     """a rank that was slow in `CONFIRMATIONS` profiled steps in a row, of which this is the last"""
+
+    @classmethod
+    def from_conclusion(cls, step: int, conclusion: np.void) -> "ProfiledStep":
+        """Read a `CONCLUSION` about a step."""
+        parts = {}
+        for name, seconds in zip(PARTS, conclusion["parts"].tolist(), strict=True):
+            if not math.isnan(seconds):
+                parts[name] = seconds
+        slow = None
+        if conclusion["slow"] >= 0:
+            slow = SlowRank(
+                rank=int(conclusion["slow"]),
+                host=bytes(conclusion["host"]).decode(),
+                part=PARTS[conclusion["part"]],
+                seconds=float(conclusion["seconds"]),
+                peer_seconds=float(conclusion["peer_seconds"]),
+            )
+        return cls(step, parts, slow)
 
     @property
     def seconds(self) -> float:
@@ -131,11 +126,13 @@ class StepProfiler:
         if device.type == "cuda":
             self.activities.append(ProfilerActivity.CUDA)
         self.next = self._next_allowed(start + 2)
+        self.exchange_seconds = 0.0
+        """of the last profiled step: from this rank's report until it knew the conclusion"""
         self.cost = 0.0
-        """seconds since the last profiled step that confirmed nothing"""
+        """on rank 0: seconds since the last profiled step that confirmed nothing"""
         self.unprofiled_seconds: deque[float] = deque(maxlen=32)
         self.suspect: int | None = None
-        """rank that was the slowest in the latest profiled steps"""
+        """on rank 0: the rank that was the slowest in the latest profiled steps"""
         self.suspicions = 0
         """in how many in a row"""
         self.latest: ProfiledStep | None = None
@@ -174,20 +171,43 @@ class StepProfiler:
         aside = parts["evaluate"] + parts["checkpoint"]  # neither the step's own time nor the profile's fault
         usual = min(median(self.unprofiled_seconds or [math.inf]), stopped - started - aside)
         cost = time.perf_counter() - called - aside - usual
-        reports = self._gather(RankReport(parts, self.peer_group, os.uname().nodename, cost, usual))
-        slow = self._confirm(find_slow_rank(reports))
-        self._schedule(n, reports)
-        self.latest = ProfiledStep(n, mean_parts(reports), slow)
+        host = os.uname().nodename
+        self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
+        assert self.latest is not None, "the exchange sets it"
         if self.traces is not None and self._is_traced(n):
             self.traces.write(n, profiler, self.latest.parts)
 
     def _is_traced(self, n: int) -> bool:
         return self.traces is not None and n in self.traces.steps
 
-    def _gather(self, report: RankReport) -> list[RankReport]:
-        reports = [report] * dist.get_world_size(self.host_group)
-        dist.all_gather_object(reports, report, group=self.host_group)
-        return reports
+    def _exchange(self, n: int, report: Reports) -> None:
+        """Report to rank 0 about step `n`, and set `latest` and `next` to what it concludes."""
+        began = time.perf_counter()
+        reports = gather_records(report, self.host_group)
+        conclusion = np.zeros(1, dtype=CONCLUSION)
+        if dist.get_rank(self.host_group) == 0:
+            conclusion[0] = self._conclude(n, reports[:, 0])
+        # FOOTGUN: the ranks do not conclude each for itself. Different processors may round differently, and ranks that
+        # disagreed on the next step to profile would wait for each other without end.
+        [conclusion] = broadcast_record(conclusion, self.host_group)
+        self.next = int(conclusion["next"])
+        self.latest = ProfiledStep.from_conclusion(n, conclusion)
+        self.exchange_seconds = time.perf_counter() - began
+
+    def _conclude(self, n: int, reports: Reports) -> np.void:
+        """Return what follows from the reports of all ranks about step `n`, as `CONCLUSION` describes it; rank 0's."""
+        slow = self._confirm(find_slow_rank(reports))
+        conclusion = np.zeros(1, dtype=CONCLUSION)[0]
+        conclusion["parts"] = mean_parts(reports)
+        conclusion["next"] = self._schedule(n, reports)
+        conclusion["slow"] = -1
+        if slow is not None:
+            conclusion["slow"] = slow.rank
+            conclusion["host"] = slow.host.encode()
+            conclusion["part"] = PARTS.index(slow.part)
+            conclusion["seconds"] = slow.seconds
+            conclusion["peer_seconds"] = slow.peer_seconds
+        return conclusion
 
     def _confirm(self, slow: SlowRank | None) -> SlowRank | None:
         """Return the slow rank of this step if the steps before had the same one, `CONFIRMATIONS` in all."""
@@ -199,71 +219,16 @@ class StepProfiler:
         self.suspicions += 1
         return slow if self.suspicions == CONFIRMATIONS else None
 
-    def _schedule(self, n: int, reports: Sequence[RankReport]) -> None:
-        """Set the next step to profile: at once while a slow rank is not confirmed, else by what profiling costs."""
-        self.cost += max(report.cost for report in reports)
+    def _schedule(self, n: int, reports: Reports) -> int:
+        """Return the step to profile after `n`: the next while a slow rank is not confirmed, else by what it costs."""
+        # The rank that reported last waited for no other: its time is that of the exchange.
+        self.cost += reports["cost"].max() + reports["exchange"].min()
         if 0 < self.suspicions < CONFIRMATIONS:
-            self.next = n + 1
-            return
-        usual = min(report.usual for report in reports)
-        steps = max(1, math.ceil(self.cost / MAX_COST / usual))
-        self.next = self._next_allowed(n + steps)
+            return n + 1
+        steps = max(1, math.ceil(self.cost / MAX_COST / reports["usual"].min()))
         self.suspect, self.suspicions, self.cost = None, 0, 0.0
+        return self._next_allowed(n + steps)
 
     def _next_allowed(self, n: int) -> int:
         """Return the first step from `n` on that is a multiple of the interval."""
         return math.ceil(n / self.interval) * self.interval if self.interval else 0
-
-
-def mean_parts(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Return the mean over ranks of each part; a rank that lacks a part spent no time on it."""
-    totals: dict[str, float] = {}
-    for report in reports:
-        for name, seconds in report.parts.items():
-            totals[name] = totals.get(name, 0.0) + seconds
-    return {name: total / len(reports) for name, total in totals.items()}
-
-
-def find_slow_rank(reports: Sequence[RankReport]) -> SlowRank | None:
-    """Return the rank that works longest in comparison with its peers, if it is slow; reports: in order of ranks."""
-    slowest, longest_delay = None, 0.0
-    for rank, report in enumerate(reports):
-        peers = peers_of(rank, reports)
-        if not peers:
-            continue
-        work = sum(working_parts(report).values())
-        usual = median(sum(working_parts(peer).values()) for peer in peers)
-        delay = work - usual
-        noticeable = delay > NOTICEABLE * sum(report.parts.values())
-        if work > SLOW * usual and noticeable and delay > longest_delay:
-            slowest, longest_delay = rank, delay
-    return None if slowest is None else slow_rank(slowest, reports)
-
-
-def slow_rank(rank: int, reports: Sequence[RankReport]) -> SlowRank:
-    """Return which part makes a rank slower than its peers."""
-    report = reports[rank]
-    peers = peers_of(rank, reports)
-    slow = None
-    for name, seconds in working_parts(report).items():
-        peer_seconds = median(peer.parts.get(name, 0.0) for peer in peers)
-        if slow is None or seconds - peer_seconds > slow.seconds - slow.peer_seconds:
-            slow = SlowRank(rank, report.host, name, seconds, peer_seconds)
-    assert slow is not None, "every step has parts"
-    return slow
-
-
-def peers_of(rank: int, reports: Sequence[RankReport]) -> list[RankReport]:
-    """Return the reports of the other ranks that do the same work."""
-    group = reports[rank].peer_group
-    return [report for index, report in enumerate(reports) if index != rank and report.peer_group == group]
-
-
-def working_parts(report: RankReport) -> Parts:
-    """Return the parts in which a rank works on the step, rather than waits for ranks, evaluates or saves."""
-    return {name: seconds for name, seconds in report.parts.items() if is_work(name)}
-
-
-def is_work(part: str) -> bool:
-    """Whether a rank's own doing decides how long a part takes; its data loader is its own."""
-    return not part.startswith(("exposed", "bubble")) and part not in ("evaluate", "checkpoint")

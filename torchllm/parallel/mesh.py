@@ -18,16 +18,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchllm.config import Parallel
-from torchllm.runtime.torch_compat import flatten_mesh, join_meshes
+from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXIS_NAMES = ("world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp")
+"""of the process groups, see `MeshAxis`"""
 
 
 class MeshAxis(NamedTuple):
     """A process group of this rank: what it is for, and which ranks are in it."""
 
     name: str
-    """world, pp, dp_replicate, fsdp, loss, cp or tp"""
+    """one of `AXIS_NAMES`"""
     dimensions: tuple[int, ...]
     """positions in `AXES` of the axes along which its ranks differ"""
     size: int
@@ -91,22 +93,66 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.world.shape, strict=True))
 
 
+class MeshKey(NamedTuple):
+    """What a mesh depends on."""
+
+    job: dist.ProcessGroup | None
+    """the default process group"""
+    device_type: str
+    degrees: tuple[int, ...]
+    """by `AXES`"""
+    whole_weights: bool
+    """zero_stage 0: every rank holds whole weights, so all data parallel ranks are replicas"""
+    cp_method: str
+
+
+_BUILT: dict[MeshKey, Mesh] = {}
+"""the meshes of this job. A run that starts again with another config has the same degrees and uses the same groups:
+new ones would need new connections between all ranks, and torch's caches would keep the old ones"""
+
+
 def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
-    """Build the mesh of a config whose degrees are resolved (no -1) and multiply to the world size."""
+    """Return the mesh of a config whose degrees are resolved (no -1) and multiply to the world size.
+
+    If this job has built it, return that one. Call it on all ranks, in the same order.
+    """
+    degrees = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
+    key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero_stage == 0, parallel.cp_method)
+    for built in list(_BUILT):
+        if built.job is not key.job:  # of a job that this process has left
+            del _BUILT[built]
+    if key not in _BUILT:
+        _BUILT[key] = _new_mesh(parallel, device)
+    return _BUILT[key]
+
+
+def destroy_mesh(mesh: Mesh) -> None:
+    """Destroy the process groups of a mesh, and with them their memory on the GPU. Call it on all ranks."""
+    for key, built in list(_BUILT.items()):
+        if built is mesh:
+            del _BUILT[key]
+    groups = {group.group_name: group for part in (mesh.world, mesh.fsdp, mesh.loss) for group in part.get_all_groups()}
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    forget_meshes()
+
+
+def _new_mesh(parallel: Parallel, device: torch.device) -> Mesh:
+    """Build the mesh of a config, with new process groups."""
     replicate = parallel.dp_replicate
     shard = parallel.dp_shard
     if parallel.zero_stage == 0:  # every rank holds whole weights: all data parallel ranks are replicas
         replicate, shard = replicate * shard, 1
     degrees = (parallel.pp, replicate, shard, parallel.cp, parallel.tp)
     world = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
-    shards = flatten_mesh(world["dp_shard", "cp"], "fsdp")
     loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
     if parallel.zero_stage == 0:
         fsdp = join_meshes(loss, world["dp_shard"])  # replicated over cp too; the shard dimension has one rank
-    elif replicate == 1:
-        fsdp = shards
     else:
-        fsdp = join_meshes(world["dp_replicate"], shards)
+        fsdp = flatten_mesh(world["dp_shard", "cp"], "fsdp")
+        if replicate > 1:
+            fsdp = join_meshes(world["dp_replicate"], fsdp)
     return Mesh(
         world=world,
         fsdp=fsdp,
