@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.recipes.warm import pretrain
+from tests.workers import POOL
 from torchllm.config import Config
 from torchllm.metrics.monitor import Bottlenecks, Change
 from torchllm.models.decoder import Decoder
@@ -72,6 +73,7 @@ def _start_again_and_again(folder: Path, recipe: Any, rank: int) -> None:
     ids=["fsdp", "pipeline"],
 )
 def test_a_rank_holds_as_much_after_many_rebuilds_as_after_one(tmp_path: Path, layout: list[str]) -> None:
+    POOL.stop(range(2))  # fresh ranks: what a failed test has left would end meanwhile, and be counted
     settings = [f"--training.steps={REBUILDS + 1}", "--checkpoint.interval=1", "--checkpoint.keep=1"]
     settings += ["--evaluate.interval=2", "--training.micro_batch_size=4"]
     assert pretrain(2, tmp_path, *layout, *settings, change=partial(_start_again_and_again, tmp_path)) == ["", ""]

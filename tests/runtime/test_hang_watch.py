@@ -18,6 +18,7 @@ from tests.tiny_run import ROOT
 from tests.workers import POOL
 from torchllm.config import Run
 from torchllm.runtime.hang_report import read_dump
+from torchllm.runtime.hang_watch import CHECKS_PER_SECOND, seconds_between_checks
 from torchllm.runtime.process import Runtime, start_runtime
 
 TIMEOUT = 2.0
@@ -186,6 +187,12 @@ def test_no_alarm_if_ranks_are_slow_or_do_other_things(tmp_path: Path) -> None:
     assert job.stderr == ""
     assert job.dumps == []
     assert job.seconds > 3 * TIMEOUT - 1
+
+
+def test_the_requests_to_the_store_do_not_grow_with_the_ranks() -> None:
+    assert seconds_between_checks(8) == 1.0
+    for world_size in (4_000, 16_384, 100_000):
+        assert world_size / seconds_between_checks(world_size) <= CHECKS_PER_SECOND
 
 
 JOB = """

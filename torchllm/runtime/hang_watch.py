@@ -84,6 +84,11 @@ class RankProcess(NamedTuple):
         return cls(host, int(parent), int(pid))
 
 
+def seconds_between_checks(world_size: int) -> float:
+    """Return how often a rank asks the store for an alarm, so that all together do so `CHECKS_PER_SECOND` times."""
+    return max(TICK, world_size / CHECKS_PER_SECOND)
+
+
 class HangWatch:
     """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
 
@@ -96,8 +101,7 @@ class HangWatch:
         self.world_size = world_size
         self.folder = folder
         self.timeout = timeout
-        self.check_interval = max(TICK, world_size / CHECKS_PER_SECOND)
-        """seconds between two questions to the store"""
+        self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
