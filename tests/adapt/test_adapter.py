@@ -14,7 +14,7 @@ from tests.recipes.warm import pretrain, trained
 from tests.tiny_run import curve, metrics
 from torchllm.adapt.adapter import MAX_WORKERS, Adapter
 from torchllm.config import Checkpoint, Config, Data
-from torchllm.metrics.bottlenecks import DataWait, StageTimes
+from torchllm.metrics.bottlenecks import DataWait, ForwardTimes
 from torchllm.metrics.monitor import Bottlenecks, Change
 
 __all__ = ["trained"]
@@ -82,8 +82,8 @@ def test_a_starved_rank_gets_one_more_worker() -> None:
 
 def test_uneven_stages_get_another_split() -> None:
     config = tiny({"parallel.pp": 2, "model.layers": 6})
-    assert adapted(config, Bottlenecks(None, StageTimes([1.0, 1.0], noise=0.0))) is None
-    change = adapted(config, Bottlenecks(WAIT, StageTimes([3.0, 1.0], noise=0.0)))
+    assert adapted(config, Bottlenecks(None, ForwardTimes([1.0, 1.0], noise=0.0))) is None
+    change = adapted(config, Bottlenecks(WAIT, ForwardTimes([3.0, 1.0], noise=0.0)))
     assert change is not None
     assert change.config.parallel.split == (2, 4)
     assert change.config.data.workers == config.data.workers + 1

@@ -8,13 +8,13 @@ import torch
 
 from torchllm.adapt.balance import MAX_SPLITS, Rebalancer, best_partition
 from torchllm.adapt.balance import better_split as better_split_of_times
-from torchllm.metrics.bottlenecks import StageTimes
+from torchllm.metrics.bottlenecks import ForwardTimes
 
 
 def better_split(
     split: tuple[int, ...], stage_seconds: tuple[float, ...], end_shares: tuple[float, float], noise: float = 0.0
 ) -> tuple[int, ...] | None:
-    return better_split_of_times(split, StageTimes(list(stage_seconds), noise), end_shares)
+    return better_split_of_times(split, ForwardTimes(list(stage_seconds), noise), end_shares)
 
 
 def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
@@ -77,7 +77,7 @@ class Pipeline:
         """Seconds of the slowest stage, without noise."""
         return slowest(self.split, self.block_seconds, [0.0] * 16)
 
-    def measure(self) -> StageTimes:
+    def measure(self) -> ForwardTimes:
         seconds, noise, start = [], 0.0, 0
         drift, first_half, second_half = self.factors(self.drift), self.factors(self.noise), self.factors(self.noise)
         for stage, blocks in enumerate(self.split):
@@ -85,7 +85,7 @@ class Pipeline:
             start += blocks
             seconds.append(true_seconds * (first_half[stage] + second_half[stage]) / 2)
             noise = max(noise, true_seconds * abs(first_half[stage] - second_half[stage]))
-        return StageTimes(seconds, noise)
+        return ForwardTimes(seconds, noise)
 
     def rebuilds(self) -> int:
         """How often a run changes its split before it goes on with one for good."""

@@ -12,8 +12,8 @@ from torchllm.metrics.bottlenecks import (
     DataWait,
     DataWaitClock,
     ForwardSeconds,
+    ForwardTimes,
     StageClock,
-    StageTimes,
     gather_stage_times,
 )
 
@@ -39,7 +39,7 @@ def test_the_longest_wait_since_the_last_checkpoint_is_that_of_one_rank_on_all_r
     assert waits[0].share == waits[0].seconds / waits[0].elapsed
 
 
-def _gathered() -> StageTimes:
+def _gathered() -> ForwardTimes:
     """Two ranks hold stage 0, one of them stage 1 too."""
     group = dist.group.WORLD
     assert group is not None

@@ -13,10 +13,10 @@ from torchllm.runtime.hang_report import (
     find_culprits,
     format_ranks,
     read_dump,
-    read_ranks,
+    read_slices,
     skipped_record,
     unfinished_records,
-    write_ranks,
+    write_slices,
 )
 from torchllm.runtime.torch_compat import FlightRecord
 
@@ -39,7 +39,7 @@ def message(name: str, done: bool = False) -> FlightRecord:
 
 def dump(rank: int, *records: FlightRecord, at: str = "y.py:9 in work", in_wait: bool = False) -> RankDump:
     """The dump of a rank whose main thread is at `at`."""
-    groups = {name: write_ranks(ranks) for name, ranks in GROUPS.items() if rank in ranks}
+    groups = {name: write_slices(ranks) for name, ranks in GROUPS.items() if rank in ranks}
     stack = ["z.py:1 in main", at]
     return RankDump(rank, f"node{rank}", NOW, stack, in_wait, groups, list(records))
 
@@ -189,8 +189,8 @@ def test_format_ranks(ranks: Sequence[int], text: str) -> None:
     ],
 )
 def test_a_group_is_written_as_slices_in_its_order(ranks: Sequence[int], text: str) -> None:
-    assert write_ranks(ranks) == text
-    assert list(read_ranks(text)) == list(ranks)
+    assert write_slices(ranks) == text
+    assert list(read_slices(text)) == list(ranks)
 
 
 def test_a_dump_is_read_as_written_and_shortened_by_group() -> None:
@@ -219,7 +219,7 @@ def dump_of_a_large_job(rank: int, world_size: int, record_count: int = 4) -> Ra
         if group.startswith("fsdp") and rank == 1:
             del records[-1]
     stack = [f"/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py:{line} in _call" for line in range(20)]
-    texts = {name: write_ranks(ranks) for name, ranks in groups.items()}
+    texts = {name: write_slices(ranks) for name, ranks in groups.items()}
     return RankDump(rank, f"node{rank // 8}", NOW, stack, rank != 1, texts, records)
 
 

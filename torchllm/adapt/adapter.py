@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torchllm.adapt.balance import Rebalancer
 from torchllm.config import Config
-from torchllm.metrics.bottlenecks import DataWait, StageTimes
+from torchllm.metrics.bottlenecks import DataWait, ForwardTimes
 from torchllm.metrics.monitor import Bottlenecks, Change
 from torchllm.spec.stages import balanced_split, end_costs, stage_costs
 
@@ -50,7 +50,7 @@ def with_another_worker(config: Config, data_wait: DataWait) -> Change:
     return Change(replace(config, data=replace(config.data, workers=workers)), reason)
 
 
-def with_next_split(config: Config, times: StageTimes, rebalancer: Rebalancer) -> Change | None:
+def with_next_split(config: Config, times: ForwardTimes, rebalancer: Rebalancer) -> Change | None:
     """Return the config with the next split of the blocks that the measured times ask for; None: keep the split."""
     length = config.training.sequence_length
     split = balanced_split(config.model, config.parallel, length)

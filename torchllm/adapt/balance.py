@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from torchllm.metrics.bottlenecks import StageTimes
+from torchllm.metrics.bottlenecks import ForwardTimes
 
 UNEVEN = 0.05
 """stages are uneven if the slowest takes longer than the mean by more than this share"""
@@ -39,7 +39,7 @@ class Rebalancer:
         """the split before the last change"""
 
     def next_split(
-        self, split: tuple[int, ...], times: StageTimes, end_shares: tuple[float, float]
+        self, split: tuple[int, ...], times: ForwardTimes, end_shares: tuple[float, float]
     ) -> tuple[int, ...] | None:
         """Return the split to go on with after the measured one; None: go on with that. Arguments: `better_split`'s."""
         slowest = max(times.seconds)
@@ -65,7 +65,7 @@ class PartialSplit(NamedTuple):
     """of each"""
 
 
-def better_split(split: Sequence[int], times: StageTimes, end_shares: tuple[float, float]) -> tuple[int, ...] | None:
+def better_split(split: Sequence[int], times: ForwardTimes, end_shares: tuple[float, float]) -> tuple[int, ...] | None:
     """Return the split whose slowest stage is fastest; None if stages are even, or it gains too little.
 
     A gain is too little if it is below `UNEVEN` / 2 of the slowest stage, or below the noise of the measured times.

@@ -66,7 +66,7 @@ class ForwardSeconds(NamedTuple):
     second_half: float
 
 
-class StageTimes(NamedTuple):
+class ForwardTimes(NamedTuple):
     """Times of all pipeline stages, the same on all ranks."""
 
     seconds: list[float]
@@ -122,10 +122,10 @@ class StageClock:
             hook.remove()
 
 
-def gather_stage_times(times: dict[int, ForwardSeconds], stages: int, group: dist.ProcessGroup) -> StageTimes:
+def gather_stage_times(times: dict[int, ForwardSeconds], stages: int, group: dist.ProcessGroup) -> ForwardTimes:
     """Return the times of all `stages`: medians over the ranks that hold the same stage. times: of this rank's."""
     local = np.full((stages, 2), np.nan)
     for index, forward in times.items():
         local[index] = forward
     first_half, second_half = np.nanmedian(gather_records(local, group), axis=0).T  # of each stage
-    return StageTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))
+    return ForwardTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))

@@ -25,8 +25,8 @@ from torchllm.metrics.bottlenecks import (
     STARVED_SECONDS,
     DataWait,
     DataWaitClock,
+    ForwardTimes,
     StageClock,
-    StageTimes,
     gather_stage_times,
 )
 from torchllm.metrics.goodput import Goodput
@@ -54,7 +54,7 @@ class Bottlenecks(NamedTuple):
 
     data_wait: DataWait | None
     """the longest wait for data, if the loader is starved"""
-    stage_times: StageTimes | None
+    stage_times: ForwardTimes | None
     """of the forwards of the pipeline's stages, once they were measured (`parallel.rebalance`)"""
 
 

@@ -37,7 +37,7 @@ class RankDump(NamedTuple):
     in_wait: bool
     """the main thread is in code that waits for other ranks, perhaps for a message, of which gloo keeps no record"""
     groups: dict[str, str]
-    """ranks of each process group of this rank (`write_ranks`), by torch's name of the group"""
+    """ranks of each process group of this rank (`write_slices`), by torch's name of the group"""
     records: list[FlightRecord]
     """oldest first"""
 
@@ -71,8 +71,8 @@ def read_dump(text: str) -> RankDump:
     return RankDump(**fields, records=records)
 
 
-def write_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as slices: [0, 1, 2, 8, 16, 24] -> "0:3:1,8:25:8"; `read_ranks` is the inverse.
+def write_slices(ranks: Sequence[int]) -> str:
+    """Return ranks as slices: [0, 1, 2, 8, 16, 24] -> "0:3:1,8:25:8"; `read_slices` is the inverse.
 
     A group of a mesh is one slice or a few of them, however many ranks are in it.
     """
@@ -90,8 +90,8 @@ def write_ranks(ranks: Sequence[int]) -> str:
 
 
 @cache
-def read_ranks(text: str) -> tuple[int, ...]:
-    """Read ranks that `write_ranks` wrote."""
+def read_slices(text: str) -> tuple[int, ...]:
+    """Read ranks that `write_slices` wrote."""
     ranks: list[int] = []
     for piece in text.split(",") if text else ():
         start, stop, step = map(int, piece.split(":"))
@@ -148,7 +148,7 @@ def blocked_operations(dumps: Sequence[RankDump]) -> list[BlockedOperation]:
                 key = record.group, "message of rank", dump.rank, record.name
             operation = operations.get(key)
             if operation is None:
-                group_ranks = read_ranks(dump.groups.get(record.group, ""))
+                group_ranks = read_slices(dump.groups.get(record.group, ""))
                 operation = BlockedOperation(record, group_ranks, [], _missing_in(record, group_ranks, entered), 0.0)
             operation.waiting.append(dump.rank)
             seconds = (dump.time - record.created) / 1e9
@@ -347,7 +347,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1] = runs[-1][0], rank
         else:
             runs.append((rank, rank))
-    regular = write_ranks(ordered)
+    regular = write_slices(ordered)
     if len(runs) > 2 and "," not in regular:
         return f"{ordered[0]}-{ordered[-1]} in steps of {regular.rpartition(':')[2]}"
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:LISTED_RUNS]]

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_ranks
+from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class HangWatch:
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
         self.siblings = self._open_siblings(ranks_of_node)
         self.group_ranks: dict[str, str] = {}
-        """ranks of each process group (`write_ranks`), by torch's name of the group"""
+        """ranks of each process group (`write_slices`), by torch's name of the group"""
         self.progress: dict[str, GroupProgress] = {}
         """at the last look"""
         self.last_moved: dict[str, float] = {}
@@ -131,7 +131,7 @@ class HangWatch:
         next_check = time.monotonic()
         while not self.closed.wait(TICK):
             for name, ranks in limit_groups(self.timeout + GRACE, self.group_ranks).items():
-                self.group_ranks[name] = write_ranks(ranks)
+                self.group_ranks[name] = write_slices(ranks)
             alarm = self.hangs()
             if not alarm and time.monotonic() >= next_check:
                 next_check += self.check_interval

@@ -60,7 +60,7 @@ class Runtime:
     """time.monotonic() of the first request to stop on this rank"""
     _stop_vote: "_StopVote | None" = None
     _is_frozen: bool = False
-    """the objects that have survived the first collection are left out of later ones"""
+    """later collections skip the objects that have survived the first one"""
 
     @property
     def is_main(self) -> bool:
