@@ -1,27 +1,33 @@
-"""Prints the validation loss of a checkpoint, on one device.
+"""Prints the validation loss of a checkpoint, on one device, or sharded over the ranks that torchrun starts.
 
     python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
+    torchrun --standalone --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml --parallel.dp_shard=8
 
-The newest checkpoint of the run folder that verifies is used, unless another is named.
+The newest checkpoint of the run folder that verifies is used, unless another is named. On several ranks [parallel] is
+what it is for training, and may be another layout than the one that wrote the checkpoint.
 """
 
+import os
 import sys
 
 from torchllm.config import Config, load_config
 
 if __name__ == "__main__":
-    CONFIG = load_config(sys.argv[1:], one_device=True)
+    ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    CONFIG = load_config(sys.argv[1:], one_device=ALONE)
 
 import math
 
 import torch
 
-from torchllm.checkpoint.checkpointer import load_newest_weights
+from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import build_model
 from torchllm.parallel.initialize import materialize
-from torchllm.parallel.pipeline import OneStage
-from torchllm.runtime.process import choose_device, compute_dtype, report_errors
+from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.runtime.process import choose_device, compute_dtype, report_errors, start_runtime
 from torchllm.train.evaluate import evaluate
 
 
@@ -29,18 +35,57 @@ def main(config: Config) -> float:
     """Print and return the mean loss over the held-out sequences, in nats per target token."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
-    dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
         model = build_model(config.model)
-    model.to(dtype)
+    model.to(compute_dtype(config.training, device))
     materialize([model], device)
-    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, model, cast=True)
+    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, [model], cast=True)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     held_out = data.validation_batches(config.evaluate.sequences)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)
-    print(f"step {manifest.step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
+    print_loss(manifest.step, loss)
     return loss
 
 
+def evaluate_sharded(config: Config) -> float:
+    """Do the same on all ranks together, each with its part of the weights and of the sequences."""
+    runtime = start_runtime(config.run)
+    device = runtime.device
+    dtype = compute_dtype(config.training, device)
+    mesh = build_mesh(config.parallel, device)
+    with torch.device("meta"):
+        model = build_model(config.model, config.training.loss_chunk)
+    model.to(dtype)
+    length = config.training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
+    materialize(stages, device)
+    manifest = load_newest_weights(
+        config.run.folder, config.checkpoint.resume, stages, group=runtime.host_group, cast=True
+    )
+    ranks = DataRanks(
+        mesh.data_rank,
+        mesh.data_size,
+        prepares=runtime.local_rank == 0,
+        gather_texts=runtime.gather_texts,
+        preparing_rank=runtime.first_rank_on_node,
+    )
+    data = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
+    held_out = data.validation_batches(config.evaluate.sequences)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
+    loss = evaluate(forward_backward, held_out, device, mesh)
+    if runtime.is_main:
+        print_loss(manifest.step, loss)
+    runtime.close()
+    return loss
+
+
+def print_loss(step: int, loss: float) -> None:
+    """Print the loss and its perplexity."""
+    print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
+
+
 if __name__ == "__main__":
-    main(CONFIG)
+    if ALONE:
+        main(CONFIG)
+    else:
+        evaluate_sharded(CONFIG)

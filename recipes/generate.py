@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint.checkpointer import load_newest_weights
+from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model
@@ -31,7 +31,7 @@ def main(config: Config) -> str:
         model = build_model(config.model)
     model.to(compute_dtype(config.training, device))
     materialize([model], device)
-    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, model, cast=True)
+    manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, [model], cast=True)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
     [prompt] = tokenizer.encode_documents([config.generate.prompt])
     generator = torch.Generator(device).manual_seed(config.run.seed)

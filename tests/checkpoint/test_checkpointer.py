@@ -17,10 +17,11 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import retention
 from torchllm.checkpoint import tensors as checkpoint_tensors
-from torchllm.checkpoint.checkpointer import Checkpointer, load_newest_weights, load_weights, verify_in_parallel
+from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.state import model_tensors
+from torchllm.checkpoint.weights import load_newest_weights, load_weights
 
 
 def checkpointer(folder: Path, model: nn.Linear | None = None, **settings: Any) -> Checkpointer:
@@ -163,7 +164,7 @@ def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "pread", counting)
     monkeypatch.setattr(manifests, "hash_file", None)  # nothing is hashed as a whole
-    load_newest_weights(tmp_path, "auto", nn.Linear(64, 64))
+    load_newest_weights(tmp_path, "auto", [nn.Linear(64, 64)])
     weights = sum(parameter.nbytes for parameter in model.parameters())
     containers_and_tables = 2 * 2048 + 2 * 1024
     assert weights < bytes_read < weights + containers_and_tables
@@ -181,7 +182,7 @@ def test_pieces_larger_than_the_limit_are_read_one_by_one(
     Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
     monkeypatch.setattr(checkpoint_tensors, "BYTES_AT_A_TIME", limit)
     loaded = nn.Sequential(*[nn.Linear(20, 20) for _ in range(10)])
-    load_newest_weights(tmp_path, "auto", loaded)
+    load_newest_weights(tmp_path, "auto", [loaded])
     for parameter, expected in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
 
@@ -218,25 +219,25 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
 
 def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        load_newest_weights(tmp_path, "auto", nn.Linear(3, 2))
+        load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)])
     saving = checkpointer(tmp_path)
     for step in (1, 2):
         saving.save(step, {})
-    assert load_newest_weights(tmp_path, "none", nn.Linear(3, 2)).step == 2
+    assert load_newest_weights(tmp_path, "none", [nn.Linear(3, 2)]).step == 2
     damage(tmp_path, 2)
-    assert load_newest_weights(str(tmp_path), "auto", nn.Linear(3, 2)).step == 1
+    assert load_newest_weights(str(tmp_path), "auto", [nn.Linear(3, 2)]).step == 1
     assert "the older step-00000001 is used instead" in caplog.text
     first = manifests.step_folder(tmp_path / "checkpoints", 1)
-    assert load_newest_weights(tmp_path, str(first), nn.Linear(3, 2)).step == 1
+    assert load_newest_weights(tmp_path, str(first), [nn.Linear(3, 2)]).step == 1
     with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
-        load_newest_weights(tmp_path, "else/where", nn.Linear(3, 2))
+        load_newest_weights(tmp_path, "else/where", [nn.Linear(3, 2)])
 
 
 def test_weights_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     checkpointer(tmp_path, model).save(1, {})
     rounded = nn.Linear(3, 2).to(torch.bfloat16)
-    load_newest_weights(tmp_path, "auto", rounded, cast=True)
+    load_newest_weights(tmp_path, "auto", [rounded], cast=True)
     assert torch.equal(rounded.weight, model.weight.to(torch.bfloat16))
 
 
@@ -347,7 +348,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path, model: nn.Module, mess
     checkpointer(tmp_path).save(1, {})
     weights = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=message):
-        load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), model)
+        load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [model])
     for weight, parameter in zip(weights, model.parameters(), strict=True):
         assert torch.equal(weight, parameter)
 
@@ -367,7 +368,7 @@ def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(wrapped.parameters())
     Checkpointer(config.Checkpoint(), tmp_path, [wrapped], optimizer).save(1, {})
     plain = nn.Sequential(nn.Linear(3, 2))
-    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), plain)
+    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [plain])
     assert torch.equal(plain[0].weight, next(wrapped.parameters()))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import (
     ROW,
     DataFileWriter,
@@ -23,6 +23,7 @@ from torchllm.checkpoint.data_file import (
     read_piece_table,
 )
 from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord
+from torchllm.checkpoint.weights import load_weights
 
 PIECES = {3: b"first", 7: b"", 8: b"the third piece"}
 
@@ -140,5 +141,5 @@ def test_code_in_a_piece_does_not_run(tmp_path: Path) -> None:
     hidden = folder.rename(folder.with_name("being-changed"))
     manifests.publish(hidden, folder, replace(manifest, files=manifest.files | {path.name: record}))
     with pytest.raises(DamagedCheckpoint, match=r"cannot read its piece of model\."):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
     assert not bait.exists()

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from tests.checkpoint.old_format import write_format_1
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.dcp_metadata import METADATA, read_metadata, write_metadata
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.verify import verify_checkpoint
+from torchllm.checkpoint.weights import load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's tools, in one process
 
@@ -65,7 +66,7 @@ def test_crafted_metadata_does_not_run(folder: Path, tmp_path: Path) -> None:
     bait.rmdir()
     plant(folder, content)
     with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
     assert not bait.exists()
 
 
@@ -86,14 +87,14 @@ def test_crafted_metadata_does_not_run(folder: Path, tmp_path: Path) -> None:
 def test_no_other_name_can_be_reached(folder: Path, module: str, name: str) -> None:
     plant(folder, pickle_of_name(module, name))
     with pytest.raises(CheckpointError, match="has no place in an index"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(None), pickle.dumps({"state_dict_metadata": {}})])
 def test_what_is_no_index_is_refused(folder: Path, content: bytes) -> None:
     plant(folder, content)
     with pytest.raises(CheckpointError, match="not an index of tensors"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 def test_hash_is_checked_before_a_byte_is_unpickled(folder: Path) -> None:
@@ -108,7 +109,7 @@ def test_index_cannot_point_outside_the_manifest(folder: Path, path: str) -> Non
     next(iter(metadata.storage_data.values())).relative_path = path
     plant(folder, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="the manifest does not list"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 def test_entries_that_are_not_tensors_are_refused(folder: Path) -> None:
@@ -116,7 +117,7 @@ def test_entries_that_are_not_tensors_are_refused(folder: Path) -> None:
     metadata.state_dict_metadata["model.extra"] = BytesStorageMetadata()
     plant(folder, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="not an index of tensors"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 @pytest.mark.parametrize("damage", ["two pieces", "a hole", "a negative offset", "another name", "no place"])
@@ -137,14 +138,14 @@ def test_pieces_that_make_no_whole_tensor_are_refused(folder: Path, damage: str)
         del metadata.storage_data[index]
     plant(folder, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="not an index of tensors"):
-        load_weights(folder, nn.Linear(3, 2).to(torch.bfloat16))
+        load_weights(folder, [nn.Linear(3, 2).to(torch.bfloat16)])
 
 
 def test_every_dtype_of_version_0_1_loads(tmp_path: Path) -> None:
     """Torch's own writer, for each type that weights or generators can have."""
     folder = write_format_1(tmp_path, 1, every_dtype(1), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     model = every_dtype(0)
-    load_weights(folder, model)
+    load_weights(folder, [model])
     assert all(bool((tensor == 1).all()) for tensor in model.state_dict().values())
 
 
@@ -183,7 +184,7 @@ def test_damage_in_version_0_1_is_found(folder: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged"):
-        load_weights(folder, nn.Linear(3, 2).to(torch.bfloat16))
+        load_weights(folder, [nn.Linear(3, 2).to(torch.bfloat16)])
 
 
 def test_torchs_own_tools_load_what_the_command_describes(tmp_path: Path) -> None:

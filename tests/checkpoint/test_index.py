@@ -11,10 +11,11 @@ from torch import nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter, data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, Index, PieceGrid, Region, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
+from torchllm.checkpoint.weights import load_weights
 
 
 def piece_grid(cuts: list[list[int]], writers: list[int]) -> PieceGrid:
@@ -105,7 +106,7 @@ def test_an_index_cannot_point_outside_the_manifest(folder: Path) -> None:
     fields["grids"][0]["writers"] = [7]
     plant(folder, fields)
     with pytest.raises(CheckpointError, match=r"files that the manifest does not list: \['__7_0\.distcp'\]"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 def test_a_tensor_that_its_file_lacks_is_refused(folder: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_tensor_that_its_file_lacks_is_refused(folder: Path) -> None:
     hidden = folder.rename(folder.with_name("being-changed"))
     manifests.publish(hidden, folder, replace(manifest, files=manifest.files | {path.name: record}))
     with pytest.raises(DamagedCheckpoint, match=r"holds no piece of model\.weight"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])
 
 
 @pytest.mark.parametrize(("key", "value"), [("cuts", [[0, 2], [0, 4]]), ("dtype", "int32")])
@@ -137,10 +138,10 @@ def test_a_piece_that_is_not_what_the_index_says_is_refused(folder: Path, key: s
     if key == "dtype":
         model.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(DamagedCheckpoint, match=r"its piece of model\.weight is not a tensor of"):
-        load_weights(folder, model)
+        load_weights(folder, [model])
 
 
 def test_the_index_is_verified(folder: Path) -> None:
     (folder / INDEX).write_bytes((folder / INDEX).read_bytes().replace(b"float32", b"float64"))
     with pytest.raises(DamagedCheckpoint, match=r"index\.json: damaged: its sha256"):
-        load_weights(folder, nn.Linear(3, 2))
+        load_weights(folder, [nn.Linear(3, 2)])

@@ -23,11 +23,12 @@ from tests import parity, workers
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import retention
-from torchllm.checkpoint.checkpointer import Checkpointer, load_weights
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.verify import verify_checkpoint
+from torchllm.checkpoint.weights import load_weights
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
@@ -137,7 +138,7 @@ def test_any_layout_loads_any_other_bitwise(tmp_path: Path, source: str, targets
             assert loaded == expected
     assert load_on(None, str(tmp_path)) == expected  # and one process without a group
     model = Tiny()
-    assert load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), model).world_size == ranks(source)
+    assert load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [model]).world_size == ranks(source)
     unoptimized = {key for key in saved[0] if key.startswith("model.")}
     weights = digests(model, torch.optim.SGD(model.parameters()))
     assert weights == {key: saved[0][key] for key in unoptimized}
@@ -315,4 +316,4 @@ def test_decoder_keeps_its_keys_under_every_wrapper(tmp_path: Path) -> None:
     saved = workers.run(decoder_on, 4, model | layout, str(tmp_path))[0]
     plain_layout = {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "recompute.mode": "full"}
     assert workers.run(decoder_on, 2, model | plain_layout, str(tmp_path))[0] == saved
-    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), build_model(parity.tiny(model).model))
+    load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [build_model(parity.tiny(model).model)])

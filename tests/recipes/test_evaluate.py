@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 
 from recipes import evaluate
-from tests.recipes.warm import alone
-from tests.tiny_run import metrics
+from tests import workers
+from tests.recipes.warm import alone, rank_of_torchrun
+from tests.tiny_run import free_port, metrics
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.config import load_config
 
 FIRST_CHECKPOINT = "--checkpoint.resume={}/checkpoints/step-00000004"
 
@@ -37,3 +39,24 @@ def test_no_checkpoint_is_an_error(trained: Path, tmp_path: Path) -> None:
     empty_folder = alone(trained, f"--run.folder={tmp_path}")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         evaluate.main(empty_folder)
+
+
+def evaluate_on_rank(arguments: list[str], port: int) -> float:
+    with rank_of_torchrun(port):
+        return evaluate.evaluate_sharded(load_config(arguments))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--parallel.dp_shard=2"],
+        ["--parallel.dp_shard=1", "--parallel.pp=2"],
+        ["--parallel.dp_shard=1", "--parallel.tp=2"],
+    ],
+    ids=["fsdp", "pp", "tp"],
+)
+def test_several_ranks_share_the_weights_and_the_sequences(trained: Path, layout: list[str]) -> None:
+    logged = [record["validation_loss"] for record in metrics(trained) if "validation_loss" in record]
+    arguments = [str(trained / "config.toml"), "--run.device=cpu", *layout]
+    losses = workers.run(evaluate_on_rank, 2, arguments, free_port())
+    assert losses == pytest.approx([logged[-1]] * 2, rel=1e-6)  # float32 sums in another order

@@ -7,8 +7,8 @@ import torch
 
 from recipes import generate
 from tests.recipes.warm import alone
-from torchllm.checkpoint.checkpointer import load_newest_weights
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Generate, Model
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import initialize
@@ -21,7 +21,7 @@ def decoder(model: Model, folder: Path | None = None) -> Decoder:
         made = build_model(model)
     initialize([made], model, torch.device("cpu"), seed=3)
     if folder is not None:
-        load_newest_weights(folder, "auto", made)
+        load_newest_weights(folder, "auto", [made])
     return made
 
 

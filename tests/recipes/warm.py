@@ -45,11 +45,9 @@ def _merged(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
 def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
     from recipes import pretrain as recipe
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # the recipe makes its own
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     names = dict(vars(recipe))
-    with _environment({name: str(value) for name, value in variables.items()}), process_as_it_was():
+    rank = dist.get_rank()
+    with rank_of_torchrun(port):
         try:
             if change is not None:
                 change(recipe, rank)
@@ -59,6 +57,16 @@ def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
             return str(error)
         finally:
             vars(recipe).update(names)
+
+
+@contextmanager
+def rank_of_torchrun(port: int) -> Iterator[None]:
+    """Makes a warm rank one that torchrun has started: a recipe makes its own process group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with _environment({name: str(value) for name, value in variables.items()}), process_as_it_was():
+        yield
 
 
 @contextmanager

@@ -252,38 +252,6 @@ class Checkpointer:
         return run_state.random_state(rank_of(self._group), size_of(self._group))
 
 
-def load_newest_weights(
-    run_folder: Path | str, resume: str, model: nn.Module, *, group: Group = None, cast: bool = False
-) -> Manifest:
-    """Load the weights of a run for a recipe that only reads, and return the manifest of their checkpoint.
-
-    It is the step folder that `resume` names, else the newest of which all that is read verifies. Arguments and errors
-    are those of `load_weights`; a newer checkpoint that is damaged is a warning.
-    """
-    if resume not in ("auto", "none"):
-        return load_weights(Path(resume), model, group=group, cast=cast)
-    root = Path(run_folder) / "checkpoints"
-    folders = on_first(group, lambda: manifests.step_folders(root))
-    warn = partial(log_on_first, group, level=logging.WARNING)
-    newest = newest_verified(folders, partial(load_weights, model=model, group=group, cast=cast), warn)
-    if newest is None:
-        raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
-    return newest[1]
-
-
-def load_weights(folder: Path, model: nn.Module, *, group: Group = None, cast: bool = False) -> Manifest:
-    """Load the weights of a step folder into `model`, plain or sharded, whatever layout wrote them.
-
-    Only the weights are read and verified, not the optimizer's state. cast: the model's parameters may have another
-    dtype than the checkpoint's, to which they are rounded one by one. Raises DamagedCheckpoint if what is read is not
-    what was written, CheckpointError if it is of another model.
-    """
-    stored = tensor_io.open_checkpoint(group, folder)
-    parts = run_state.parts_of(run_state.model_tensors([model]))
-    tensor_io.load_tensors(group, stored, parts, prefix="model.", cast=cast)
-    return stored.manifest
-
-
 def verify_in_parallel(group: Group, folder: Path) -> Manifest:
     """Return the manifest of a checkpoint after reading all its files, each rank its share of them.
 

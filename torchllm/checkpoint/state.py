@@ -123,10 +123,12 @@ def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
 
 
 @torch.no_grad()
-def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Copy the loaded value and optimizer state of each tied parameter to its other copy on this rank."""
+def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Copy the loaded value of each tied parameter, and its optimizer state, to its other copy on this rank."""
     for tied in _tied_copies(stages):
         tied.copy.copy_(tied.saved)
+        if optimizer is None:
+            continue
         for entry, value in optimizer.state[tied.saved].items():
             if isinstance(value, Tensor):
                 optimizer.state[tied.copy][entry].copy_(value)

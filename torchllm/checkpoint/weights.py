@@ -1,0 +1,50 @@
+"""Load the weights of a run without its optimizer: for recipes that only read, on one device or on any layout."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint.agreement import Group, log_on_first, on_first
+from torchllm.checkpoint.manifest import CheckpointError, Manifest
+from torchllm.checkpoint.state import fill_tied_copies, model_tensors, parts_of
+from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
+from torchllm.checkpoint.verify import newest_verified
+
+
+def load_newest_weights(
+    run_folder: Path | str, resume: str, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False
+) -> Manifest:
+    """Load the weights of a run, and return the manifest of their checkpoint.
+
+    It is the step folder that `resume` names, else the newest of which all that is read verifies; a newer one that is
+    damaged is a warning. The other arguments and the errors are those of `load_weights`.
+    """
+    if resume not in ("auto", "none"):
+        return load_weights(Path(resume), stages, group=group, cast=cast)
+    root = Path(run_folder) / "checkpoints"
+    folders = on_first(group, lambda: manifests.step_folders(root))
+    warn = partial(log_on_first, group, level=logging.WARNING)
+    newest = newest_verified(folders, partial(load_weights, stages=stages, group=group, cast=cast), warn)
+    if newest is None:
+        raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
+    return newest[1]
+
+
+def load_weights(folder: Path, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False) -> Manifest:
+    """Load the weights of a step folder into this rank's part of the model, whatever layout wrote them.
+
+    Only the weights are read and verified, not the optimizer's state. group: a host-side group of the ranks that hold
+    the model; None: this process holds all of it. cast: the model's parameters may have another dtype than the
+    checkpoint's, to which they are rounded one by one.
+
+    Raises on all ranks DamagedCheckpoint if what is read is not what was written, CheckpointError if it is of another
+    model.
+    """
+    stored = open_checkpoint(group, folder)
+    load_tensors(group, stored, parts_of(model_tensors(stages)), prefix="model.", cast=cast)
+    fill_tied_copies(stages)
+    return stored.manifest
