@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.data.order import DataOrder, Location, Permutation, mixture_counts, mixture_table
+from torchllm.data.order import (
+    DataOrder,
+    Location,
+    MixtureSlot,
+    Permutation,
+    mixture_counts,
+    mixture_shares,
+    mixture_table,
+    mixture_turns,
+    rounded_shares,
+)
 
 sizes = st.integers(1, 1000)
 seeds = st.integers(0, 2**63 - 1)
@@ -86,7 +96,42 @@ def test_epochs_differ() -> None:
     ],
 )
 def test_mixture_counts(weights: list[float], counts: list[int]) -> None:
-    assert mixture_counts(weights) == counts
+    assert mixture_counts(mixture_shares(weights)) == counts
+
+
+def test_what_is_rounded_is_told() -> None:
+    assert rounded_shares([0.7, 0.3]) == []
+    assert rounded_shares([math.pi, 1.0]) == []  # by less than 1 %
+    (rare,) = rounded_shares([1.0 - 1e-6, 1e-6])
+    assert (rare.source, rare.asked, rare.used) == (1, 1e-6, 1e-4)
+    rounded = rounded_shares([1234567, 98765, 432, 77])
+    assert [(share.source, round(share.used / share.asked, 2)) for share in rounded] == [(2, 0.93), (3, 1.73)]
+
+
+def slow_mixture_table(counts: list[int]) -> list[MixtureSlot]:
+    """The definition: each entry goes to the source that lags its share most, the first of several."""
+    block = sum(counts)
+    taken = [0] * len(counts)
+    table = []
+    for length in range(1, block + 1):
+        lags = [count * length - done * block for count, done in zip(counts, taken, strict=True)]
+        source = lags.index(max(lags))
+        table.append(MixtureSlot(source, taken[source]))
+        taken[source] += 1
+    return table
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 12) | st.sampled_from([1, 1, 2, 3, 40]), min_size=1, max_size=40))
+def test_a_mixture_is_its_definition(counts: list[int]) -> None:
+    assert mixture_table(counts) == slow_mixture_table(counts)
+
+
+@pytest.mark.parametrize("sources", [200, 2_000, 20_000])
+def test_a_mixture_compares_few_sources_per_entry(sources: int) -> None:
+    """As many as there are different counts: under the root of twice the block, however many sources there are."""
+    counts = mixture_counts(mixture_shares([1 / rank for rank in range(1, sources + 1)]))
+    assert len(mixture_turns(counts)) <= math.isqrt(2 * sum(counts))
 
 
 @settings(deadline=None)
@@ -120,6 +165,44 @@ def test_the_first_epoch_has_each_sequence_once(sizes: list[int], count: int) ->
     for location in locations:
         assert location.epoch == 0
         assert location.number < sizes[location.source]
+
+
+class CountingOrder(DataOrder):
+    """Counts how many sequences are located."""
+
+    located = 0
+
+    def locate(self, n: int) -> Location:
+        self.located += 1
+        return super().locate(n)
+
+
+def slow_first_epoch(order: DataOrder, sizes: list[int], count: int) -> list[Location]:
+    """The definition: walk the run and take the sequences of epoch 0."""
+    locations: list[Location] = []
+    n = 0
+    while len(locations) < min(count, sum(sizes)):
+        location = order.locate(n)
+        if location.epoch == 0:
+            locations.append(location)
+        n += 1
+    return locations
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 80), st.data())
+def test_the_first_epoch_is_its_definition(sizes: list[int], count: int, data: st.DataObject) -> None:
+    weight = st.sampled_from([0.1, 1.0, 2.0, 7.0])
+    weights = data.draw(st.lists(weight, min_size=len(sizes), max_size=len(sizes)))
+    order = DataOrder(0, sizes, weights)
+    assert order.first_epoch(count) == slow_first_epoch(order, sizes, count)
+
+
+def test_the_first_epoch_does_not_walk_past_an_exhausted_source() -> None:
+    """Of source 0 the run reads 10 sequences 1,000 times before source 1 has given its tenth."""
+    order = CountingOrder("validation", [10, 100], [1000, 1])
+    assert len(order.first_epoch(64)) == 64
+    assert order.located == 64
 
 
 PERMUTATION_WITH_SEED_7 = [407, 411, 385, 196, 488, 412]

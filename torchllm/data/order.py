@@ -6,17 +6,21 @@ possible. Then each pass over a source (an epoch) visits its sequences in an ord
 0 ... size-1.
 """
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 _WORD = 2**64 - 1
 _ROUNDS = 6
 _LONGEST_BLOCK = 10_000
 """sequences in a mixture block; weights that need a longer block to be exact are rounded to this one"""
+_NOTICEABLE = 0.01
+"""a share that is rounded by more than this part of it is told to the user"""
 
 
 def _mix_word(x: int) -> int:
@@ -62,14 +66,18 @@ def _permutation(size: int, *key: int | str) -> Permutation:
     return Permutation(size, *key)
 
 
-def mixture_counts(weights: Sequence[float]) -> list[int]:
-    """Return the sequences of each source in one block: the weights as whole numbers in lowest terms, each at least 1.
-
-    The weights are read as the decimals that the user wrote (0.1 is one tenth).
-    """
+def mixture_shares(weights: Sequence[float]) -> list[Fraction]:
+    """Return the share of each source that the weights ask for; they are read as decimals (0.1 is one tenth)."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
-    shares = [weight / total for weight in exact]
+    return [weight / total for weight in exact]
+
+
+def mixture_counts(shares: Sequence[Fraction]) -> list[int]:
+    """Return the sequences of each source in one block: the shares as whole numbers in lowest terms, each at least 1.
+
+    Shares that need a longer block than `_LONGEST_BLOCK` are rounded.
+    """
     exact_block = math.lcm(*(share.denominator for share in shares))
     block = min(exact_block, max(_LONGEST_BLOCK, len(shares)))
     counts = [max(1, math.floor(share * block)) for share in shares]
@@ -80,6 +88,27 @@ def mixture_counts(weights: Sequence[float]) -> list[int]:
     return counts
 
 
+class RoundedShare(NamedTuple):
+    """A source whose share of the sequences is not the one that was asked for."""
+
+    source: int
+    asked: float
+    used: float
+
+
+def rounded_shares(weights: Sequence[float]) -> list[RoundedShare]:
+    """Return the sources whose share in a block differs from what the weights ask for by more than `_NOTICEABLE`."""
+    shares = mixture_shares(weights)
+    counts = mixture_counts(shares)
+    block = sum(counts)
+    rounded = []
+    for source, (share, count) in enumerate(zip(shares, counts, strict=True)):
+        used = Fraction(count, block)
+        if abs(used - share) > _NOTICEABLE * share:
+            rounded.append(RoundedShare(source, float(share), float(used)))
+    return rounded
+
+
 class MixtureSlot(NamedTuple):
     """One entry of a mixture block."""
 
@@ -88,16 +117,53 @@ class MixtureSlot(NamedTuple):
     """entries of the same source that come earlier in the block"""
 
 
+class _Turns:
+    """Sources with one and the same count, which take turns in a mixture block: the first of them, the second, ..."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sources: list[int] = []
+        self.taken = 0
+        """entries that they have together so far"""
+
+    @property
+    def next(self) -> MixtureSlot:
+        """Return the entry that they take next."""
+        earlier, turn = divmod(self.taken, len(self.sources))
+        return MixtureSlot(self.sources[turn], earlier)
+
+
+def mixture_turns(counts: Sequence[int]) -> list[_Turns]:
+    """Return the sources by their count. There are at most sqrt(2 x block) counts, for they add up to a block."""
+    turns_of_count: dict[int, _Turns] = {}
+    for source, count in enumerate(counts):
+        turns_of_count.setdefault(count, _Turns(count)).sources.append(source)
+    return list(turns_of_count.values())
+
+
 def mixture_table(counts: Sequence[int]) -> list[MixtureSlot]:
-    """Return one block with `counts[s]` entries of source s; each entry goes to the source that lags its share most."""
+    """Return one block with `counts[s]` entries of source s; each entry goes to the source that lags its share most.
+
+    With d entries among the first n, source s lags by counts[s] * n - d * block; where several lag most, the first of
+    them gets the entry. Of sources with the same count that is always the one whose turn it is, so only one source of
+    each count is compared.
+    """
     block = sum(counts)
-    taken = [0] * len(counts)
+    turns = mixture_turns(counts)
+    # One number per group of turns stands for both, the lag and the source: the largest number is the entry to take.
+    scale = len(counts)
+    growth = np.array([group.count * scale for group in turns])
+    lag = np.array([-group.next.source for group in turns])
     table = []
-    for length in range(1, block + 1):
-        lags = [count * length - done * block for count, done in zip(counts, taken, strict=True)]
-        source = lags.index(max(lags))
-        table.append(MixtureSlot(source, taken[source]))
-        taken[source] += 1
+    for _ in range(block):
+        lag += growth
+        index = int(lag.argmax())
+        group = turns[index]
+        slot = group.next
+        table.append(slot)
+        group.taken += 1
+        following = group.next
+        lag[index] -= (following.earlier - slot.earlier) * block * scale + following.source - slot.source
     return table
 
 
@@ -117,7 +183,7 @@ class DataOrder:
     def __init__(self, seed: int | str, sizes: Sequence[int], weights: Sequence[float]) -> None:
         self._seed = seed
         self._sizes = list(sizes)
-        self._counts = mixture_counts(weights)
+        self._counts = mixture_counts(mixture_shares(weights))
         self._table = mixture_table(self._counts)
 
     def locate(self, n: int) -> Location:
@@ -129,13 +195,18 @@ class DataOrder:
         return Location(source, epoch, _permutation(size, self._seed, source, epoch)(i))
 
     def first_epoch(self, count: int) -> list[Location]:
-        """Return the first `count` sequences of epoch 0, or all if the sources have fewer."""
-        locations: list[Location] = []
-        count = min(count, sum(self._sizes))
-        n = 0
-        while len(locations) < count:
-            location = self.locate(n)
-            if location.epoch == 0:
-                locations.append(location)
-            n += 1
-        return locations
+        """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
+
+        Only these sequences are visited, not those of later epochs of small sources between them.
+        """
+        indices: list[list[int]] = [[] for _ in self._sizes]
+        for index, slot in enumerate(self._table):
+            indices[slot.source].append(index)
+        numbers = heapq.merge(*(self._first_numbers(source, indices[source]) for source in range(len(self._sizes))))
+        return [self.locate(n) for n in islice(numbers, count)]
+
+    def _first_numbers(self, source: int, indices: Sequence[int]) -> Iterator[int]:
+        """Yield which sequences of the run are epoch 0 of a source, ascending. indices: its entries of the table."""
+        for earlier in range(self._sizes[source]):
+            block, entry = divmod(earlier, len(indices))
+            yield block * len(self._table) + indices[entry]
