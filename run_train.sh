@@ -17,8 +17,8 @@ set -euo pipefail
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
 
-TORCHLLM_LAUNCHED=$(date +%s) # the run's goodput counts from here
-export TORCHLLM_LAUNCHED
+launched=${EPOCHREALTIME:-$(date +%s)}      # bash before 5, as on macOS, knows whole seconds only
+export TORCHLLM_LAUNCHED=${launched/,/.} # the run's goodput counts from here
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python || echo python3)}
 # A copy of this script that lies in another folder takes recipes and configs from the installed package.

@@ -23,6 +23,7 @@ import torch
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import build_model
+from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
@@ -41,7 +42,7 @@ def main(config: Config) -> float:
     materialize([model], device)
     manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, [model], cast=True)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
-    held_out = data.validation_batches(config.evaluate.sequences)
+    held_out = data.validation_batches(config.evaluate.sequences, device)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)
     print_loss(manifest.step, loss)
     return loss
@@ -68,9 +69,10 @@ def evaluate_sharded(config: Config) -> float:
         prepares=runtime.local_rank == 0,
         gather_texts=runtime.gather_texts,
         preparing_rank=runtime.first_rank_on_node,
+        pieces=sequence_pieces(mesh),
     )
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
-    held_out = data.validation_batches(config.evaluate.sequences)
+    held_out = data.validation_batches(config.evaluate.sequences, device)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     loss = evaluate(forward_backward, held_out, device, mesh)
     if runtime.is_main:

@@ -43,7 +43,7 @@ def main(config: Config) -> list[float]:
     losses = []
     for step in range(1, config.training.steps + 1):
         started = time.perf_counter()
-        batches = [batch.to(device) for batch in data.next_step()]
+        batches = data.next_step().unpack(device)
         targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         loss = torch.zeros((), device=device)
         for batch in batches:

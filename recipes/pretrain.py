@@ -26,6 +26,7 @@ from torchllm.metrics.monitor import Monitor
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
@@ -60,6 +61,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
             prepares=runtime.local_rank == 0,
             gather_texts=runtime.gather_texts,
             preparing_rank=runtime.first_rank_on_node,
+            pieces=sequence_pieces(mesh),
         ),
     )
     if config.evaluate.interval:  # an error now, not at the first evaluation, if nothing is held out
@@ -90,8 +92,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     for n in range(start + 1, config.training.steps + 1):
         with monitor.step(n):
             with monitor.data_wait():
-                batches = data.next_step()
-            result = step(n, batches)
+                packed = data.next_step()
+            result = step(n, packed.unpack(device))
 
             # Agreed by all ranks: one that stopped alone would leave the others waiting.
             stopping = runtime.should_stop(checkpoints.failed)
@@ -100,7 +102,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
             validation_loss = None
             if due(n, config.evaluate.interval, config.training.steps):
                 with monitor.pause("evaluate"):
-                    held_out = data.validation_batches(config.evaluate.sequences)
+                    held_out = data.validation_batches(config.evaluate.sequences, device)
                     validation_loss = evaluate(forward_backward, held_out, device, mesh)
 
             if monitor.log(n, result, validation_loss, force=last):
@@ -115,7 +117,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         if last or (saving and monitor.wants_change(n)):
             break
 
-    checkpoints.close()
+    with monitor.pause("checkpoint"):  # a save in the background may not be done
+        checkpoints.close()
     if stopping:
         runtime.mark_stopped(n)
     monitor.end()

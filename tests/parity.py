@@ -24,6 +24,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
@@ -173,6 +174,18 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
     return Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents)
 
 
+def part_of_sequence(batch: Batch, mesh: Mesh) -> Batch:
+    """Return this rank's pieces of the sequences of a batch."""
+    pieces = sequence_pieces(mesh)
+
+    def part(x: Tensor) -> Tensor:
+        chunks = x.chunk(pieces.total, dim=1)
+        return torch.cat([chunks[index] for index in pieces.indices], dim=1)
+
+    documents = None if batch.document_ids is None else part(batch.document_ids)
+    return Batch(part(batch.tokens), part(batch.labels), part(batch.positions), documents)
+
+
 def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batch]:
     """Return this rank's micro batches of a step."""
     batch = step_batch(config, step, ragged)
@@ -180,7 +193,7 @@ def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batc
     batches = []
     for first in range(mesh.data_rank * size, len(batch.tokens), mesh.data_size * size):
         rows = slice(first, first + size)
-        batches.append(rows_of(batch, rows))
+        batches.append(part_of_sequence(rows_of(batch, rows), mesh))
     return batches
 
 

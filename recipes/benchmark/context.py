@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchllm.adapt.trial import synthetic_batches
 from torchllm.config import Model, Training
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.context import apply_context_parallel, shard_sequence
+from torchllm.parallel.context import apply_context_parallel
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.recompute import apply_recompute
@@ -118,7 +118,7 @@ def measured(config: "BenchmarkConfig", runtime: Runtime, method: Method, ranks:
     if ranks > 1:  # one rank runs the plain attention core, with which the others are compared
         apply_context_parallel(stage, mesh.cp, method)
     apply_recompute(stage, config.recompute, config.model.layers)
-    batch = shard_sequence(synthetic_batches(config, mesh, runtime.device)[0], mesh)
+    batch = synthetic_batches(config, mesh, runtime.device)[0]
     with TrafficRecorder() as forward:
         loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
     activations = forward.kept(stage)

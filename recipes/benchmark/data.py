@@ -18,6 +18,7 @@ from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.plan import TokenizerSpec
 from torchllm.data.sources import open_raw_source
 from torchllm.data.tokenizer import TiktokenTokenizer
+from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 
@@ -91,6 +92,7 @@ def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
         prepares=runtime.local_rank == 0,
         gather_texts=runtime.gather_texts,
         preparing_rank=runtime.first_rank_on_node,
+        pieces=sequence_pieces(mesh),
     )
     loader = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
     take_step = build_trial(config, runtime, mesh).step
@@ -98,8 +100,9 @@ def loading(config: "BenchmarkConfig", runtime: Runtime) -> TableRow:
     steps: list[float] = []
     for _ in range(settings.warmup + settings.rounds * settings.steps):
         start = time.perf_counter()
-        batches = loader.next_step()
+        packed = loader.next_step()
         waits.append(time.perf_counter() - start)
+        batches = packed.unpack(runtime.device)
         float(take_step(1, batches).loss)  # waits for the device
         steps.append(time.perf_counter() - start)
     waits = waits[settings.warmup :]

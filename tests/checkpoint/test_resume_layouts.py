@@ -15,10 +15,13 @@ from tests.parity import CPU, Settings, build, tiny, world_size
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Data, Source
+from torchllm.data.batch import Batch
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import Decoder
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import sequence_pieces
+from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.spec.parameters import canonical_name
 from torchllm.train.step import TrainStep
@@ -83,13 +86,30 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
-def step_digest(batches: Sequence[Any], rank: int) -> str:
-    """sha256 of the tokens that all data ranks read in a step: micro batch a of rank r is number a * ranks + r."""
-    local = [(index, rank, digest(batch.tokens)) for index, batch in enumerate(batches)]
-    parts: set[tuple[int, int, str]] = set()  # ranks that share a data rank have the same parts
-    for entries in gather(local):
-        parts.update(entries)
-    return "".join(value for _, _, value in sorted(parts))
+class Piece(NamedTuple):
+    """A part of a sequence that a rank reads in a step; in the order of the run."""
+
+    micro_batch: int
+    data_rank: int
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+
+
+def step_digest(batches: Sequence[Batch], mesh: Mesh) -> str:
+    """sha256 of the tokens that all ranks together read in a step, in the order of the run."""
+    local = []
+    for index, batch in enumerate(batches):
+        ranges = sequence_pieces(mesh).positions(batch.tokens.shape[1] * mesh.cp.size())
+        for row, sequence in enumerate(batch.tokens):
+            chunks = sequence.chunk(len(ranges))
+            for positions, tokens in zip(ranges, chunks, strict=True):
+                local.append(Piece(index, mesh.data_rank, row, positions.start, tuple(tokens.tolist())))
+    pieces: set[Piece] = set()  # ranks of one pipeline, and of tp, read the same
+    for read_by_rank in gather(local):
+        pieces.update(read_by_rank)
+    tokens_in_order = [token for piece in sorted(pieces) for token in piece.tokens]
+    return hashlib.sha256(repr(tokens_in_order).encode()).hexdigest()
 
 
 def train(settings: Settings, steps: range, folder: str | None) -> Hop:
@@ -100,7 +120,8 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
-    data = build_loader(DATA, config.training, config.model, 0, DataRanks(mesh.data_rank, mesh.data_size))
+    ranks = DataRanks(mesh.data_rank, mesh.data_size, pieces=sequence_pieces(mesh))
+    data = build_loader(DATA, config.training, config.model, 0, ranks)
     if folder is not None:
         checkpoint = Checkpoint(asynchronous=config.parallel.pp == 4)  # one layout saves in the background
         checkpoints = Checkpointer(checkpoint, Path(folder), stages, optimizer, host_group=dist.group.WORLD)
@@ -109,8 +130,8 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
             data.load_state(manifest.data)
     loaded, samples, losses = digests(stages, optimizer), [], []
     for number in steps:
-        batches = data.next_step()
-        samples.append(step_digest(batches, mesh.data_rank))
+        batches = data.next_step().unpack(CPU)
+        samples.append(step_digest(batches, mesh))
         losses.append(step(number, batches).loss.item())
     if folder is not None:
         checkpoints.save(steps[-1], data.state())

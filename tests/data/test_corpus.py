@@ -186,9 +186,12 @@ def test_the_documents_of_long_shards_are_found(tmp_path: Path) -> None:
 
 def test_synthetic_is_a_function_of_split_and_number() -> None:
     source = Synthetic(1000)
-    ids, begins = source.window("train", 2**39, 512)
+    ids, begins, *_ = source.window("train", 2**39, 512)
     assert ids.shape == (513,)
     assert begins.tolist() == [0]
+    piece = source.window("train", 2**39, 512, range(128, 256))
+    assert np.array_equal(piece.ids, ids[128:257])
+    assert (piece.begins.tolist(), piece.document, piece.position) == ([], 0, 128)
     assert np.array_equal(ids, Synthetic(1000).window("train", 2**39, 512).ids)
     assert ids.max() < 1000
     for different in (source.window("train", 1, 512), source.window("validation", 2**39, 512)):

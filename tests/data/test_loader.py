@@ -1,14 +1,17 @@
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +20,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchllm.data.loader
 from tests import workers
 from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
-from tests.data.test_build import BYTES, plan_for, write_documents
+from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from tests.data.test_corpus import FORMAT_1
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
@@ -29,8 +33,10 @@ from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder
+from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.shard import Split
 
+CPU = torch.device("cpu")
 LENGTH = 3
 
 
@@ -45,7 +51,7 @@ class Numbered:
     def count(self, split: Split, length: int) -> int:
         return self.sizes[split]
 
-    def window(self, split: Split, number: int, length: int) -> Window:
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
         ids = np.array([self.source, split == "validation", number, 0], dtype=np.uint32)
         return Window(ids, np.zeros(1, dtype=np.int64))
 
@@ -78,6 +84,11 @@ def numbered_loader(
     for source, (size, validation) in enumerate(zip(sizes, held_out, strict=True)):
         sources.append(Numbered(source, size, validation))
     return TrainLoader(sources, data, training, seed, data_ranks(rank, ranks))
+
+
+def next_batches(loader: TrainLoader) -> list[Batch]:
+    """The micro batches of the loader's next step."""
+    return loader.next_step().unpack(CPU)
 
 
 def sequences_of(batch: Batch) -> list[tuple[int, ...]]:
@@ -126,7 +137,7 @@ def test_stops_and_changes_of_layout_do_not_change_the_stream(parts: list[Part],
             loader.load_state(json.loads(json.dumps(state)))
             loaders.append(loader)
         for _ in range(part.steps):
-            steps = [loader.next_step() for loader in loaders]
+            steps = [next_batches(loader) for loader in loaders]
             for micro_batch in range(part.accumulation):
                 for batches in steps:
                     stream += sequences_of(batches[micro_batch])
@@ -141,7 +152,7 @@ def test_stops_and_changes_of_layout_do_not_change_the_stream(parts: list[Part],
 
 
 def test_a_step_has_one_batch_per_micro_batch() -> None:
-    assert len(numbered_loader([10], micro_batch=2, accumulation=3).next_step()) == 3
+    assert len(next_batches(numbered_loader([10], micro_batch=2, accumulation=3))) == 3
 
 
 def test_a_late_state_is_resumed_as_fast_as_an_early_one() -> None:
@@ -149,7 +160,7 @@ def test_a_late_state_is_resumed_as_fast_as_an_early_one() -> None:
     state = loader.state() | {"sequences": 4 * 10**12}
     start = time.perf_counter()
     loader.load_state(state)
-    first, _ = loader.next_step()
+    first, _ = next_batches(loader)
     assert time.perf_counter() - start < 1.0
     _, _, number = sequences_of(first)[0]
     assert number == DataOrder(0, [10**9], [1.0]).locate(4 * 10**12).number
@@ -213,7 +224,7 @@ def validation_stream(
     by_rank = []
     for rank in range(ranks):
         loader = numbered_loader([5, 5], rank, ranks, micro_batch, seed=seed, held_out=held_out)
-        by_rank.append(list(loader.validation_batches(count)))
+        by_rank.append(list(loader.validation_batches(count, CPU)))
     stream = []
     ignored = False
     for batches in zip(*by_rank, strict=True):  # every rank has the same number of batches
@@ -258,11 +269,11 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
                 numbers.update(re.findall(r"\[(\d{4})\]", "".join(map(chr, tokens))))
         return numbers
 
-    held_out = document_numbers(loader.validation_batches(1000))
+    held_out = document_numbers(loader.validation_batches(1000, CPU))
     steps = 2 * loader._order._sizes[0] // 4  # two epochs
     trained: set[str] = set()
     for _ in range(steps):
-        trained |= document_numbers(loader.next_step())
+        trained |= document_numbers(next_batches(loader))
     assert len(held_out) > 30
     assert len(trained) > 200
     assert not held_out & trained
@@ -270,13 +281,91 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
 
 def test_labels_are_the_next_tokens_also_across_sequences(tmp_path: Path) -> None:
     loader = real(tmp_path, write_documents(tmp_path, 50), document_mask=True)
-    for batch in loader.next_step():
+    for batch in next_batches(loader):
         assert batch.document_ids is not None
         ends = batch.tokens[:, :-1] == 257
         following = batch.tokens[:, 1:]
         assert torch.equal(batch.labels[:, :-1], torch.where(ends, -100, following))
         assert torch.equal(batch.document_ids[:, 1:], batch.document_ids[:, :-1] + ends)
         assert torch.equal(batch.positions[:, 1:], torch.where(ends, 0, batch.positions[:, :-1] + 1))
+
+
+def context_ranks(ranks: int, method: str) -> list[SequencePieces]:
+    """The pieces of ranks that share each sequence, as `parallel.context.sequence_pieces` deals them."""
+    if method == "ring":
+        return [SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
+    return [SequencePieces(ranks, (rank,)) for rank in range(ranks)]
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Yield a list that grows by the bytes of each read of a shard."""
+    original = os.pread
+    sizes: list[int] = []
+
+    def pread(descriptor: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return original(descriptor, size, offset)
+
+    with mock.patch.object(os, "pread", pread):
+        yield sizes
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, method: str, mask: bool) -> None:
+    corpus = write_corpus_of(write_documents(tmp_path, 600, size=2000), tmp_path / "c", shard_mib=0.25)
+    training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=2**17)
+    data = Data(sources=(Source(kind="tokens"),), workers=0, document_mask=mask)
+
+    def read(pieces: SequencePieces) -> tuple[list[Batch], int]:
+        """A step, and the bytes read for it."""
+        loader = TrainLoader([corpus], data, training, 0, DataRanks(pieces=pieces))
+        with counted_reads() as sizes:
+            return next_batches(loader), sum(sizes)
+
+    whole, _ = read(WHOLE_SEQUENCE)
+    for ranks in (4, 16):
+        for pieces in context_ranks(ranks, method):
+            batches, bytes_read = read(pieces)
+            for batch, expected in zip(batches, whole, strict=True):
+                for field, expected_field in zip(batch, expected, strict=True):
+                    assert (field is None) == (expected_field is None)
+                    if field is not None and expected_field is not None:
+                        chunks = expected_field.chunk(pieces.total, dim=1)
+                        assert torch.equal(field, torch.cat([chunks[index] for index in pieces.indices], dim=1))
+            reads = 2 * len(pieces.indices)
+            tokens = 2 * 2**17 // ranks + reads  # after each piece the token that follows it
+            assert 0 < bytes_read - 2 * tokens < reads * 12_000  # the boundaries of documents in it and next to it
+
+
+def test_what_crosses_the_workers_pipe_is_four_bytes_per_token(tmp_path: Path) -> None:
+    corpus = write_corpus_of(write_documents(tmp_path, 400), tmp_path / "c", shard_mib=0.004)
+    training = Training(micro_batch_size=2, global_batch_size=8, sequence_length=512)
+    data = Data(sources=(Source(kind="tokens"),), workers=1, document_mask=True)
+    loader = TrainLoader([corpus], data, training, 0, DataRanks())
+    packed = loader.next_step()
+    loader.close()
+    begins = sum(int((batch.labels == -100).sum()) for batch in packed.unpack(CPU))
+    sequences = training.global_batch_size
+    assert begins > 8 * sequences
+    assert packed.values.nbytes == 4 * (sequences * (512 + 1) + begins + 2 * sequences)
+
+
+def test_held_out_sequences_are_listed_once() -> None:
+    loader = numbered_loader([5, 5], held_out=[300, 3000], weights=[0.999, 0.001])
+    first = [sequences_of(batch) for batch in loader.validation_batches(400, CPU)]
+    with mock.patch.object(torchllm.data.loader, "DataOrder", side_effect=AssertionError):
+        assert [sequences_of(batch) for batch in loader.validation_batches(400, CPU)] == first
+        assert [sequences_of(batch) for batch in loader.validation_batches(9, CPU)] == first[:9]
+
+
+def test_rounded_shares_are_described() -> None:
+    assert not numbered_loader([10, 10], weights=[0.7, 0.3]).describe_rounded_shares()
+    described = numbered_loader([10, 10], weights=[1 - 1e-6, 1e-6]).describe_rounded_shares()
+    assert described == "data.sources.1 (synthetic): 1e-06 asked, 0.0001 used"
+    weights = [1.0] + [1e-7] * 7
+    assert numbered_loader([10] * 8, weights=weights).describe_rounded_shares().endswith("; and 2 other sources")
 
 
 def test_the_standard_library_in_bytes_is_fast_and_cached(tmp_path: Path) -> None:
@@ -321,7 +410,7 @@ def test_too_little_and_too_much_data_are_errors(tmp_path: Path, monkeypatch: py
         real(tmp_path, Source(kind="hub", path=str(tmp_path / "hub")))
     loader = real(tmp_path, source, validation_fraction=0.0)
     with pytest.raises(DataError, match=r"nothing is held out .* data\.validation_fraction"):
-        loader.validation_batches(1)
+        loader.validation_batches(1, CPU)
 
 
 def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) -> None:
@@ -358,7 +447,7 @@ def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp
 
 def test_synthetic_needs_no_file_and_no_tokenizer(tmp_path: Path) -> None:
     loader = real(tmp_path, Source(kind="synthetic"), tokenizer="no such file")
-    batch = loader.next_step()[0]
+    batch = next_batches(loader)[0]
     assert int(batch.tokens.max()) < Model().vocab
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     assert not (tmp_path / "cache").exists()
@@ -366,9 +455,9 @@ def test_synthetic_needs_no_file_and_no_tokenizer(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, signal, sys, time
-from tests.data.test_loader import numbered_loader, sequences_of
+from tests.data.test_loader import next_batches, numbered_loader, sequences_of
 loader = numbered_loader([100], workers=2)
-first = [sequences_of(loader.next_step()[0]) for _ in range(3)]
+first = [sequences_of(next_batches(loader)[0]) for _ in range(3)]
 {body}
 """
 
@@ -391,9 +480,9 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_trainer() -> None
     done = run_script(
         "signal.signal(signal.SIGTERM, lambda *_: print('signalled'))\n"
         "os.killpg(0, signal.SIGTERM); time.sleep(0.3)\n"
-        "rest = [sequences_of(loader.next_step()[0]) for _ in range(20)]\n"
+        "rest = [sequences_of(next_batches(loader)[0]) for _ in range(20)]\n"
         "whole = numbered_loader([100])\n"
-        "assert first + rest == [sequences_of(whole.next_step()[0]) for _ in range(23)]\n"
+        "assert first + rest == [sequences_of(next_batches(whole)[0]) for _ in range(23)]\n"
         "print('continued')"
     )
     assert done.returncode == 0, done.stderr
@@ -442,7 +531,7 @@ def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) 
         loader = build_loader(Data(**settings), training, Model(), 0, ranks)
     except DataError as error:
         return str(error), []
-    sequences = sequences_of(loader.next_step()[0])
+    sequences = sequences_of(next_batches(loader)[0])
     loader.close()
     return "", sequences
 
@@ -509,9 +598,9 @@ class CountedCorpus(Corpus):
 
     calls: Calls
 
-    def window(self, split: Split, number: int, length: int) -> Window:
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
         """Read the sequence, then count."""
-        begins = super().window(split, number, length).begins
+        begins = super().window(split, number, length, piece).begins
         counts = [descriptors(self.folder), len(self.calls.opened), 0, 0]
         return Window(np.array(counts, dtype=np.uint32), begins)
 
@@ -527,7 +616,7 @@ def test_a_worker_holds_few_descriptors_and_opens_nothing_again(tmp_path: Path) 
         for step in range(8):  # the files that the worker will need first
             source.window("train", order.locate(step).number, LENGTH)
         opened = len(source.calls.opened)
-        counts = [sequences_of(loader.next_step()[0])[0] for _ in range(60)]
+        counts = [sequences_of(next_batches(loader)[0])[0] for _ in range(60)]
         loader.close()
     assert [opened_in_worker for _, opened_in_worker, _ in counts[:8]] == [opened] * 8
     assert counts[-1][1] > opened + 30

@@ -1,12 +1,15 @@
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.data.packing import IGNORED, pack_window
+from torchllm.data.corpus import Window
+from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, PackedBatches, SequencePieces, pack_windows
 
 BEGIN, END = 1000, 1001
+CPU = torch.device("cpu")
 
 
 class Token(NamedTuple):
@@ -39,28 +42,69 @@ def expected_positions(sequence: list[Token], document_mask: bool) -> list[int]:
     return positions
 
 
+def window_of(sequence: list[Token], following: Token, piece: range) -> Window:
+    """A piece of a sequence and the token that follows it. following: the token after the sequence."""
+    tokens = [*sequence, following][piece.start : piece.stop + 1]
+    return Window(
+        ids=np.array([token.token for token in tokens], dtype=np.uint16),
+        begins=np.array([index for index, token in enumerate(tokens) if token.index == 0], dtype=np.int64),
+        document=tokens[0].document - sequence[0].document,
+        position=expected_positions(sequence, True)[piece.start],
+    )
+
+
 documents_strategy = st.lists(st.lists(st.integers(0, 255), max_size=9), min_size=1, max_size=12)
+pieces_strategy = st.sampled_from(
+    [WHOLE_SEQUENCE, SequencePieces(2, (1,)), SequencePieces(4, (0, 3)), SequencePieces(4, (1, 2))]
+)
 
 
 @settings(deadline=None)
-@given(documents_strategy, st.integers(1, 12), st.booleans())
-def test_packing_is_its_definition_token_by_token(documents: list[list[int]], length: int, mask: bool) -> None:
+@given(documents_strategy, st.integers(1, 12), st.integers(1, 3), pieces_strategy, st.booleans())
+def test_packing_is_its_definition_token_by_token(
+    documents: list[list[int]], length: int, micro_batch_size: int, pieces: SequencePieces, mask: bool
+) -> None:
     stream = stream_of(documents)
-    ids = np.array([token.token for token in stream], dtype=np.uint16)
-    begins = np.array([index for index, token in enumerate(stream) if token.index == 0])
-    for first in range(0, len(stream) - length, length):
-        end = first + length + 1
-        inside = begins[(begins >= first) & (begins < end)] - first
-        packed = pack_window(ids[first:end], inside, mask)
+    length *= pieces.total
+    sequences = [stream[first : first + length] for first in range(0, len(stream) - length, length)]
+    micro_batches = len(sequences) // micro_batch_size
+    sequences = sequences[: micro_batches * micro_batch_size]
+    if not sequences:
+        return
+    ranges = pieces.positions(length)
+    windows = []
+    for number, sequence in enumerate(sequences):
+        windows += [window_of(sequence, stream[(number + 1) * length], piece) for piece in ranges]
+    values = torch.from_numpy(pack_windows(windows, mask))
+    assert values.dtype == torch.int32
+    batches = PackedBatches(values, micro_batches, micro_batch_size, ranges, mask).unpack(CPU)
 
-        sequence = stream[first : first + length]
-        assert packed.tokens.tolist() == [token.token for token in sequence]
-        assert packed.labels.tolist() == [token.label for token in sequence]
-        assert packed.positions.tolist() == expected_positions(sequence, mask)
+    assert len(batches) == micro_batches
+    own = [position for piece in ranges for position in piece]
+    for number, sequence in enumerate(sequences):
+        batch, row = batches[number // micro_batch_size], number % micro_batch_size
+        tokens = [sequence[position] for position in own]
+        positions = expected_positions(sequence, mask)
+        assert batch.tokens[row].tolist() == [token.token for token in tokens]
+        assert batch.labels[row].tolist() == [token.label for token in tokens]
+        assert batch.positions[row].tolist() == [positions[position] for position in own]
         if mask:
-            assert packed.document_ids is not None
-            assert packed.document_ids.tolist() == [token.document - sequence[0].document for token in sequence]
+            assert batch.document_ids is not None
+            assert batch.document_ids[row].tolist() == [token.document - sequence[0].document for token in tokens]
         else:
-            assert packed.document_ids is None
-        for array in packed:
-            assert array is None or array.dtype == np.int64
+            assert batch.document_ids is None
+    for batch in batches:
+        for field in batch:
+            if field is not None:
+                assert field.dtype == torch.int64
+                assert field.shape == (micro_batch_size, len(own))
+
+
+def test_a_packed_token_takes_four_bytes_and_a_document_four() -> None:
+    begins = np.arange(0, 1024, 64)
+    windows = [Window(np.zeros(1025, dtype=np.uint16), begins)] * 8
+    tokens, documents = 8 * 1024, 8 * (len(begins) - 1)
+    followers = 8
+    assert pack_windows(windows, document_mask=False).nbytes == 4 * (tokens + followers + documents)
+    firsts = 2 * 8
+    assert pack_windows(windows, document_mask=True).nbytes == 4 * (tokens + followers + documents + firsts)

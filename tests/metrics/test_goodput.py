@@ -25,6 +25,59 @@ def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
     assert lost == {"start-up": 30.0, "restart": pytest.approx(30 + 10 * 2)}
 
 
+def test_steps_that_several_later_launches_undid_are_counted() -> None:
+    """At 1 s per step: steps 51 ... 100 of the first launch and all ten of the second were done again."""
+    launches = [
+        Launch(1000.0, 0, seen=1100.0, step=100),
+        Launch(1100.0, 100, seen=1110.0, step=110),
+        Launch(1110.0, 50, seen=1180.0, step=120),
+    ]
+    wall, lost = account(launches)
+    assert (wall, lost) == (180, {"restart": 60.0})
+
+
+def test_a_time_that_two_launches_share_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run_train.sh may know whole seconds only, and clocks of two nodes differ."""
+    (tmp_path / FILE).write_text(json.dumps([asdict(Launch(1000.0, 0, seen=1100.75, step=50))]))
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1106.0))
+    monkeypatch.setenv(LAUNCHED, "1100")
+    resumed = Goodput(tmp_path)
+    assert resumed.launch.started == 1100.75
+    resumed.begin(50)
+    assert resumed.launch.lost == {"start-up": 5.25}
+
+
+@pytest.mark.parametrize("launches", [0, 100])
+def test_a_logged_step_writes_as_much_however_many_launches_there_were(tmp_path: Path, launches: int) -> None:
+    file = tmp_path / FILE
+    file.write_text(json.dumps([asdict(Launch(1000.0 + n, n, seen=1001.0 + n, step=n)) for n in range(launches)]))
+    account_of_run = Goodput(tmp_path)
+    account_of_run.begin(launches)
+    account_of_run.charge("data", 1234.5678)
+    account_of_run.write(launches + 1)
+    inode = file.stat().st_ino
+    earlier, line = file.read_bytes()[: account_of_run.line_begin], account_of_run.line_length
+    assert len(earlier) == sum(len(text) + 1 for text in earlier.decode().splitlines())
+    assert line < 300
+    account_of_run.launch.lost["data"] = 0.0  # a shorter line
+    account_of_run.write(launches + 2)
+    assert file.stat().st_ino == inode  # not replaced by a new file
+    assert file.read_bytes()[: account_of_run.line_begin] == earlier
+    assert len(file.read_bytes()) == len(earlier) + line + len("\n]\n")
+    assert len(json.loads(file.read_text())) == launches + 1
+    assert read_launches(file)[-1] == account_of_run.launch
+
+
+def test_a_line_that_a_power_cut_tore_loses_one_launch(tmp_path: Path) -> None:
+    for first in (0, 10, 20):
+        account_of_run = Goodput(tmp_path)
+        account_of_run.begin(first)
+        account_of_run.write(first + 10)
+    file = tmp_path / FILE
+    file.write_bytes(file.read_bytes()[:-30])
+    assert [launch.first for launch in read_launches(file)] == [0, 10]
+
+
 def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1008.0)
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))

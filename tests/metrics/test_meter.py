@@ -2,14 +2,16 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import torchllm.metrics.goodput as goodput_module
 import torchllm.metrics.meter as meter_module
 from torchllm.config import Metrics, Model, Recompute, Training
-from torchllm.metrics.goodput import Goodput
+from torchllm.metrics.goodput import LAUNCHED, Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.metrics.slow_rank import SlowRank
@@ -260,3 +262,26 @@ def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:
     assert account.launch.step == 4
     productive = clock.now - start - sum(account.launch.lost.values())
     assert productive == 4 * 1.0  # every second is charged once: four steps without data, compilation and checkpoints
+
+
+def test_a_first_wait_for_data_is_lost_once(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first batch after 2 s, 20 steps of 0.05 s: a third of 3 s trained the model."""
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(time=lambda: clock.now))
+    account = Goodput(tmp_path)
+    account.begin(0)
+    meter = Meter(
+        Metrics(log_interval=1), MODEL, Recompute(), TRAINING,
+        device=CPU, world_size=1, peak_flops=None, sinks=[], goodput=account,
+    )  # fmt: skip
+    for step in range(1, 21):
+        with meter.data_wait():
+            clock.now += 2.0 if step == 1 else 0.0
+        clock.now += 0.05
+        meter.log(step, result())
+    with meter.pause("checkpoint"):  # the last save, in the background, ends after the loop
+        clock.now += 1.0
+    meter.close()
+    assert account.summary() == "goodput 25.0% of 4 s; data 50.0%, checkpoint 25.0%"
+    account.launch.seen -= account.launch.lost.pop("checkpoint")
+    assert account.summary() == "goodput 33.3% of 3 s; data 66.7%"

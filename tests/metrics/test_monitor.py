@@ -38,10 +38,14 @@ def monitor_of(
     return monitor
 
 
-def begin(monitor: Monitor, config: Config, start: int) -> None:
+def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = "") -> None:
     config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
     mesh, stages = build(config)
-    data: Any = SimpleNamespace(state=lambda: {"sequences": 0}, skipped={})
+    data: Any = SimpleNamespace(
+        state=lambda: {"sequences": 0},
+        skipped={},
+        describe_rounded_shares=lambda: rounded_shares,
+    )
     monitor.begin(config, mesh, stages, data, start)
 
 
@@ -139,6 +143,19 @@ def _log_of_a_finished_run(folder: Path) -> list[str]:
     with log_lines() as lines:
         monitor_of(folder, config, start=config.training.steps)
     return lines
+
+
+def _log_of_rounded_shares(folder: Path) -> list[str]:
+    monitor = monitor_of(folder, tiny({}))
+    with log_lines() as lines:
+        begin(monitor, tiny({}), 0, rounded_shares="data.sources.1 (text): 1e-06 asked, 0.0001 used")
+    return lines
+
+
+def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> None:
+    [[line]] = run(_log_of_rounded_shares, 1, tmp_path)
+    assert line.startswith("shares of data.sources are rounded: ")
+    assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,8 +9,18 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import torchllm.metrics.sinks
 from torchllm.config import Metrics
-from torchllm.metrics.sinks import Console, JsonLines, Record, TensorBoard, open_sinks
+from torchllm.metrics.sinks import (
+    BLOCK,
+    Console,
+    JsonLines,
+    Record,
+    TensorBoard,
+    cut_position,
+    lines_from_end,
+    open_sinks,
+)
 
 RECORD: Record = {
     "step": 40,
@@ -80,7 +91,7 @@ def test_resume_drops_the_line_that_a_kill_cut(tmp_path: Path, caplog: pytest.Lo
         write(path, range(4, 6), start=3)
     assert steps_in(path) == [1, 2, 3, 4, 5]
     assert len(caplog.messages) == len(damaged)
-    assert f"{path}:4: " in caplog.messages[0]
+    assert caplog.messages[0].startswith(f"{path}: {len(damaged[-1])} bytes from byte ")
 
 
 def test_a_complete_last_line_without_its_newline_is_not_glued(tmp_path: Path) -> None:
@@ -98,10 +109,37 @@ def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "ftruncate", fail)
     with pytest.raises(OSError, match="disk gone"):
         JsonLines(path, start=3)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 10_000])
+def test_lines_are_read_from_the_end(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(torchllm.metrics.sinks, "BLOCK", block)
+    for content in (b"", b"\n", b"one", b"one\n", b"\n\ntwo\nthree\n\nlast", b"a" * 100 + b"\n" + b"b" * 100 + b"\n"):
+        assert list(lines_from_end(io.BytesIO(content))) == content.splitlines(keepends=True)[::-1]
+
+
+class CountedReads(io.BytesIO):
+    """A file in memory that counts the bytes which are read."""
+
+    name = "metrics.jsonl"
+    bytes_read = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.bytes_read += len(content)
+        return content
+
+
+@pytest.mark.parametrize("records", [1_000, 20_000])
+def test_a_resume_reads_the_end_of_the_file_however_long_it_is(records: int) -> None:
+    lines = [json.dumps(RECORD | {"step": step}) for step in range(1, records + 1)]
+    file = CountedReads("".join(f"{line}\n" for line in lines).encode())
+    assert cut_position(file, start=records - 5) == sum(len(line) + 1 for line in lines[:-5])
+    assert file.bytes_read == BLOCK
 
 
 def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:

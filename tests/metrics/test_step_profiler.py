@@ -1,10 +1,12 @@
 """The step profiler: when it profiles, when it calls a rank slow, and that it leaves quiet runs alone."""
 
+import gc
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile
 
 from tests.parity import CPU, build, my_batches, tiny
 from tests.workers import run
@@ -62,6 +64,32 @@ def _steps_to_the_next_profile(stretch: str) -> int:
                 with phase(stretch):
                     time.sleep(0.5)
     return profiler.next - 20
+
+
+def _live_profiles(steps: int) -> list[int]:
+    """Number of profiles in memory after each of so many profiled steps, without a garbage collection."""
+    config = tiny({})
+    mesh, _ = build(config)
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    gc.collect()
+    gc.disable()
+    numbers = []
+    try:
+        profiler = StepProfiler(1, mesh, group, CPU)
+        for n in range(1, steps + 1):
+            profiler.next = n
+            with profiler.step(n), phase("forward_backward"):
+                torch.ones(2).sum()
+            assert profiler.latest is not None
+            numbers.append(sum(type(thing) is profile for thing in gc.get_objects()))
+    finally:
+        gc.enable()
+    return numbers
+
+
+def test_a_profile_is_freed_with_its_step() -> None:
+    assert run(_live_profiles, 1, 5) == [[0] * 5]
 
 
 def test_a_profiled_step_that_is_slower_costs_and_one_that_evaluates_does_not() -> None:

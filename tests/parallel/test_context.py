@@ -13,21 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tests.parity
 import torchllm.parallel.context
 import torchllm.parallel.ring
-import torchllm.train.step
 from tests.parallel.test_compile import TRACED, train_compiled
 from tests.parity import CPU, Settings, Trained, build, check, compare, my_batches, reference, step_batch, tiny, train
 from tests.parity import world_size as ranks_of
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.data.batch import Batch
+from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.attention_kernels import PartialAttention
-from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, shard_sequence
+from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, sequence_pieces
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.ring import RingAttention
@@ -149,12 +150,11 @@ def check_pieces(batch: Batch, whole: Batch, row: int, eighths: list[int]) -> No
 
 
 def test_one_rank_has_the_whole_sequence() -> None:
-    assert run(untouched, 1) == [True]
+    assert run(pieces_of_one_rank, 1) == [WHOLE_SEQUENCE]
 
 
-def untouched() -> bool:
-    batch = step_batch(tiny({"data.document_mask": True}), 1, ragged=False)
-    return shard_sequence(batch, build_mesh(tiny({}).parallel, CPU)) is batch
+def pieces_of_one_rank() -> SequencePieces:
+    return sequence_pieces(build_mesh(tiny({}).parallel, CPU))
 
 
 class Sends(TorchDispatchMode):
@@ -178,7 +178,7 @@ def sends(settings: Settings) -> tuple[list[float], list[float]]:
     """Return the bytes sent in the forward and in the backward of one micro batch."""
     config = tiny(settings)
     mesh, (stage,) = build(config)
-    batch = shard_sequence(my_batches(config, mesh, 1, ragged=False)[0], mesh)
+    batch = my_batches(config, mesh, 1, ragged=False)[0]
     with Sends() as forward:
         loss = stage(batch.tokens, batch.positions, batch.document_ids, batch.labels)
     with Sends() as backward:
@@ -239,13 +239,13 @@ def _replaced(target: Any, name: str, change: Callable[[Any], Any]) -> Any:
 def _with_part(field: str, cut: Callable[[Tensor], Tensor]) -> Any:
     """Cut one field of every batch differently."""
 
-    def change(shard_sequence: Any) -> Any:
-        def shard_wrongly(batch: Batch, mesh: Any) -> Batch:
-            return shard_sequence(batch, mesh)._replace(**{field: cut(getattr(batch, field))})
+    def change(part_of_sequence: Any) -> Any:
+        def wrong_part(batch: Batch, mesh: Any) -> Batch:
+            return part_of_sequence(batch, mesh)._replace(**{field: cut(getattr(batch, field))})
 
-        return shard_wrongly
+        return wrong_part
 
-    return _replaced(torchllm.train.step, "shard_sequence", change)
+    return _replaced(tests.parity, "part_of_sequence", change)
 
 
 def positions_counted_from_zero_on_every_rank() -> Any:

@@ -1,7 +1,9 @@
 """One test per private torch name or difference between versions, which fails when torch moves it."""
 
+import gc
 import inspect
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from tests.workers import run
 from torchllm.runtime import torch_compat
 from torchllm.runtime.torch_compat import (
     accumulate_in_reduce_dtype,
+    break_profile_cycle,
     checkpoint_wrapper,
     flatten_mesh,
     flight_records,
@@ -285,6 +288,26 @@ def test_profiled_events() -> None:
     assert ours.start <= product.start < product.end <= ours.end
     assert start - 1e6 <= ours.start < ours.end <= end + 1e6  # the clocks agree to 1 ms
     assert not any(event.asynchronous or event.kernel for event in events.values())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_break_profile_cycle(broken: bool) -> None:
+    """Without it torch keeps a profile until the next garbage collection; once it does not, the function can go."""
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            torch.ones(2).sum()
+        if broken:
+            break_profile_cycle(profiler)
+        assert profiled_events(profiler)
+        alive = weakref.ref(profiler)
+        del profiler
+        assert (alive() is None) == broken
+    finally:
+        gc.enable()
+    gc.collect()
+    assert alive() is None
 
 
 def test_flight_records() -> None:

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.parity import Settings, build, rows_of, step_batch, tiny
+from tests.parity import Settings, build, part_of_sequence, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
 from torchllm.train.evaluate import evaluate
@@ -81,14 +80,13 @@ def evaluate_layout(settings: Settings) -> Evaluated:
     config = tiny({**SMALL, "model.layers": 4, **settings})
     mesh, stages = build(config)
     batch = step_batch(config, 1, ragged=True)
-    batches = parts(batch, mesh.data_rank, mesh.data_size)
-    local = [shard_sequence(batch, mesh) for batch in batches]
+    batches = [part_of_sequence(rows, mesh) for rows in parts(batch, mesh.data_rank, mesh.data_size)]
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
 
     def gradients_of_a_step() -> list[torch.Tensor]:
         for parameter in stages[0].parameters():
             parameter.grad = None
-        step(local, torch.tensor(1e-2))
+        step(batches, torch.tensor(1e-2))
         gradients = []
         for parameter in stages[0].parameters():
             if isinstance(parameter.grad, DTensor):

@@ -9,6 +9,7 @@ from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.parallelize import parallelize
@@ -44,11 +45,12 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
 def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[Batch]:
     """Return the micro batches of a step of one rank: random tokens, on the device."""
     training = config.training
-    shape = (training.micro_batch_size, training.sequence_length)  # (B, S)
-    positions = torch.arange(training.sequence_length, device=device).expand(shape)
+    pieces = sequence_pieces(mesh).positions(training.sequence_length)
+    positions = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
+    shape = (training.micro_batch_size, len(positions))  # (B, S), under context parallelism (B, S / n)
     batches = []
     for _ in range(gradient_accumulation(training, mesh.data_size)):
         tokens, labels = torch.randint(config.model.vocab, (2, *shape), device=device)
         document_ids = torch.zeros_like(tokens) if config.data.document_mask else None
-        batches.append(Batch(tokens, labels, positions, document_ids))
+        batches.append(Batch(tokens, labels, positions.expand(shape), document_ids))
     return batches

@@ -45,12 +45,16 @@ _CHECKING_THREADS = 16
 
 
 class Window(NamedTuple):
-    """A part of a token stream: a training sequence of S tokens and the token that follows it."""
+    """A part of a token stream: a training sequence, or a piece of one, of L tokens, and the token that follows it."""
 
     ids: Ids
-    """(S + 1,)"""
+    """(L + 1,)"""
     begins: Begins
     """indices in `ids` at which a document begins, ascending"""
+    document: int = 0
+    """which document of the sequence ids[0] belongs to, from 0"""
+    position: int = 0
+    """of ids[0], counted from where that document begins in the sequence"""
 
 
 class SequenceSource(Protocol):
@@ -62,8 +66,11 @@ class SequenceSource(Protocol):
     def count(self, split: Split, length: int) -> int:
         """Return how many sequences of `length` tokens (and the token that follows) there are."""
 
-    def window(self, split: Split, number: int, length: int) -> Window:
-        """Return sequence `number` of `length` tokens and the token that follows it."""
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
+        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
+
+        piece: positions in the sequence, without gaps; None: all.
+        """
 
 
 class _ShardKey(NamedTuple):
@@ -189,14 +196,25 @@ class Corpus:
         """Return how many sequences of `length` tokens (and the token that follows) a split has."""
         return max(0, self.tokens(split) - 1) // length
 
-    def window(self, split: Split, number: int, length: int) -> Window:
-        """Return sequence `number` of `length` tokens and the token that follows it; it may cross shards."""
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
+        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
+
+        It may cross shards. Of what is before the piece, only the document boundaries nearest to both ends are read.
+        """
+        piece = piece or range(length)
         first = number * length
         ids, begins = [], []
-        for part in self._parts(split, first, first + length + 1):
+        for part in self._parts(split, first + piece.start, first + piece.stop + 1):
             ids.append(part.shard.read_ids(part.first, part.end))
-            begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first))
-        return Window(np.concatenate(ids), np.concatenate(begins))
+            begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first - piece.start))
+        document, document_begin = 0, 0
+        if piece.start > 0:
+            for part in self._parts(split, first + 1, first + piece.start + 1):
+                earlier, end = part.shard.documents_before(part.first), part.shard.documents_before(part.end)
+                if earlier < end:
+                    document += end - earlier
+                    document_begin = part.shard.read_begin(end - 1) + part.offset - first
+        return Window(np.concatenate(ids), np.concatenate(begins), document, piece.start - document_begin)
 
     def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
         """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
@@ -221,8 +239,10 @@ class Synthetic:
         """Return a number that no run reaches."""
         return 2**40
 
-    def window(self, split: Split, number: int, length: int) -> Window:
-        """Return sequence `number`: always the same tokens for the same split, number and length."""
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
+        """Return sequence `number` or a piece of it: always the same tokens for the same split, number and length."""
+        piece = piece or range(length)
         random = np.random.Generator(np.random.Philox(key=[SPLITS.index(split), number]))
-        ids = random.integers(self.vocab, size=length + 1, dtype=np.uint32)
-        return Window(ids, np.zeros(1, dtype=np.int64))
+        ids = random.integers(self.vocab, size=length + 1, dtype=np.uint32)[piece.start : piece.stop + 1]
+        begins = np.zeros(1 if piece.start == 0 else 0, dtype=np.int64)
+        return Window(ids, begins, position=piece.start)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -26,16 +24,16 @@ from torchllm.data.batch import Batch
 from torchllm.data.cache import cache_root, cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.error import DataError
-from torchllm.data.order import DataOrder, Location
-from torchllm.data.packing import IGNORED, pack_window
+from torchllm.data.order import DataOrder, Location, rounded_shares
+from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 
 _ENDLESS = 2**62
 """steps; no run takes as many"""
 _PREFETCHED_STEPS = 2
-Fields = npt.NDArray[np.int64]
-"""the tensors of a Batch in one array: tokens, labels, positions and, with data.document_mask, document ids"""
+_LISTED = 5
+"""sources whose share is rounded that a message names"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ class DataRanks:
     """returns the text that each rank of the job has passed, by rank"""
     preparing_rank: int = 0
     """rank in the job of the process that prepares for this node"""
+    pieces: SequencePieces = WHOLE_SEQUENCE
+    """part of each sequence that this process trains on, and reads; ranks that share a sequence (cp) have others"""
 
 
 def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
@@ -152,24 +152,28 @@ def _check(sources: Sequence[SequenceSource], part: int, parts: int) -> None:
 
 
 class _Reader:
-    """Reads sequences of the sources and packs them."""
+    """Reads this rank's pieces of sequences of the sources and packs them."""
 
-    def __init__(self, sources: list[SequenceSource], length: int, document_mask: bool) -> None:
+    def __init__(self, sources: list[SequenceSource], length: int, document_mask: bool, pieces: SequencePieces) -> None:
         self.sources = sources
         self.length = length
         self.document_mask = document_mask
+        self.pieces = pieces.positions(length)
 
-    def read(self, split: Split, locations: Sequence[Location]) -> Fields:
-        """Return the fields of a Batch of these sequences, in one array (fields, B, S)."""
-        sequences = []
+    def read(self, split: Split, locations: Sequence[Location]) -> Packed:
+        """Return the pieces of these sequences, in their order, in one array."""
+        windows = []
         for location in locations:
-            window = self.sources[location.source].window(split, location.number, self.length)
-            packed = pack_window(window.ids, window.begins, self.document_mask)
-            sequences.append(np.stack([field for field in packed if field is not None]))
-        return np.stack(sequences, axis=1)
+            source = self.sources[location.source]
+            windows += [source.window(split, location.number, self.length, piece) for piece in self.pieces]
+        return pack_windows(windows, self.document_mask)
+
+    def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
+        """Return the sequences of `values`, which `read` has read, as so many micro batches."""
+        return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask)
 
 
-class _Steps(torch.utils.data.Dataset[Fields]):
+class _Steps(torch.utils.data.Dataset[Packed]):
     """The training data of one data rank: item k is what it reads in the k-th step from sequence `first` on.
 
     The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, from
@@ -185,21 +189,14 @@ class _Steps(torch.utils.data.Dataset[Fields]):
         self.micro_batch_size = training.micro_batch_size
         self.accumulation = gradient_accumulation(training, ranks.size)
 
-    def __getitem__(self, k: int) -> Fields:
-        """Return the step's fields (fields, M, B, S) for M micro batches."""
+    def __getitem__(self, k: int) -> Packed:
+        """Return the step's micro batches, one after another."""
         locations: list[Location] = []
         for micro_batch in range(self.accumulation):
             offset = (micro_batch * self.ranks + self.rank) * self.micro_batch_size
             start = self.first + k * self.global_batch_size + offset
             locations += map(self.order.locate, range(start, start + self.micro_batch_size))
-        fields = self.reader.read("train", locations)
-        return fields.reshape(len(fields), self.accumulation, self.micro_batch_size, -1)
-
-
-def _as_batch(fields: torch.Tensor) -> Batch:
-    """Return a Batch of fields (fields, B, S)."""
-    tokens, labels, positions, *document_ids = fields
-    return Batch(tokens, labels, positions, document_ids[0] if document_ids else None)
+        return self.reader.read("train", locations)
 
 
 class TrainLoader:
@@ -217,6 +214,8 @@ class TrainLoader:
         self._weights: list[float] = []
         self._held_out: dict[int, int] = {}
         """held-out sequences of each source that has any, by its index"""
+        self._held_out_locations: list[Location] = []
+        """the first of them, as many as an evaluation has asked for: they never change"""
         self._consumed = 0
         self._batches: Iterator[Any] | None = None
         length = training.sequence_length
@@ -234,7 +233,7 @@ class TrainLoader:
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """records skipped by data.on_bad_record = "skip", by their fault"""
-        self._reader = _Reader(sources, length, data.document_mask)
+        self._reader = _Reader(sources, length, data.document_mask, ranks.pieces)
         self._order = DataOrder(seed, sizes, self._weights)
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
@@ -243,16 +242,17 @@ class TrainLoader:
             "seed": seed,
         }
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self) -> PackedBatches:
         """Return the micro batches of this rank in the next optimizer step."""
         if self._batches is None:
             self._batches = self._start()
-        fields = torch.as_tensor(next(self._batches))
+        values = torch.as_tensor(next(self._batches))
         self._consumed += self._training.global_batch_size
-        return [_as_batch(fields[:, micro_batch]) for micro_batch in range(fields.shape[1])]
+        accumulation = gradient_accumulation(self._training, self._ranks.size)
+        return self._reader.packed_batches(values, accumulation, self._training.micro_batch_size)
 
     def _start(self) -> Iterator[Any]:
-        """Start the worker processes and return an iterator over the fields of the steps."""
+        """Start the worker processes and return an iterator over the packed steps."""
         on_gpu = torch.cuda.is_available()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital.*", category=UserWarning)  # torchdata calls it
@@ -334,31 +334,45 @@ class TrainLoader:
             )
         return available
 
-    def validation_batches(self, sequences: int) -> Iterator[Batch]:
+    def validation_batches(self, sequences: int, device: torch.device) -> Iterator[Batch]:
         """Yield this rank's share of the first `sequences` held-out sequences, the same for every seed and layout.
 
         Every rank gets the same number of batches (of training.micro_batch_size), so that all take part in each
         collective: where the sequences run out, all labels are ignored. Raises DataError if nothing is held out.
         """
-        locations = self._held_out_locations(self.validation_sequences(sequences))
-        return self._held_out_batches(locations)
+        locations = self._first_held_out(self.validation_sequences(sequences))
+        return self._held_out_batches(locations, device)
 
-    def _held_out_locations(self, count: int) -> list[Location]:
+    def _first_held_out(self, count: int) -> list[Location]:
         """Return the first `count` held-out sequences, mixed by the sources' weights."""
-        indices = list(self._held_out)
-        weights = [self._weights[index] for index in indices]
-        order = DataOrder("validation", list(self._held_out.values()), weights)
-        return [location._replace(source=indices[location.source]) for location in order.first_epoch(count)]
+        if count > len(self._held_out_locations):
+            indices = list(self._held_out)
+            weights = [self._weights[index] for index in indices]
+            order = DataOrder("validation", list(self._held_out.values()), weights)
+            first = order.first_epoch(count)
+            self._held_out_locations = [location._replace(source=indices[location.source]) for location in first]
+        return self._held_out_locations[:count]
 
-    def _held_out_batches(self, locations: list[Location]) -> Iterator[Batch]:
+    def _held_out_batches(self, locations: list[Location], device: torch.device) -> Iterator[Batch]:
         size = self._training.micro_batch_size
         for batch_of_rank_0 in range(0, len(locations), size * self._ranks.size):
             start = batch_of_rank_0 + self._ranks.rank * size
             share = locations[start : start + size]
             padding = locations[:1] * (size - len(share))
-            batch = _as_batch(torch.from_numpy(self._reader.read("validation", share + padding)))
+            values = torch.from_numpy(self._reader.read("validation", share + padding))
+            (batch,) = self._reader.packed_batches(values, 1, size).unpack(device)
             batch.labels[len(share) :] = IGNORED
             yield batch
+
+    def describe_rounded_shares(self) -> str:
+        """Return which sources have another share of the sequences than their weights ask for; "" if none has."""
+        rounded = rounded_shares(self._weights)
+        listed = []
+        for share in rounded[:_LISTED]:
+            listed.append(f"{self._names[share.source]}: {share.asked:.3g} asked, {share.used:.3g} used")
+        if len(rounded) > _LISTED:
+            listed.append(f"and {len(rounded) - _LISTED} other sources")
+        return "; ".join(listed)
 
 
 def _name_source(index: int, source: Source) -> str:
@@ -377,8 +391,8 @@ def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
     )
 
 
-def _unchanged(fields: Fields) -> Fields:
-    return fields
+def _unchanged(packed: Packed) -> Packed:
+    return packed
 
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:

@@ -15,6 +15,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 _WORD = 2**64 - 1
 _ROUNDS = 6
 _LONGEST_BLOCK = 10_000

@@ -1,45 +1,108 @@
-"""Turn a window of a token stream into what the model is trained on. Pure functions, without a loop over tokens."""
+"""Pack parts of token streams into few bytes, and unpack them on the device into what the model is trained on.
 
+What a worker of the loader sends to its trainer is packed: 4 bytes per token and 4 per document. Labels, positions and
+document ids, 8 bytes per token each, are made on the device, without a loop over documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchllm.data.batch import Batch
+from torchllm.data.corpus import Window
 
 IGNORED = -100
 """label of a position without a target (torch's default ignore_index)"""
 
-Int64 = npt.NDArray[np.int64]
+Packed = npt.NDArray[np.int32]
+"""windows in one array, as `pack_windows` makes it"""
 
 
-class PackedSequence(NamedTuple):
-    """One training sequence; each array is (S,) int64."""
+class SequencePieces(NamedTuple):
+    """Which part of each sequence a rank trains on: of `total` equal pieces those with these indices, in this order."""
 
-    tokens: Int64
-    labels: Int64
-    """the token that follows each position, or `IGNORED`"""
-    positions: Int64
-    document_ids: Int64 | None
-    """None without data.document_mask"""
+    total: int
+    indices: tuple[int, ...]
+
+    def positions(self, length: int) -> list[range]:
+        """Return where each piece is in a sequence of `length` tokens."""
+        size = length // self.total
+        return [range(index * size, (index + 1) * size) for index in self.indices]
 
 
-def pack_window(window: npt.NDArray[Any], begins: Int64, document_mask: bool) -> PackedSequence:
-    """Return tokens, next-token labels and positions of a window (S + 1,) of a stream of whole documents.
+WHOLE_SEQUENCE = SequencePieces(1, (0,))
 
-    `begins` are the indices in the window, ascending, at which a document begins. The last token of a document has no
-    label, for another document follows it. Positions count from the start of the window or, with `document_mask`, from
-    where the document begins in the window; document_ids then number the documents of the window from 0.
+
+def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
+    """Return windows, each of L tokens and the token that follows them, in one array (n,).
+
+    It holds the tokens (N, L + 1) of N windows; with `document_mask` the position (N,) and then the document (N,) of
+    the first token of each; and the indices in the tokens at which a document begins, except in first tokens.
     """
-    length = len(window) - 1
-    tokens = window[:-1].astype(np.int64)
-    labels = window[1:].astype(np.int64)
-    inner_begins = begins[begins > 0]
-    labels[inner_begins - 1] = IGNORED
-    positions = np.arange(length, dtype=np.int64)
-    if not document_mask:
-        return PackedSequence(tokens, labels, positions, None)
-    inner_begins = inner_begins[inner_begins < length]
-    is_begin = np.zeros(length, dtype=np.int64)
-    is_begin[inner_begins] = 1
-    document_ids = np.cumsum(is_begin)
-    document_begins = np.concatenate([np.zeros(1, dtype=np.int64), inner_begins])
-    return PackedSequence(tokens, labels, positions - document_begins[document_ids], document_ids)
+    parts: list[npt.NDArray[Any]] = [window.ids for window in windows]
+    if document_mask:
+        parts.append(np.array([window.position for window in windows]))
+        parts.append(np.array([window.document for window in windows]))
+    width = len(windows[0].ids)
+    for row, window in enumerate(windows):
+        parts.append(window.begins[window.begins > 0] + row * width)
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe")
+
+
+@dataclass(frozen=True)
+class PackedBatches:
+    """Micro batches of one rank, M of B sequences each, of which the rank has P pieces of L tokens."""
+
+    values: Tensor
+    """(n,) int32: what `pack_windows` returns of M x B x P windows"""
+    micro_batches: int
+    micro_batch_size: int
+    pieces: Sequence[range]
+    """where the rank's pieces are in a sequence"""
+    document_mask: bool
+
+    def unpack(self, device: torch.device) -> list[Batch]:
+        """Return the M micro batches on a device; every tensor is (B, P x L). From pinned memory nothing waits.
+
+        The last token of a document has no label, for another document follows it. Positions count from the start of
+        the sequence or, with `document_mask`, from where the document begins in the sequence; document_ids then number
+        the documents of the sequence from 0.
+        """
+        shape = (self.micro_batches, self.micro_batch_size, -1)
+        windows = self.micro_batches * self.micro_batch_size * len(self.pieces)
+        width = len(self.pieces[0]) + 1
+        values = self.values.to(device, non_blocking=True)
+        sizes = [windows * width, 2 * windows if self.document_mask else 0]
+        ids, of_first_tokens, begins = values.split([*sizes, len(values) - sum(sizes)])
+        ids = ids.view(windows, width)
+        begins = begins.long()
+        tokens = ids[:, :-1].long().reshape(shape)
+        labels = ids[:, 1:].long().reshape(shape)
+        labels.view(-1).index_fill_(0, begins - begins // width - 1, IGNORED)  # before each begin of a document
+        if self.document_mask:
+            positions, document_ids = _within_documents(of_first_tokens.view(2, windows, 1), begins, width)
+            fields = zip(tokens, labels, positions.reshape(shape), document_ids.reshape(shape), strict=True)
+            return [Batch(*batch) for batch in fields]
+        positions = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces])
+        positions = positions.expand(self.micro_batch_size, -1)
+        return [Batch(*batch, positions, None) for batch in zip(tokens, labels, strict=True)]
+
+
+def _within_documents(of_first_tokens: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return positions and document ids of the tokens of windows, both (N, L), for windows of width L + 1.
+
+    of_first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices in the windows,
+    laid end to end, at which a document begins.
+    """
+    first_positions, first_documents = of_first_tokens
+    windows = len(first_positions)
+    is_begin = torch.zeros(windows * width, dtype=torch.bool, device=begins.device)
+    is_begin = is_begin.index_fill_(0, begins, True).view(windows, width)[:, :-1]
+    index = torch.arange(width - 1, device=begins.device)
+    document_begins = torch.where(is_begin, index, -first_positions).cummax(1).values
+    return index - document_begins, first_documents + is_begin.cumsum(1)

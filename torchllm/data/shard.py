@@ -241,6 +241,16 @@ class OpenShard:
         low, high = np.searchsorted(begins, [first, end])
         return begins[low:high]
 
+    def documents_before(self, token: int) -> int:
+        """Return how many documents of the shard begin before a token; reads the boundaries near to it."""
+        first = int(self._index[token // _INDEX_STRIDE])
+        end = int(self._index[-(-token // _INDEX_STRIDE)])
+        return first + int(np.searchsorted(self._documents(first, end), token))
+
+    def read_begin(self, document: int) -> int:
+        """Return where a document begins."""
+        return int(self._documents(document, document + 1)[0])
+
     def _documents(self, first: int, end: int) -> Begins:
         """Return where the documents first <= i < end begin."""
         return self._begins.read("<i8", end - first, self._begins_offset + 8 * first)

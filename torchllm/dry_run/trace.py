@@ -102,7 +102,7 @@ def _trace(
             _watch(stage, index, tracker, columns=-(-config.model.vocab // parallel.tp), marks=not names_actions)
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
         step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
-        shape = (training.micro_batch_size, training.sequence_length)
+        shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
         batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
         built = tracker.now
         step(1, batches)
@@ -117,7 +117,7 @@ def _trace(
         spans(tracker),
         action_keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
         micro_batches,
-        memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes // parallel.cp, micro_batches),
+        memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
         saved_by_forwards(tracker),
     )
 
@@ -206,7 +206,7 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
 
 
 def _batch(shape: tuple[int, int], documents: bool) -> Batch:
-    """Return a micro batch of any content; its tensors are of `shape` (B, S)."""
+    """Return a micro batch of any content; its tensors are of `shape` (B, S / n), on one of n cp ranks."""
     tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
     return Batch(tokens, labels, positions, ids if documents else None)
 

@@ -9,6 +9,7 @@
     restart      between the end of one launch and the start of the next, and steps that had to be done again
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
+The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
 """
 
 import json
@@ -53,8 +54,14 @@ class Goodput:
         self.file = folder / FILE
         self.earlier_launches = read_launches(self.file)
         started = time.time()
-        launched = min(started, float(os.environ.get(LAUNCHED, started)))
+        launched = float(os.environ.get(LAUNCHED, started))
+        if self.earlier_launches:  # a time that two launches share is counted once
+            launched = max(launched, self.earlier_launches[-1].seen)
+        launched = min(started, launched)
         self.launch = Launch(launched, 0, launched)
+        self.line_begin: int | None = None
+        """byte of the file at which the line of this launch begins, once it has one"""
+        self.line_length = 0
 
     def begin(self, start: int) -> None:
         """Note that steps begin after step `start`: the time since the launch, or the last `write`, trained nothing."""
@@ -72,12 +79,21 @@ class Goodput:
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
-        """Write goodput.json, as of now and of the logged step `step`."""
+        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are."""
         self.launch.seen, self.launch.step = time.time(), step
-        launches = [asdict(launch) for launch in [*self.earlier_launches, self.launch]]
-        temporary = self.file.with_suffix(".partial")
-        temporary.write_text(json.dumps(launches) + "\n")
-        temporary.replace(self.file)
+        # Padded, so that nothing is left of a longer line that it overwrites.
+        line = json.dumps(asdict(self.launch)).ljust(self.line_length)
+        self.line_length = len(line)
+        if self.line_begin is None:
+            earlier = "[\n" + "".join(json.dumps(asdict(launch)) + ",\n" for launch in self.earlier_launches)
+            temporary = self.file.with_suffix(".partial")
+            temporary.write_text(f"{earlier}{line}\n]\n")
+            temporary.replace(self.file)
+            self.line_begin = len(earlier)
+            return
+        with self.file.open("r+b") as file:
+            file.seek(self.line_begin)
+            file.write(f"{line}\n]\n".encode())
 
     def summary(self) -> str:
         """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""
@@ -92,11 +108,18 @@ class Goodput:
 
 
 def read_launches(file: Path) -> list[Launch]:
-    """Read the earlier launches; none if the file is missing or damaged: an account stops no run."""
+    """Read the earlier launches, up to a damaged one; none if the file is missing: an account stops no run."""
+    launches = []
     try:
-        return [Launch(**launch) for launch in json.loads(file.read_text())]
+        text = file.read_text()
+        begin = text.find("{")
+        while begin >= 0:
+            launch, end = json.JSONDecoder().raw_decode(text, begin)
+            launches.append(Launch(**launch))
+            begin = text.find("{", end)
     except (OSError, ValueError, TypeError):
-        return []
+        pass
+    return launches
 
 
 def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
@@ -105,16 +128,17 @@ def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
     for launch in launches:
         for cause, seconds in launch.lost.items():
             lost[cause] = lost.get(cause, 0.0) + seconds
-    for launch, following in pairwise(launches):
-        lost["restart"] = lost.get("restart", 0.0) + restart_seconds(launch, following)
+    retained = launches[-1].step
+    """the last step that no later launch did again"""
+    for launch, following in reversed(list(pairwise(launches))):
+        retained = min(retained, following.first)
+        restart = max(0.0, following.started - launch.seen) + redone_seconds(launch, retained)
+        lost["restart"] = lost.get("restart", 0.0) + restart
     return launches[-1].seen - launches[0].started, lost
 
 
-def restart_seconds(launch: Launch, following: Launch) -> float:
-    """Return the seconds between two launches, and those of the steps that the second had to do again."""
-    between = max(0.0, following.started - launch.seen)
+def redone_seconds(launch: Launch, retained: int) -> float:
+    """Return the seconds of a launch's steps after step `retained`, which later launches did again."""
     steps = launch.step - launch.first
-    repeated = min(steps, max(0, launch.step - following.first))
-    if not repeated:
-        return between
-    return between + launch.productive * repeated / steps
+    redone = min(steps, max(0, launch.step - retained))
+    return launch.productive * redone / steps if redone else 0.0

@@ -130,6 +130,8 @@ class Monitor:
             log.info("nothing to do: the run is at step %d of training.steps = %d", start, config.training.steps)
         if data.skipped:
             log.warning("records skipped by data.on_bad_record: %s", data.skipped)
+        if rounded := data.describe_rounded_shares():
+            log.warning("shares of data.sources are rounded: %s", rounded)
         if slow := tensor_parallel_warning(config, self.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
 

@@ -9,11 +9,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import BinaryIO, Protocol, TextIO
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -21,6 +21,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from torchllm.config import Metrics
 
 log = logging.getLogger("torchllm")
+
+BLOCK = 2**16
+"""bytes of a file that are read at once from its end"""
 
 Record = dict[str, float | None]
 """a logged step; `metrics/meter.py` describes the keys"""
@@ -47,15 +50,16 @@ def open_sinks(folder: Path, metrics: Metrics, *, steps: int, start: int = 0) ->
 class JsonLines:
     """Writes metrics.jsonl: one object per record, on disk as soon as it is written.
 
-    A run resumed after step `start` first drops the lines of later steps, so that no step is in the file twice. Lines
-    that are no records (the end of a killed run, a damaged file) are dropped too, with a warning. The file is replaced
-    whole or not at all. Values that are not finite become null: JSON has no NaN.
+    A run resumed after step `start` first cuts off the lines of later steps, so that no step is in the file twice.
+    Lines after the last record up to `start` that are no records (the end of a killed run) are cut off too, with a
+    warning. Only what is cut off is read, and the block before it. Values that are not finite become null: JSON has no
+    NaN.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _drop_lines_after(path, start)
+            _cut_lines_after(path, start)
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Record) -> None:
@@ -67,23 +71,43 @@ class JsonLines:
         self.file.close()
 
 
-def _drop_lines_after(path: Path, start: int) -> None:
-    content = path.read_bytes()
-    retained = []
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
+def _cut_lines_after(path: Path, start: int) -> None:
+    with path.open("r+b") as file:
+        length = cut_position(file, start)
+        if length < file.seek(0, os.SEEK_END):
+            os.ftruncate(file.fileno(), length)
+            os.fsync(file.fileno())
+
+
+def cut_position(file: BinaryIO, start: int) -> int:
+    """Return the length of a metrics.jsonl up to its last record of a step up to `start`."""
+    length = file.seek(0, os.SEEK_END)
+    for line in lines_from_end(file):
         step = _step_of(line)
+        if step is not None and step <= start:
+            break
+        length -= len(line)
         if step is None:
-            log.warning("%s:%d: not the record of a step; dropped", path, number)
-        elif step <= start:
-            retained.append(line)
-    if retained == content.splitlines(keepends=True):
-        return
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as file:
-        file.writelines(retained)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+            log.warning(
+                "%s: %d bytes from byte %d on are not the record of a step; dropped", file.name, len(line), length
+            )
+    return length
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file with their line ends, the last one first; the file is read in blocks from its end."""
+    position = file.seek(0, os.SEEK_END)
+    unfinished = b""
+    """the begin of the earliest line read so far, as far as it was read"""
+    while position > 0:
+        size = min(BLOCK, position)
+        position -= size
+        file.seek(position)
+        first, *lines = (file.read(size) + unfinished).splitlines(keepends=True)
+        yield from reversed(lines)
+        unfinished = first
+    if unfinished:
+        yield unfinished
 
 
 def _step_of(line: bytes) -> int | None:

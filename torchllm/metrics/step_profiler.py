@@ -29,7 +29,7 @@ from torchllm.metrics.trace import TraceWriter
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.exchange import broadcast_record, gather_records
 from torchllm.runtime.phase import phase
-from torchllm.runtime.torch_compat import flight_records, profiled_events
+from torchllm.runtime.torch_compat import break_profile_cycle, flight_records, profiled_events
 
 MAX_COST = 0.01
 """share of the run's time that profiling may take"""
@@ -137,8 +137,9 @@ class StepProfiler:
         """in how many in a row"""
         self.latest: ProfiledStep | None = None
         if interval or (traces is not None and traces.steps):
-            with profile(activities=self.activities):  # the first profile of a process takes a second to start
+            with profile(activities=self.activities) as first:  # the first profile of a process takes a second to start
                 pass
+            break_profile_cycle(first)
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
@@ -166,6 +167,7 @@ class StepProfiler:
         finally:
             stopped = time.perf_counter()
             profiler.stop()
+            break_profile_cycle(profiler)  # else its events stay until the next garbage collection
         records = flight_records(started_ns)
         parts = breakdown(profiled_events(profiler), records, self.axis_of_group, self.pipeline_group)
         aside = parts["evaluate"] + parts["checkpoint"]  # neither the step's own time nor the profile's fault

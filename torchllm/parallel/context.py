@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.data.batch import Batch
+from torchllm.data.packing import SequencePieces
 from torchllm.models.attention import Attention
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.attention_kernels import block_kernel
@@ -52,26 +52,15 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str) -> Non
         attention.core = RingAttention(mesh, kernel)
 
 
-def shard_sequence(batch: Batch, mesh: Mesh) -> Batch:
-    """Return this rank's part (B, S / n) of a batch of whole sequences (B, S).
+def sequence_pieces(mesh: Mesh) -> SequencePieces:
+    """Return which part of each sequence this rank trains on, and reads.
 
-    The batch must be the same on all n ranks of cp. Under "ring" rank r gets pieces r and 2 n - 1 - r of 2 n.
+    Under "ring" rank r of n has pieces r and 2 n - 1 - r of 2 n, so that all ranks attend to as many tokens.
     """
     rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
-    if ranks == 1:
-        return batch
-    count = ranks
-    indices = [rank]
-    if mesh.cp_method == "ring":
-        count = 2 * ranks
-        indices = [rank, count - 1 - rank]
-
-    def part(x: Tensor) -> Tensor:
-        pieces = x.chunk(count, dim=1)
-        return torch.cat([pieces[index] for index in indices], dim=1)
-
-    documents = None if batch.document_ids is None else part(batch.document_ids)
-    return Batch(part(batch.tokens), part(batch.labels), part(batch.positions), documents)
+    if ranks > 1 and mesh.cp_method == "ring":
+        return SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank))
+    return SequencePieces(ranks, (rank,))
 
 
 class UlyssesAttention(nn.Module):

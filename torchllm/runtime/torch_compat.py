@@ -36,6 +36,7 @@ __all__ = [
     "accumulate_in_reduce_dtype",
     "all_to_all",
     "allocations",
+    "break_profile_cycle",
     "checkpoint_wrapper",
     "dump_memory",
     "flatten_mesh",
@@ -226,6 +227,15 @@ def allocations(profiler: profile) -> list[int]:
     raw_events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
     changes = [event for event in raw_events if event.name() == "[memory]" and not _on_gpu(event)]
     return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
+
+
+def break_profile_cycle(profiler: profile) -> None:
+    """Let a stopped profile be freed, with all its events, as soon as nobody refers to it; it cannot be started again.
+
+    Private: torch does not document `action_map`, which holds methods of the profile and so makes it a reference cycle.
+    A run collects cycles rarely, and a profile holds 1.4 KiB per event.
+    """
+    profiler.action_map.clear()
 
 
 BACKWARD_SCOPE = 1

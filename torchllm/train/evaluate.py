@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from torchllm.data.batch import Batch
 from torchllm.models.head import IGNORED
-from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import ForwardBackward
@@ -22,9 +21,6 @@ def evaluate(
     """
     loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        batch = batch.to(device)
-        if mesh is not None:
-            batch = shard_sequence(batch, mesh)
         loss += forward_backward.loss_sum(batch)
         tokens += (batch.labels != IGNORED).sum()
     for stage in forward_backward.stages:

@@ -15,7 +15,6 @@ from torchllm.models.head import IGNORED
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.context import shard_sequence
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import ForwardBackward
 from torchllm.runtime.phase import phase
@@ -64,8 +63,7 @@ class TrainStep:
         self.longest_run = torch.zeros((), dtype=torch.int64, device=device)
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
-        """Take step number `step` (from 1) on this rank's micro batches of it."""
-        batches = [shard_sequence(batch.to(self.device), self.mesh) for batch in batches]
+        """Take step number `step` (from 1) on this rank's micro batches of it, which are on its device."""
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
