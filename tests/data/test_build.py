@@ -252,9 +252,11 @@ class CountingSha256:
     """In the place of hashlib: adds up what is hashed."""
 
     hashed = 0
+    calls = 0
 
     def sha256(self, content: bytes = b"") -> Any:
         self.hashed += len(content)
+        self.calls += 1
         return hashlib.sha256(content)
 
 
@@ -279,6 +281,7 @@ def costs_of(folder: Path, files: int, shards: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RecordingPool, "jobs", [])
     plan = plan_for(Source(kind="text", path=f"{folder}/*.txt"), shard_mib=32 / 1024 / shards)
     write_corpus(plan, BYTES, folder / "c", processes=2)
+    assert counting.calls == 1
     (at_start,) = RecordingPool.started
     return PreparationCosts(counting.hashed, at_start, sum(RecordingPool.jobs), len(RecordingPool.jobs))
 
@@ -311,12 +314,13 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
 
 
-def test_an_error_in_a_process_of_many_is_the_same_error(tmp_path: Path) -> None:
+def test_of_bad_records_in_many_processes_the_first_is_named(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 100)
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write("\nnonsense")
-    with pytest.raises(DataError, match=r"a\.jsonl:101: broken JSON"):
-        write_corpus(plan_for(source, shard_mib=0.002), BYTES, tmp_path / "c", processes=2)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    lines[60] = lines[99] = "nonsense"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"a\.jsonl:61: broken JSON"):
+        write_corpus(plan_for(source, shard_mib=0.001), BYTES, tmp_path / "c", processes=2)
 
 
 def test_a_token_over_the_vocabulary_is_a_bad_record(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -123,6 +124,34 @@ def test_records_of_json_lines_do_not_depend_on_the_cut(
             Path(folder, f"{number}.jsonl").write_bytes(content if last_line_ends else content.rstrip(b"\n"))
         source = Source(kind="jsonl", path=f"{folder}/*.jsonl")
         assert read_all(source, shards) == read_all(source)
+
+
+class CountedFile(io.FileIO):
+    """A file that adds up what is read of all such files."""
+
+    read_bytes = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        count = super().readinto(buffer)
+        CountedFile.read_bytes += count or 0
+        return count
+
+
+def test_all_shards_of_a_file_together_read_it_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "0123456789"}\n' * 20_000)
+    source = Source(kind="jsonl", path=str(path))
+    block = 512
+
+    def counted_open(name: str, mode: str, buffering: int) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(CountedFile(name), buffering)
+
+    for shards in (1, 16, 64):
+        CountedFile.read_bytes = 0
+        with patch.object(sources, "BLOCK", block), patch.object(sources, "open", counted_open, create=True):
+            assert len(read(source, shards)) == 20_000
+        assert path.stat().st_size <= CountedFile.read_bytes <= path.stat().st_size + shards * 3 * block
 
 
 def test_records_of_text_and_parquet_do_not_depend_on_the_cut(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 A tokenizer splits text by a regular expression before it merges bytes. Each match ends where the next begins, so a text
 may be cut where one match has to end, whatever follows, and where the next begins, whatever stood there. `CUT` finds
-such places for data.pattern ("llama3" and "cl100k") and for the pattern of GPT-2. None of their alternatives matches:
+such places for data.pattern ("llama3" and "cl100k") and for the pattern of GPT-2. No alternative of theirs matches
+across
 
-- a space after a character that is no blank: a match of letters, digits or other characters ends there;
-- a line end and the character after it, if neither that one nor the one before the line end is a blank;
-- an ideograph and the punctuation mark after it: a match of letters ends there.
+- the begin of a space after a character that is no blank: a match of letters, digits or signs ends there;
+- the end of a line, if neither the character before nor the one after the line end is a blank;
+- the begin of a punctuation mark after an ideograph: a match of letters ends there.
 
-In front of the space and the punctuation mark no blank is matched, so nothing depends on the end of the text (`\\s+$`,
-`\\s+(?!\\S)`); a single line end between two other characters is one match, or the end of one, in any case.
+The text before the first and third place does not end with a blank, so it does not matter that the text ends there
+(`\\s+$`, `\\s+(?!\\S)`); a single line end between two other characters is a match, or the end of one, in any case.
 """
 
 import re
