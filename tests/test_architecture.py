@@ -54,7 +54,7 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
         "_scaled_dot_product_efficient_attention_backward": "as above",
     },
     "recipes/benchmark/context.py": {"_python_dispatch": "no public way to see what is sent"},
-    "recipes/benchmark/scale.py": {"_python_dispatch": "no public way to see what runs"},
+    "recipes/benchmark/counting.py": {"_python_dispatch": "no public way to see what runs"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
 PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}

@@ -70,6 +70,12 @@ def test_documents_that_come_back_are_looked_at_token_by_token() -> None:
     assert listed(mask, "kv") == [[[0], [1], [0, 1, 2]]]
 
 
+def test_documents_that_descend_do_not_meet() -> None:
+    mask = document_block_mask(torch.tensor([[7] * SIZE + [3] * SIZE + [5] * SIZE]))
+    assert listed(mask, "kv") == [[[0], [1], [2]]]
+    assert listed(mask, "full_kv") == [[[], [], []]]
+
+
 def test_the_causal_mask_is_one_document() -> None:
     mask = causal_block_mask(3 * SIZE, torch.device("cpu"))
     assert listed(mask, "kv") == [[[0], [1], [2]]]

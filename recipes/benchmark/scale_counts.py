@@ -1,0 +1,292 @@
+"""The counts of `benchmark scale`: each function returns what one thing costs at one size, and says what it counts."""
+
+import pickle
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchllm.checkpoint.plan import region_numbers
+from torchllm.checkpoint.retention import folders_to_delete
+from torchllm.config import Parallel, Source
+from torchllm.data.build import shard_size_mib
+from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import (
+    FORMAT,
+    CorpusHeader,
+    ShardTableWriter,
+    SplitRecord,
+    corpus_fingerprint,
+    write_header,
+)
+from torchllm.data.order import DataOrder
+from torchllm.data.plan import CorpusPlan
+from torchllm.data.sources import SourceFile, open_raw_source
+from torchllm.metrics.breakdown import PARTS
+from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report
+from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
+from torchllm.models.block_mask import document_block_mask
+from torchllm.optim.grad_norm import clip, grad_norm
+from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices
+from torchllm.runtime.torch_compat import FlightRecord
+
+from .checkpoint_index import count_pieces, index_of, shapes_of_run, synthetic_ranks
+from .counting import OperationCounter, host_bytes, lines_run, peak_bytes
+from .host_groups import SetupCost, setup_cost
+
+CPU = torch.device("cpu")
+
+
+def attention_peak(core: Any, tokens: int) -> int:
+    """Count the peak bytes of mask, attention and gradients: 2 heads, 1 key-value head, width 16, documents of 700."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=True) for heads in (2, 1, 1))
+    documents = (torch.arange(tokens) // 700).unsqueeze(0)
+    return peak_bytes(lambda: core(q, k, v, core.mask(documents)).sum().backward())
+
+
+def sdpa_peak(tokens: int) -> int:
+    """Count what `attention_peak` counts with model.attention = "sdpa"."""
+    return attention_peak(ScaledDotProductAttention(), tokens)
+
+
+def eager_peak(tokens: int) -> int:
+    """Count what `attention_peak` counts with model.attention = "eager", the tests' reference, which is S x S."""
+    return attention_peak(EagerAttention(), tokens)
+
+
+def flex_mask_peak(tokens: int) -> int:
+    """Count the peak bytes of making FlexAttention's block mask of documents of 700 tokens."""
+    documents = (torch.arange(tokens) // 700).unsqueeze(0)
+    return peak_bytes(lambda: document_block_mask(documents))
+
+
+def norm_operations(parameters: int) -> int:
+    """Count the operations of the gradient norm and of clipping, each a kernel or a few on a GPU."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(parameters))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(2)
+    with OperationCounter() as counter:
+        clip([model], grad_norm([model], CPU), 1.0)
+    return counter.operations
+
+
+def mesh_lines(ranks: int) -> int:
+    """Count the lines of Python that build the mesh on one rank: pp 4, HSDP over 2 replicas, tp 8."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        parallel = Parallel(pp=4, dp_replicate=2, dp_shard=ranks // 64, tp=8)
+        return lines_run(lambda: build_mesh(parallel, CPU))
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_groups(ranks: int) -> int:
+    """Count the process groups that one rank holds with that mesh."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        parallel = Parallel(pp=4, dp_replicate=2, dp_shard=ranks // 64, tp=8)
+        return len(build_mesh(parallel, CPU).axis_of_group)
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def setup_of_groups(ranks: int) -> SetupCost:
+    """Return what it costs to set up gloo groups of so many ranks, which are threads here; once for all counts."""
+    return setup_cost(ranks)
+
+
+def store_requests(ranks: int) -> int:
+    """Count the requests of one rank to the store that set up and use both gloo groups of a run."""
+    return setup_of_groups(ranks).requests
+
+
+def store_bytes(ranks: int) -> int:
+    """Count the bytes of those requests and their answers."""
+    return setup_of_groups(ranks).bytes
+
+
+def gloo_sockets(ranks: int) -> float:
+    """Count the sockets that a rank holds for both gloo groups after an all-reduce and an all-gather in each."""
+    return setup_of_groups(ranks).sockets
+
+
+def profiled_reports(ranks: int) -> Reports:
+    """Return the reports of ranks about a profiled step; those of 16 pipeline stages are peers, the last is slow."""
+    reports = []
+    for rank in range(ranks):
+        seconds = dict.fromkeys(PARTS, 0.1 if rank < ranks - 1 else 0.2)
+        reports.append(rank_report(seconds, rank % 16, f"node{rank // 8}", 0.01, 1.0, 0.01))
+    return np.concatenate(reports)
+
+
+def slow_rank_lines(ranks: int) -> int:
+    """Count the lines of Python that find the slow rank of a profiled step."""
+    reports = profiled_reports(ranks)
+    assert find_slow_rank(reports) is not None  # the first call also imports parts of numpy
+    return lines_run(lambda: find_slow_rank(reports))
+
+
+def slow_rank_bytes(ranks: int) -> int:
+    """Count the bytes that every rank gathers of all about a profiled step."""
+    return profiled_reports(ranks).nbytes
+
+
+def hang_dump(rank: int, ranks: int) -> RankDump:
+    """Return what a rank of tp 8 x dp publishes while all wait for rank 1 in its data-parallel group."""
+    lane = rank % 8
+    groups = {
+        "world": range(ranks),
+        f"replicas{lane}": range(lane, ranks, 8),
+        f"node{rank // 8}": range(rank - lane, rank - lane + 8),
+    }
+    records = []
+    for group in groups:
+        for number in (1, 2, 3):
+            hangs = number == 3 and group == "replicas1"
+            if rank != 1 or not hangs:
+                records.append(FlightRecord(number, group, "nccl:all_reduce", number, number, not hangs, "step.py:69"))
+    stack = ["/lib/python3/torch/nn/modules/module.py:1 in _call"] * 20
+    ranks_of_groups = {name: write_slices(members) for name, members in groups.items()}
+    return RankDump(rank, f"node{rank // 8}", 10, stack, rank != 1, ranks_of_groups, records)
+
+
+def hang_bytes(ranks: int) -> int:
+    """Count the bytes that all ranks publish in the store when a job hangs."""
+    return sum(len(hang_dump(rank, ranks).json()) for rank in range(ranks))
+
+
+def hang_lines(ranks: int) -> int:
+    """Count the lines of Python with which one rank reads what all have published, and says who hangs."""
+    texts = [hang_dump(rank, ranks).json() for rank in range(ranks)]
+
+    def describe() -> str:
+        dumps = [read_dump(text) for text in texts]
+        return describe_hang(dumps, ranks, "node{}".format, 30.0, Path("hang"))
+
+    assert "rank 1 (node1) has not entered" in describe()
+    return lines_run(describe)
+
+
+def index_bytes(ranks: int) -> int:
+    """Count the bytes of the index of a checkpoint of 70B, which the first rank of each node reads to resume."""
+    return len(index_of(synthetic_ranks(shapes_of_run(), ranks)).serialize())
+
+
+def index_lines(ranks: int) -> int:
+    """Count the lines of Python that make the index of 70B, once per layout of a run."""
+    said = synthetic_ranks(shapes_of_run(), ranks)
+    return lines_run(lambda: index_of(said))
+
+
+def pieces_read(ranks: int) -> int:
+    """Count the pieces of tensors that a rank reads when 70B resumes on as many ranks."""
+    said = synthetic_ranks(shapes_of_run(), ranks)
+    return count_pieces(index_of(said), said.inventory, said.regions[0])
+
+
+def gathered_at_first_save(ranks: int) -> int:
+    """Count the bytes that every rank gathers of all at the first save of 70B; later ones exchange a flag."""
+    said = synthetic_ranks(shapes_of_run(), ranks)
+    return sum(region_numbers(regions).nbytes for regions in said.regions)
+
+
+def locate_lines(sequences: int) -> int:
+    """Count the lines of Python that find the last sequence of an epoch of `sequences`: what a resume does."""
+    order = DataOrder(0, [sequences], [1.0])
+    return lines_run(lambda: order.locate(sequences - 1))
+
+
+def write_shard_table(folder: Path, shards: int) -> None:
+    """Write the description of a corpus of so many shards, without the shards."""
+    record = SplitRecord(tokens=2**28, documents=2**18, sha256="00" * 32, sums=[0])
+    empty = SplitRecord(tokens=0, documents=0, sha256="", sums=[])
+    table = ShardTableWriter()
+    for _ in range(shards):
+        table.add({"train": record, "validation": empty})
+    sums = table.write(folder)
+    header = CorpusHeader(
+        format=FORMAT,
+        key="",
+        plan={},
+        dtype="<u4",
+        tokenizer="made up",
+        documents=shards * record.documents,
+        tokens=shards * record.tokens,
+        text_bytes=shards * 2**30,
+        max_token=0,
+        skipped={},
+        shards=shards,
+        fingerprint=corpus_fingerprint("<u4", "made up", sums.table),
+        table_sha256=sums.table,
+        sums_sha256=sums.sums,
+    )
+    write_header(folder, header)
+
+
+def corpus_bytes(shards: int) -> int:
+    """Count the most memory that opening a corpus takes in a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_shard_table(Path(folder), shards)
+        return host_bytes(lambda: Corpus(folder))
+
+
+def corpus_lines(shards: int) -> int:
+    """Count the lines of Python that open a corpus."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_shard_table(Path(folder), shards)
+        return lines_run(lambda: Corpus(folder))
+
+
+def plan_of_files(files: int) -> CorpusPlan:
+    """Return the plan of a corpus of so many files of 64 MiB that need not exist."""
+    made_up = [SourceFile(f"/text/{number:06d}.txt", 64 * 2**20, number) for number in range(files)]
+    return CorpusPlan(
+        source=Source(kind="text", path="/text/*.txt"),
+        files=made_up,
+        tokenizer="made up",
+        vocab=2**17,
+        validation_fraction=0.001,
+        on_bad_record="error",
+        shard_mib=0.0,
+    )
+
+
+def plan_key_lines(files: int) -> int:
+    """Count the lines of Python that give every shard of a source the key of its plan."""
+    plan = plan_of_files(files)
+    source = open_raw_source(plan.source, plan.files)
+    shards = int(source.mib / shard_size_mib(source.mib, plan.shard_mib))
+
+    def keys() -> None:
+        for _ in range(shards):
+            assert plan.key
+
+    return lines_run(keys)
+
+
+def shard_job_bytes(files: int) -> int:
+    """Count the bytes that tell a process which shard of a source to write, of the last one."""
+    plan = plan_of_files(files)
+    source = open_raw_source(plan.source, plan.files)
+    return len(pickle.dumps(source.cut_shards(files)[-1]))
+
+
+def retention_folders(checkpoints: int) -> int:
+    """Count the checkpoints that a save looks into where 3 are kept of so many."""
+    asked = []
+
+    def is_whole(folder: Path) -> bool:
+        asked.append(folder)
+        return True
+
+    folders = [Path(f"step-{number:08d}") for number in reversed(range(checkpoints))]
+    assert len(folders_to_delete(folders, 3, is_whole)) == checkpoints - 3
+    return len(asked)
