@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=\S)|(?<=[\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])")
 """Python's blanks are more than those of Unicode, which the patterns mean, so no place is found in error"""
-PIECE = 2**20
-"""characters from which on a text is cut"""
-LONGEST = 16 * 2**20
+PIECE = 2**18
+"""characters from which on a text is cut; a tokenizer.json takes some 250 bytes per character while it encodes"""
+LONGEST = 2**22
 """characters that are tokenized in one piece if there is no place to cut them"""
 CONTEXT = 256
 """characters on both sides of a place that decide whether a tokenizer.json may cut there"""

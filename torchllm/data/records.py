@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
-BLOCK = 2**20
+BLOCK = 2**18
 """bytes read, or characters handled, at a time"""
-IN_MEMORY = 4 * 2**20
+IN_MEMORY = 2**19
 """a text of more bytes is tokenized in pieces; a text file of more bytes is not kept in memory, but read again"""
 NO_PLACE_TO_CUT = "no place to cut"
 """fault of a long text that cannot be tokenized in pieces"""
@@ -73,7 +73,7 @@ class TextRecord(NamedTuple):
         return self.size > IN_MEMORY
 
     def blocks(self) -> Iterator[str]:
-        """Yield the text in blocks of some MiB at most; a large file is read again."""
+        """Yield the text in blocks of at most BLOCK characters; a large file is read again."""
         if not self.text and self.size:
             yield from _decoded_file(self.origin.name)
         for start in range(0, len(self.text), BLOCK):

@@ -24,7 +24,7 @@ from torchllm.data.tokenizer import Tokenizer
 
 _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
-_BYTES_PER_CALL = 4 * 2**20
+_BYTES_PER_CALL = 2**19
 """text tokenized at a time, but for the last record's"""
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
