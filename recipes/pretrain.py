@@ -113,7 +113,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
                 with monitor.pause("checkpoint"):
                     checkpoints.save(n, data.state())
 
-        runtime.collect_garbage(n)
+        runtime.collect_garbage(n, saving)
         if last or (saving and monitor.wants_change(n)):
             break
 

@@ -73,33 +73,48 @@ class PackedBatches:
         the sequence or, with `document_mask`, from where the document begins in the sequence; document_ids then number
         the documents of the sequence from 0.
         """
-        shape = (self.micro_batches, self.micro_batch_size, -1)
         windows = self.micro_batches * self.micro_batch_size * len(self.pieces)
         width = len(self.pieces[0]) + 1
         values = self.values.to(device, non_blocking=True)
-        sizes = [windows * width, 2 * windows if self.document_mask else 0]
-        ids, of_first_tokens, begins = values.split([*sizes, len(values) - sum(sizes)])
-        ids = ids.view(windows, width)
-        begins = begins.long()
-        tokens = ids[:, :-1].long().reshape(shape)
-        labels = ids[:, 1:].long().reshape(shape)
-        labels.view(-1).index_fill_(0, begins - begins // width - 1, IGNORED)  # before each begin of a document
-        if self.document_mask:
-            positions, document_ids = _within_documents(of_first_tokens.view(2, windows, 1), begins, width)
-            fields = zip(tokens, labels, positions.reshape(shape), document_ids.reshape(shape), strict=True)
-            return [Batch(*batch) for batch in fields]
-        positions = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces])
-        positions = positions.expand(self.micro_batch_size, -1)
-        return [Batch(*batch, positions, None) for batch in zip(tokens, labels, strict=True)]
+        ids = values[: windows * width].view(windows, width)
+        rest = values[windows * width :]
+        tokens = self._by_micro_batch(ids[:, :-1].long())
+        if not self.document_mask:
+            labels = self._by_micro_batch(_labels(ids, begins=rest.long()))
+            positions = self._positions_in_sequence(device)
+            return [Batch(*fields, positions, None) for fields in zip(tokens, labels, strict=True)]
+        first_tokens = rest[: 2 * windows].view(2, windows, 1)
+        begins = rest[2 * windows :].long()
+        labels = self._by_micro_batch(_labels(ids, begins))
+        positions, document_ids = _within_documents(first_tokens, begins, width)
+        of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
+        return [Batch(*fields) for fields in zip(tokens, labels, *of_documents, strict=True)]
+
+    def _by_micro_batch(self, x: Tensor) -> Tensor:
+        """Map (M x B x P, L) -> (M, B, P x L)."""
+        return x.reshape(self.micro_batches, self.micro_batch_size, -1)
+
+    def _positions_in_sequence(self, device: torch.device) -> Tensor:
+        """Return the positions of every sequence's tokens, (B, P x L), in the memory of one sequence."""
+        pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
+        return torch.cat(pieces).expand(self.micro_batch_size, -1)
 
 
-def _within_documents(of_first_tokens: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return positions and document ids of the tokens of windows, both (N, L), for windows of width L + 1.
+def _labels(ids: Tensor, begins: Tensor) -> Tensor:
+    """Return the labels (N, L) of windows of ids (N, L + 1); begins: indices in the ids at which a document begins."""
+    labels = ids[:, 1:].long().contiguous()
+    rows = begins // ids.shape[1]
+    labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # a row of labels is one shorter, and begins one later
+    return labels
 
-    of_first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices in the windows,
-    laid end to end, at which a document begins.
+
+def _within_documents(first_tokens: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return positions and document ids, both (N, L), of the tokens of windows of L + 1 = `width` ids.
+
+    first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices in the ids at
+    which a document begins.
     """
-    first_positions, first_documents = of_first_tokens
+    first_positions, first_documents = first_tokens
     windows = len(first_positions)
     is_begin = torch.zeros(windows * width, dtype=torch.bool, device=begins.device)
     is_begin = is_begin.index_fill_(0, begins, True).view(windows, width)[:, :-1]

@@ -107,14 +107,16 @@ class Runtime:
         """Wait for all ranks."""
         dist.barrier(group=self.host_group)
 
-    def collect_garbage(self, step: int) -> None:
-        """Run Python's cycle collector, over all generations, every `collect_interval` steps.
+    def collect_garbage(self, step: int, saved: bool = False) -> None:
+        """Run Python's cycle collector, over all generations, every `collect_interval` steps and after a save.
 
         All ranks collect at the same step: at different steps each rank would stall all others in turn. What survives
         the first collection (the model, the modules of Python: some 300,000 objects, 0.2 s) stays as a rule, so later
-        ones look only at what came since, some thousands of objects.
+        ones look only at what came since, some thousands of objects. A save leaves ten per tensor (`torch.save`).
         """
-        if not self.collect_interval or step % self.collect_interval != 0:
+        if not self.collect_interval:
+            return
+        if not saved and step % self.collect_interval != 0:
             return
         gc.collect()
         if not self._is_frozen:
