@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import STEPS, curve, metrics, tensor_files
+from torchllm.metrics.goodput import read_launches
 
 
 def from_step_4(trained: Path, folder: Path) -> Path:
@@ -87,6 +89,22 @@ def test_a_signal_to_one_rank_of_a_pipeline_stops_all_with_a_checkpoint(tmp_path
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
     assert pretrain(2, tmp_path, *layout) == ["", ""]
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def _slow_last_save(recipe: Any, rank: int) -> None:
+    class SlowCheckpointer(recipe.Checkpointer):
+        def close(self) -> None:
+            super().close()
+            time.sleep(1.5)
+
+    recipe.Checkpointer = SlowCheckpointer
+
+
+def test_the_wait_for_the_last_save_trained_nothing(tmp_path: Path) -> None:
+    one_step = ["--training.steps=1", "--schedule.warmup_steps=0", "--parallel.dp_shard=1"]
+    assert pretrain(1, tmp_path, *one_step, change=_slow_last_save) == [""]
+    (launch,) = read_launches(tmp_path / "goodput.json")
+    assert launch.lost["checkpoint"] > 1.5
 
 
 def test_a_finished_run_started_again_does_nothing(trained: Path, tmp_path: Path) -> None:
