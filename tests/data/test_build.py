@@ -28,7 +28,7 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.pieces import cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.shard import SPLITS, Split
+from torchllm.data.shard import SPLITS, ShardFileWriter, Split
 from torchllm.data.sources import SourceFile
 from torchllm.data.tokenizer import load_tokenizer
 
@@ -366,6 +366,18 @@ def test_texts_in_pieces_are_the_same_corpus(
     monkeypatch.setattr(tokenize_shard, "cut_pieces", partial(cut_pieces, size=7))
     assert write_corpus(plan, BYTES, tmp_path / "pieces") == whole
     assert contents(tmp_path / "pieces", set()) == contents(tmp_path / "whole", set())
+
+
+def test_a_dropped_document_leaves_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "shard").open("wb") as file:
+        writer = ShardFileWriter(file, "<u2")
+        writer.add(np.array([1, 7, 2]))
+        writer.begin_document()
+        writer.extend(np.array([1, 9, 9]))
+        writer.drop_document()
+        writer.add(np.array([1, 2]))
+    assert (writer.tokens, writer.documents, writer.largest_id) == (5, 2, 7)
+    assert np.fromfile(tmp_path / "shard", "<u2").tolist() == [1, 7, 2, 1, 2]
 
 
 def test_a_long_text_without_a_place_to_cut_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torchllm.config import Source
 from torchllm.data import records, sources
 from torchllm.data.error import DataError
 from torchllm.data.records import TextRecord
-from torchllm.data.sources import open_raw_source, raw_mib, source_files
+from torchllm.data.sources import ShardRange, open_raw_source, raw_mib, source_files
 
 
 def read(source: Source, shards: int = 1) -> list[TextRecord]:
@@ -169,6 +169,18 @@ def test_records_of_text_and_parquet_do_not_depend_on_the_cut(tmp_path: Path) ->
         for shards in (2, 3, 7, 30):
             assert read_all(source, shards) == expected
             assert 1 < len(raw.cut_shards(shards)) <= shards
+
+
+def test_a_row_group_is_in_the_shard_in_which_it_begins(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {row}" for row in range(12)]}), path, row_group_size=4)
+    source = Source(kind="parquet", path=str(path))
+    raw = open_raw_source(source, source_files(source))
+    assert [record.origin.describe() for record in read(source)] == [f"{path} row {row}" for row in range(12)]
+    begin = pyarrow.parquet.read_metadata(path).row_group(1).column(0).dictionary_page_offset
+    first, rest = list(raw.records(ShardRange(0, 0, begin))), list(raw.records(ShardRange(1, begin, raw.total)))
+    assert [record.text for record in first] == [f"row {row}" for row in range(4)]
+    assert [record.origin.row for record in rest] == list(range(4, 12))
 
 
 def test_a_file_that_changes_after_it_was_listed_is_an_error(tmp_path: Path) -> None:
