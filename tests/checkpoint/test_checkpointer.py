@@ -5,13 +5,14 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
@@ -370,6 +371,21 @@ def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(3, 2))
     load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [plain])
     assert torch.equal(plain[0].weight, next(wrapped.parameters()))
+
+
+@pytest.mark.parametrize("view", [lambda whole: whole[:2], lambda whole: whole[:2].t(), lambda whole: whole.t()[:2]])
+def test_of_a_view_only_its_own_elements_are_stored(tmp_path: Path, view: Callable[[Tensor], Tensor]) -> None:
+    """Torch would write all of the memory that a view looks at; a shard is such a view."""
+    model = nn.Module()
+    model.weight = nn.Parameter(view(torch.arange(8000.0).view(1000, 8)))
+    Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
+    folder = manifests.step_folder(tmp_path / "checkpoints", 1)
+    random_state_and_containers = 5056 + 2 * 2048
+    assert (folder / "__0_0.distcp").stat().st_size < model.weight.nbytes + random_state_and_containers
+    loaded = nn.Module()
+    loaded.weight = nn.Parameter(torch.zeros(model.weight.shape))
+    load_weights(folder, [loaded])
+    assert torch.equal(loaded.weight, model.weight)
 
 
 def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:

@@ -18,9 +18,6 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.plan import InventoryEntry, SavePlan, agree_on_plan, make_index, region_numbers
 from torchllm.checkpoint.state import parts_of, random_state
 
-FLOAT32 = 4
-"""bytes"""
-
 
 def index_from(shapes: Sequence[tuple[int, ...]], regions: Sequence[Sequence[Region]]) -> Index:
     """The index of tensors "0", "1", ... of these shapes; `regions` are those of each rank."""
@@ -39,20 +36,24 @@ def test_rows_and_columns_make_a_grid() -> None:
     for rank in range(4):
         row, column = divmod(rank, 2)
         regions.append([Region((3 * row, 4 * column), (3 - row, 4))])
-    assert cuts_and_writers(index_from([(5, 8)], regions), "0") == ([[0, 3, 5], [0, 4, 8]], [0, 1, 2, 3])
+    index = index_from([(5, 8)], regions)
+    assert cuts_and_writers(index, "0") == ([[0, 3, 5], [0, 4, 8]], [0, 1, 2, 3])
 
 
 def test_ranks_without_elements_write_none() -> None:
-    regions = [[Region((min(rank, 2),), (int(rank < 2),))] for rank in range(4)]
-    assert cuts_and_writers(index_from([(2,)], regions), "0") == ([[0, 1, 2]], [0, 1])
+    row_of_rank = [Region((0,), (1,)), Region((1,), (1,)), Region((2,), (0,)), Region((2,), (0,))]
+    index = index_from([(2,)], [[row] for row in row_of_rank])
+    assert cuts_and_writers(index, "0") == ([[0, 1, 2]], [0, 1])
 
 
 def test_a_tensor_without_elements_has_no_piece() -> None:
-    assert cuts_and_writers(index_from([(0, 4)], [[Region((0, 0), (0, 4))]] * 2), "0") == ([[0], [0, 4]], [])
+    index = index_from([(0, 4)], [[Region((0, 0), (0, 4))]] * 2)
+    assert cuts_and_writers(index, "0") == ([[0], [0, 4]], [])
 
 
 def test_a_scalar_is_written_once() -> None:
-    assert cuts_and_writers(index_from([()], [[Region((), ())]] * 3), "0") == ([], [0])
+    index = index_from([()], [[Region((), ())]] * 3)
+    assert cuts_and_writers(index, "0") == ([], [0])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,10 @@ def test_parts_that_make_no_whole_tensor_are_an_error(regions: list[Region]) -> 
 
 
 def test_a_missing_cell_of_a_grid_is_an_error() -> None:
-    cells = [Region((0, 0), (1, 1)), Region((0, 1), (1, 1)), Region((1, 0), (1, 1))]
+    size = (1, 1)
+    corners = [(0, 0), (0, 1), (1, 0)]
     with pytest.raises(CheckpointError, match="whole tensor"):
-        index_from([(2, 2)], [[cell] for cell in cells])
+        index_from([(2, 2)], [[Region(corner, size)] for corner in corners])
 
 
 def test_two_stages_share_a_tied_tensor_and_nothing_else() -> None:
@@ -134,16 +136,22 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_the_plan_is_kept_until_the_parts_change() -> None:
-    parts = parts_of(tensors()) | random_state(0, 1)
-    plan = agree_on_plan(None, parts, None)
-    assert agree_on_plan(None, parts_of(tensors()) | random_state(0, 1), plan) is plan
+    state = random_state(0, 1)
+    plan = agree_on_plan(None, parts_of(tensors()) | state, None)
     assert plan.written == ["model.bias", "model.weight", "rng.cpu"]
-    with_gpu = parts | {"rng.cuda": parts["rng.cpu"]}
-    assert agree_on_plan(None, with_gpu, plan).written == ["model.bias", "model.weight", "rng.cpu", "rng.cuda"]
-    wider = parts_of(tensors() | {"model.bias": torch.zeros(3)}) | random_state(0, 1)
-    assert agree_on_plan(None, wider, plan).index.tensors["model.bias"].grid.shape == (3,)
-    other_dtype = parts_of(tensors() | {"model.bias": torch.zeros(2, dtype=torch.int32)}) | random_state(0, 1)
-    assert agree_on_plan(None, other_dtype, plan).index.tensors["model.bias"].dtype == "int32"
+    assert agree_on_plan(None, parts_of(tensors()) | random_state(0, 1), plan) is plan
+
+    with_gpu = state | {"rng.cuda": state["rng.cpu"]}
+    changed = agree_on_plan(None, parts_of(tensors()) | with_gpu, plan)
+    assert changed.written == ["model.bias", "model.weight", "rng.cpu", "rng.cuda"]
+
+    wider = tensors() | {"model.bias": torch.zeros(3)}
+    changed = agree_on_plan(None, parts_of(wider) | state, plan)
+    assert changed.index.tensors["model.bias"].grid.shape == (3,)
+
+    other_dtype = tensors() | {"model.bias": torch.zeros(2, dtype=torch.int32)}
+    changed = agree_on_plan(None, parts_of(other_dtype) | state, plan)
+    assert changed.index.tensors["model.bias"].dtype == "int32"
 
 
 def plan_twice() -> tuple[int, list[str], int]:

@@ -74,10 +74,13 @@ class PieceGrid:
             ranges.append(range(first, end))
         for cell in itertools.product(*ranges):
             number = int(np.ravel_multi_index(cell, pieces)) if cell else 0
-            begins = tuple(int(cuts[i]) for cuts, i in zip(self.cuts, cell, strict=True))
-            ends = tuple(int(cuts[i + 1]) for cuts, i in zip(self.cuts, cell, strict=True))
-            sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-            yield TensorPiece(Region(begins, sizes), int(self.writers[number]))
+            begins: list[int] = []
+            sizes: list[int] = []
+            for cuts, i in zip(self.cuts, cell, strict=True):
+                begin, end = cuts[i : i + 2].tolist()
+                begins.append(begin)
+                sizes.append(end - begin)
+            yield TensorPiece(Region(tuple(begins), tuple(sizes)), int(self.writers[number]))
 
 
 class TensorEntry(NamedTuple):

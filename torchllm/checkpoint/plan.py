@@ -156,7 +156,9 @@ def make_index(
         if places not in holders:
             holders[places] = _find_holders(key, entry.shape, places, rows, columns)
         held = holders[places]
-        choice = int(bytes_of_rank[held.ranks].sum(axis=0).argmin()) if held.ranks.shape[1] > 1 else 0
+        choice = 0
+        if held.ranks.shape[1] > 1:  # several ranks hold each piece
+            choice = int(bytes_of_rank[held.ranks].sum(axis=0).argmin())
         writers = held.ranks[:, choice]
         bytes_of_rank[writers] += held.elements * entry.itemsize
         grid_key = (id(held), choice)
@@ -217,27 +219,16 @@ def _find_holders(
     if 0 in shape:
         no_pieces = np.zeros((0, 1), dtype=np.int64)
         return _Holders(tuple(np.unique([0, length]) for length in shape), no_pieces, no_pieces[:, 0])
+    dimensions = len(shape)
     ranks = np.concatenate([rows[inventory][0] for inventory, _ in places])
     boxes = np.concatenate([rows[inventory][1][:, columns[inventory][sharding]] for inventory, sharding in places])
-    sizes = boxes[:, len(shape) :]
-    filled = (sizes > 0).all(axis=1)
+    filled = (boxes[:, dimensions:] > 0).all(axis=1)
     ranks, boxes = ranks[filled], boxes[filled]
     pieces, piece_of_rank = np.unique(boxes, axis=0, return_inverse=True)  # sorted by offset: row-major
     piece_of_rank = piece_of_rank.reshape(-1)
-    offsets, sizes = pieces[:, : len(shape)], pieces[:, len(shape) :]
-
-    cuts = []
-    expected = 1
-    whole = True
-    for dimension, length in enumerate(shape):
-        begins = np.unique(offsets[:, dimension])
-        ends = np.append(begins[1:], length)
-        cut = np.searchsorted(begins, offsets[:, dimension])
-        whole = whole and bool((offsets[:, dimension] + sizes[:, dimension] == ends[cut]).all())
-        whole = whole and begins[:1].tolist() == [0]
-        cuts.append(np.append(begins, length))
-        expected *= len(begins)
-    if not whole or len(pieces) != expected:
+    sizes = pieces[:, dimensions:]
+    cuts = _cuts_of_grid(shape, pieces[:, :dimensions], sizes)
+    if cuts is None:
         raise CheckpointError(f"{key}: the parts of the ranks do not make a whole tensor of {shape}")
 
     order = np.lexsort((ranks, piece_of_rank))
@@ -245,4 +236,22 @@ def _find_holders(
     first = np.cumsum(copies) - copies
     choices = np.arange(copies.max())
     candidates = ranks[order][first[:, None] + choices % copies[:, None]]
-    return _Holders(tuple(cuts), candidates, sizes.prod(axis=1))
+    return _Holders(cuts, candidates, sizes.prod(axis=1))
+
+
+def _cuts_of_grid(shape: tuple[int, ...], offsets: Integers, sizes: Integers) -> tuple[Integers, ...] | None:
+    """Return where different boxes (pieces, dimensions) begin per dimension, and the shape's end.
+
+    None if they are not all cells of one grid that fills the shape.
+    """
+    cuts = []
+    cells = 1
+    for dimension, length in enumerate(shape):
+        begins, cell = np.unique(offsets[:, dimension], return_inverse=True)
+        ends = np.append(begins[1:], length)
+        box_ends = offsets[:, dimension] + sizes[:, dimension]
+        if begins[:1].tolist() != [0] or (box_ends != ends[cell]).any():
+            return None
+        cuts.append(np.append(begins, length))
+        cells *= len(begins)
+    return tuple(cuts) if len(offsets) == cells else None
