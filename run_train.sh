@@ -17,8 +17,9 @@ set -euo pipefail
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
 
-launched=${EPOCHREALTIME:-$(date +%s)}      # bash before 5, as on macOS, knows whole seconds only
-export TORCHLLM_LAUNCHED=${launched/,/.} # the run's goodput counts from here
+# The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
+launched=${EPOCHREALTIME:-$(date +%s)}
+export TORCHLLM_LAUNCHED=${launched/,/.} # some locales write a decimal comma
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python || echo python3)}
 # A copy of this script that lies in another folder takes recipes and configs from the installed package.
