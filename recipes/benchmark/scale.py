@@ -110,8 +110,17 @@ BY_RANKS = [
 BY_TOKENS = [
     Count("attention in documents, sdpa", "peak bytes", counts.sdpa_peak, (1024, 4096), 1.3, (2048, 4096, 8192)),
     Count("attention in documents, eager", "peak bytes", counts.eager_peak, (256, 1024), 2.0, (1024, 2048)),
+    Count("a step of 16 sequences from a worker", "bytes", counts.packed_bytes, (2048, 8192), 1.0),
     Count("block mask, flex", "peak bytes", counts.flex_mask_peak, (2**17, 2**19), 0.1),
 ]
+BY_RANKS_OF_A_SEQUENCE = [
+    Count("a sequence of 1M tokens to its cp ranks", "bytes from workers", counts.bytes_of_sequence_ranks, (2, 8), 0.0),
+]
+BY_SOURCES = [
+    Count("order of a mixture", "lines of Python", counts.mixture_lines, (20, 80), 1.0),
+    Count("sequences of an evaluation", "lines of Python", counts.evaluation_lines, (20, 80), 1.0),
+]
+BY_RECORDS = [Count("resume metrics.jsonl", "lines of Python", counts.resume_metrics_lines, (1000, 10_000), 0.1)]
 BY_PARAMETERS = [Count("gradient norm and clipping", "operations", counts.norm_operations, (16, 64), 0.0)]
 BY_SHARDS = [
     Count("open a corpus", "peak bytes of a process", counts.corpus_bytes, (1000, 4000), 1.0),
@@ -128,11 +137,14 @@ BY_CHECKPOINTS = [
 TABLES = [
     CountTable("ranks", (64, 1024, 16384), BY_RANKS),
     CountTable("tokens of a sequence", (2048, 8192, 131_072), BY_TOKENS),
+    CountTable("ranks that share a sequence", (2, 4, 16), BY_RANKS_OF_A_SEQUENCE),
     # 291 tensors are those of Llama 3 8B, 1,137 those of 405B
     CountTable("parameters (tensors)", (64, 291, 1137), BY_PARAMETERS),
     # 60,000 shards are 15T tokens in shards of 1 GiB of text
     CountTable("shards of a corpus", (1000, 20_000, 60_000), BY_SHARDS),
     CountTable("files of a source", (1000, 10_000, 100_000), BY_FILES),
     CountTable("sequences of a corpus", (10**6, 10**9, 10**12), BY_SEQUENCES),
+    CountTable("sources of a mixture", (20, 200, 2000), BY_SOURCES),
+    CountTable("records of metrics.jsonl", (1000, 100_000, 1_000_000), BY_RECORDS),
     CountTable("checkpoints in a folder", (10, 100, 1000), BY_CHECKPOINTS),
 ]

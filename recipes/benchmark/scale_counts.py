@@ -1,5 +1,6 @@
 """The counts of `benchmark scale`: each function returns what one thing costs at one size, and says what it counts."""
 
+import io
 import pickle
 import tempfile
 from functools import cache
@@ -15,7 +16,7 @@ from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.retention import folders_to_delete
 from torchllm.config import Parallel, Source
 from torchllm.data.build import shard_size_mib
-from torchllm.data.corpus import Corpus
+from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import (
     FORMAT,
     CorpusHeader,
@@ -25,9 +26,11 @@ from torchllm.data.corpus_header import (
     write_header,
 )
 from torchllm.data.order import DataOrder
+from torchllm.data.packing import pack_windows
 from torchllm.data.plan import CorpusPlan
 from torchllm.data.sources import SourceFile, open_raw_source
 from torchllm.metrics.breakdown import PARTS
+from torchllm.metrics.sinks import cut_position
 from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.block_mask import document_block_mask
@@ -139,6 +142,12 @@ def slow_rank_bytes(ranks: int) -> int:
     return profiled_reports(ranks).nbytes
 
 
+@cache
+def slices_of(ranks: range) -> str:
+    """Return the ranks of a group as a dump has them; made once per group, for here one process makes all dumps."""
+    return write_slices(ranks)
+
+
 def hang_dump(rank: int, ranks: int) -> RankDump:
     """Return what a rank of tp 8 x dp publishes while all wait for rank 1 in its data-parallel group."""
     lane = rank % 8
@@ -154,7 +163,7 @@ def hang_dump(rank: int, ranks: int) -> RankDump:
             if rank != 1 or not hangs:
                 records.append(FlightRecord(number, group, "nccl:all_reduce", number, number, not hangs, "step.py:69"))
     stack = ["/lib/python3/torch/nn/modules/module.py:1 in _call"] * 20
-    ranks_of_groups = {name: write_slices(members) for name, members in groups.items()}
+    ranks_of_groups = {name: slices_of(members) for name, members in groups.items()}
     return RankDump(rank, f"node{rank // 8}", 10, stack, rank != 1, ranks_of_groups, records)
 
 
@@ -202,6 +211,48 @@ def locate_lines(sequences: int) -> int:
     """Count the lines of Python that find the last sequence of an epoch of `sequences`: what a resume does."""
     order = DataOrder(0, [sequences], [1.0])
     return lines_run(lambda: order.locate(sequences - 1))
+
+
+def mixture_order(sources: int) -> DataOrder:
+    """Return the order of a run over sources of 1,000 sequences and seven different weights."""
+    weights = [1.0 + source % 7 for source in range(sources)]
+    return DataOrder(0, [1000] * sources, weights)
+
+
+def mixture_lines(sources: int) -> int:
+    """Count the lines of Python that make the order of a run over so many sources."""
+    return lines_run(lambda: mixture_order(sources))
+
+
+def evaluation_lines(sources: int) -> int:
+    """Count the lines of Python that choose 256 sequences of an evaluation over so many sources."""
+    order = mixture_order(sources)
+    return lines_run(lambda: order.first_epoch(256))
+
+
+def packed_bytes(tokens: int) -> int:
+    """Count the bytes that a worker sends for a step of 16 sequences, in documents of 700 tokens."""
+    begins = np.arange(0, tokens, 700)
+    window = Window(np.zeros(tokens + 1, dtype=np.uint32), begins)
+    return pack_windows([window] * 16, document_mask=True).nbytes
+
+
+def bytes_of_sequence_ranks(ranks: int) -> int:
+    """Count the bytes that the ranks of one sequence of 1,048,576 tokens get from their workers, together."""
+    piece = Window(np.zeros(2**20 // (2 * ranks) + 1, dtype=np.uint32), np.zeros(0, dtype=np.int64))
+    return ranks * pack_windows([piece] * 2, document_mask=True).nbytes
+
+
+def resume_metrics_lines(records: int) -> int:
+    """Count the lines of Python that find where a metrics.jsonl of so many records goes on, at its last record."""
+    text = "".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(1, records + 1))
+    return lines_run(lambda: cut_position(NamedBytes(text.encode()), records))
+
+
+class NamedBytes(io.BytesIO):
+    """A file in memory."""
+
+    name = "metrics.jsonl"
 
 
 def write_shard_table(folder: Path, shards: int) -> None:

@@ -25,10 +25,13 @@ class Slope(NamedTuple):
     growth: float
     error: float
     """standard error of `growth`"""
+    steps: float
+    """that the slope was fitted to"""
 
-    def exceeds(self, limit: float) -> bool:
-        """Return whether the growth is over `limit` and over its noise."""
-        return self.growth > limit and self.growth > ERRORS * self.error
+    def exceeds(self, limit: float, least: float) -> bool:
+        """Return whether the growth is over `limit`, over its noise, and `least` or more in all the steps."""
+        in_all = self.growth * self.steps / 1000
+        return self.growth > limit and self.growth > ERRORS * self.error and in_all >= least
 
 
 def fit_slope(samples: Sequence[Sample]) -> Slope:
@@ -51,4 +54,4 @@ def fit_slope(samples: Sequence[Sample]) -> Slope:
     slope = sum((step - mean_step) * (value - mean_value) for step, value in means) / spread
     residuals = [value - mean_value - slope * (step - mean_step) for step, value in means]
     error = math.sqrt(sum(residual**2 for residual in residuals) / (BLOCKS - 2) / spread)
-    return Slope(1000 * slope, 1000 * error)
+    return Slope(1000 * slope, 1000 * error, settled[-1].step - settled[0].step)
