@@ -255,7 +255,7 @@ def test_a_collection_finds_old_cycles_and_looks_through_the_survivors_of_the_fi
     assert former_survivor() is not None
     runtime.release_memory()
     assert former_survivor() is None
-    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()  # the modules are not looked through again
 
 
 def test_the_first_error_of_all_ranks_is_raised() -> None:

@@ -37,9 +37,10 @@ def grad_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
             local = None if _is_copy(stage, gradient) else _counted_here(gradient)
             if local is not None:
                 counted.append(local)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]  # a rank may hold no gradient that it counts
     if counted:
-        total = torch.stack(foreach_norm(counted, torch.float64)).square().sum()
+        norms += foreach_norm(counted, torch.float64)
+    total = torch.stack(norms).square().sum()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.sqrt()

@@ -129,8 +129,10 @@ class Runtime:
         Call it on all ranks between one model and the next: the old one is a cycle of references.
         """
         gc.unfreeze()
-        self._is_frozen = False
         gc.collect()
+        if self.collect_interval:
+            gc.freeze()  # what survives is Python's modules; the next collection freezes the new model too
+            self._is_frozen = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
