@@ -19,6 +19,7 @@ from typing import Any
 
 SIZE = 8
 TIMEOUT = 120.0  # seconds for one call; gloo's own is shorter, so a stuck collective reports itself first
+AFTER_A_FAILURE = 5.0  # seconds; a peer of a failed rank can wait a whole gloo time-out for its connection
 _counter = itertools.count()
 
 
@@ -55,9 +56,10 @@ class Pool:
         failures: list[tuple[int, str, bool]] = []
         pending = {connection: rank for rank, connection in enumerate(connections)}
         while pending:
-            ready = wait(list(pending), timeout=TIMEOUT)
+            seconds = AFTER_A_FAILURE if failures else TIMEOUT
+            ready = wait(list(pending), timeout=seconds)
             if not ready:
-                failures += [(rank, f"no answer within {TIMEOUT:g} s", True) for rank in pending.values()]
+                failures += [(rank, f"no answer within {seconds:g} s", True) for rank in pending.values()]
                 break
             for connection in ready:
                 rank = pending.pop(connection)

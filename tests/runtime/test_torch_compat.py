@@ -361,6 +361,7 @@ def test_group_progress() -> None:
 def limits() -> tuple[list[list[int]], str]:
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
     assert world is not None
+    dist.barrier(group=pair)  # connects: a group's first operation waits for its peers longer than this time-out
     group_ranks = torch_compat.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
     error = ""
     if dist.get_rank() == 0:

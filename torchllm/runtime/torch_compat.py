@@ -327,7 +327,8 @@ def limit_groups(seconds: float, limited: Container[str]) -> dict[str, list[int]
     """Set the time-out of every process group whose name is not in `limited`; return their ranks by name.
 
     Private: torch lists no groups, and the groups of a mesh accept no time-out; they get torch's default, 10 min with
-    NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that.
+    NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that, as does the first operation of a group that
+    connects its ranks only then (`TORCH_GLOO_LAZY_INIT`): a rank whose peer never comes waits for the connection.
     """
     group_ranks: dict[str, list[int]] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
