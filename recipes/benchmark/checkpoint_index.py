@@ -1,6 +1,6 @@
 """What the index of a checkpoint costs, by counts and seconds, for ranks that need not exist.
 
-    python recipes/benchmark/checkpoint_index.py [MODEL.toml] [RANKS ...]
+    python -m recipes.benchmark.checkpoint_index [MODEL.toml] [RANKS ...]
 
 Every rank holds a part of each parameter and of its three entries of AdamW, as FSDP shards them; the model exists as
 shapes only. Printed: what ranks send each other at the first save, the size of the index, and the time to make it, and
@@ -8,14 +8,11 @@ to find the pieces that one rank reads when it resumes on as many ranks.
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[2])
 
 import numpy as np
 import torch
@@ -124,6 +121,18 @@ def count_pieces(index: Index, inventory: Sequence[InventoryEntry], regions: Seq
     for entry in inventory:
         pieces += sum(1 for _ in index.tensors[entry.key].grid.pieces_in(regions[entry.sharding]))
     return pieces
+
+
+def count_bytes(index: Index, inventory: Sequence[InventoryEntry], regions: Sequence[Region]) -> int:
+    """Return how many bytes a rank with these regions reads: a piece is read whole, for it has one sum."""
+    elements_of_sharding: dict[int, int] = {}  # tensors of one shape are cut alike
+    total = 0
+    for entry in inventory:
+        if entry.sharding not in elements_of_sharding:
+            pieces = index.tensors[entry.key].grid.pieces_in(regions[entry.sharding])
+            elements_of_sharding[entry.sharding] = sum(math.prod(piece.region.size) for piece in pieces)
+        total += elements_of_sharding[entry.sharding] * entry.itemsize
+    return total
 
 
 def main(arguments: list[str]) -> None:

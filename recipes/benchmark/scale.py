@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Count(NamedTuple):
     """What is counted for one row of a table."""
 
-    what: str
+    work: str
     unit: str
     measure: Callable[[int], float]
     """returns the count at a size; its docstring says what is counted"""
@@ -75,7 +75,7 @@ def count_row(count: Count, shown: Sequence[int]) -> TableRow:
     taken = {size: count.measure(size) for size in count.sizes or shown}
     exponent = fitted_exponent(taken)
     largest = max(taken)
-    row: TableRow = {"what": count.what, "unit": count.unit}
+    row: TableRow = {"work": count.work, "unit": count.unit}
     for size in shown:
         row[f"{size:,}"] = taken.get(size, taken[largest] * (size / largest) ** exponent)
     row["exponent"] = round(exponent, 2)
@@ -95,9 +95,9 @@ def fitted_exponent(taken: Mapping[int, float]) -> float:
 BY_RANKS = [
     Count("mesh", "lines of Python on a rank", counts.mesh_lines, (256, 1024), 1.0),
     Count("mesh", "groups that a rank holds", counts.mesh_groups, (64, 256), 0.0),
-    Count("gloo groups", "sockets of a rank", counts.gloo_sockets, (4, 16), 0.1, (8, 16, 32)),
-    Count("gloo groups", "store requests of a rank", counts.store_requests, (4, 16), 0.0, (8, 16, 32)),
-    Count("gloo groups", "store bytes of a rank", counts.store_bytes, (4, 16), 0.1, (8, 16, 32)),
+    Count("gloo groups", "sockets of a rank", counts.gloo_sockets, (4, 16), 0.1, (8, 16, 32, 64)),
+    Count("gloo groups", "store requests of a rank", counts.store_requests, (4, 16), 0.0, (8, 16, 32, 64)),
+    Count("gloo groups", "store bytes of a rank", counts.store_bytes, (4, 16), 0.1, (8, 16, 32, 64)),
     Count("slow rank", "lines of Python on a rank", counts.slow_rank_lines, (64, 256), 0.0),
     Count("slow rank", "bytes that a rank gathers", counts.slow_rank_bytes, (64, 256), 1.0),
     Count("hang", "bytes that all ranks publish", counts.hang_bytes, (64, 256), 1.05),
@@ -106,6 +106,8 @@ BY_RANKS = [
     Count("plan of a save, 70B", "bytes that a rank gathers", counts.gathered_at_first_save, (64, 256), 1.0),
     Count("index of a checkpoint, 70B", "bytes", counts.index_bytes, (64, 256), 1.0),
     Count("resume, 70B", "pieces that a rank reads", counts.pieces_read, (64, 256), 0.0),
+    Count("evaluate 70B on 8 processes", "bytes that all read", counts.evaluation_read_bytes, (64, 256), 0.0),
+    Count("exchange of equal texts", "lines of Python on a rank", counts.equal_texts_lines, (64, 256), 0.0),
 ]
 BY_TOKENS = [
     Count("attention in documents, sdpa", "peak bytes", counts.sdpa_peak, (1024, 4096), 1.3, (2048, 4096, 8192)),
@@ -128,6 +130,14 @@ BY_SHARDS = [
 ]
 BY_FILES = [
     Count("key of a plan, for all shards", "lines of Python", counts.plan_key_lines, (100, 400), 1.0),
+    Count(
+        "open a prepared source",
+        "lines of Python on a node's other ranks",
+        counts.raw_source_lines,
+        (10, 100),
+        0.0,
+        (100, 1000),
+    ),
     Count("job of one shard", "bytes sent to a process", counts.shard_job_bytes, (100, 1000), 0.1),
 ]
 BY_SEQUENCES = [Count("place of a sequence", "lines of Python", counts.locate_lines, (10**6, 10**12), 0.1)]

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.retention import folders_to_delete
-from torchllm.config import Parallel, Source
+from torchllm.config import Data, Model, Parallel, Source, Training
 from torchllm.data.build import shard_size_mib
 from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import (
@@ -25,6 +25,7 @@ from torchllm.data.corpus_header import (
     corpus_fingerprint,
     write_header,
 )
+from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
 from torchllm.data.plan import CorpusPlan
@@ -36,10 +37,11 @@ from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.block_mask import document_block_mask
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.runtime.torch_compat import FlightRecord
 
-from .checkpoint_index import count_pieces, index_of, shapes_of_run, synthetic_ranks
+from .checkpoint_index import count_bytes, count_pieces, index_of, shapes_of_run, synthetic_ranks
 from .counting import OperationCounter, host_bytes, lines_run, peak_bytes
 from .host_groups import SetupCost, setup_cost
 
@@ -191,20 +193,60 @@ def index_bytes(ranks: int) -> int:
 
 def index_lines(ranks: int) -> int:
     """Count the lines of Python that make the index of 70B, once per layout of a run."""
-    said = synthetic_ranks(shapes_of_run(), ranks)
-    return lines_run(lambda: index_of(said))
+    parts = synthetic_ranks(shapes_of_run(), ranks)
+    return lines_run(lambda: index_of(parts))
 
 
 def pieces_read(ranks: int) -> int:
     """Count the pieces of tensors that a rank reads when 70B resumes on as many ranks."""
-    said = synthetic_ranks(shapes_of_run(), ranks)
-    return count_pieces(index_of(said), said.inventory, said.regions[0])
+    parts = synthetic_ranks(shapes_of_run(), ranks)
+    return count_pieces(index_of(parts), parts.inventory, parts.regions[0])
+
+
+def evaluation_read_bytes(ranks: int) -> int:
+    """Count the bytes of a checkpoint of 70B, written by so many ranks, that 8 processes read to evaluate it."""
+    shapes = {key: shape for key, shape in shapes_of_run().items() if key.startswith("model.")}
+    index = index_of(synthetic_ranks(shapes, ranks))
+    readers = synthetic_ranks(shapes, 8)
+    return sum(count_bytes(index, readers.inventory, regions) for regions in readers.regions)
 
 
 def gathered_at_first_save(ranks: int) -> int:
     """Count the bytes that every rank gathers of all at the first save of 70B; later ones exchange a flag."""
-    said = synthetic_ranks(shapes_of_run(), ranks)
-    return sum(region_numbers(regions).nbytes for regions in said.regions)
+    parts = synthetic_ranks(shapes_of_run(), ranks)
+    return sum(region_numbers(regions).nbytes for regions in parts.regions)
+
+
+def equal_texts_lines(ranks: int) -> int:
+    """Count the lines of Python of one exchange of texts at start, the same on all ranks unless something is wrong."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        return lines_run(lambda: gather_texts("1 corpus", group))
+    finally:
+        dist.destroy_process_group()
+
+
+def raw_source_lines(files: int) -> int:
+    """Count the lines of Python that open a prepared raw source on a rank that is not the first of its node."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(files):
+            Path(folder, f"{number}.txt").write_text(f"document {number}")
+        data = Data(cache=f"{folder}/cache", tokenizer="bytes", sources=(Source(kind="text", path=f"{folder}/*.txt"),))
+        training = Training(sequence_length=8)
+        answers_of_first: list[str | None] = []
+
+        def exchange_of_first(text: str | None) -> list[str | None]:
+            answers_of_first.append(text)
+            return [text]
+
+        def exchange_of_second(text: str | None) -> list[str | None]:
+            return [answers_of_first.pop(0), text]
+
+        build_loader(data, training, Model(vocab=258), 0, DataRanks(gather_texts=exchange_of_first))
+        second = DataRanks(prepares=False, gather_texts=exchange_of_second)
+        return lines_run(lambda: build_loader(data, training, Model(vocab=258), 0, second))
 
 
 def locate_lines(sequences: int) -> int:
@@ -332,12 +374,12 @@ def shard_job_bytes(files: int) -> int:
 
 def retention_folders(checkpoints: int) -> int:
     """Count the checkpoints that a save looks into where 3 are kept of so many."""
-    asked = []
+    looked_into = []
 
     def is_whole(folder: Path) -> bool:
-        asked.append(folder)
+        looked_into.append(folder)
         return True
 
     folders = [Path(f"step-{number:08d}") for number in reversed(range(checkpoints))]
     assert len(folders_to_delete(folders, 3, is_whole)) == checkpoints - 3
-    return len(asked)
+    return len(looked_into)

@@ -103,9 +103,9 @@ def test_what_is_rounded_is_told() -> None:
     assert rounded_shares([0.7, 0.3]) == []
     assert rounded_shares([math.pi, 1.0]) == []  # by less than 1 %
     (rare,) = rounded_shares([1.0 - 1e-6, 1e-6])
-    assert (rare.source, rare.asked, rare.used) == (1, 1e-6, 1e-4)
+    assert (rare.source, rare.wanted, rare.used) == (1, 1e-6, 1e-4)
     rounded = rounded_shares([1234567, 98765, 432, 77])
-    assert [(share.source, round(share.used / share.asked, 2)) for share in rounded] == [(2, 0.93), (3, 1.73)]
+    assert [(share.source, round(share.used / share.wanted, 2)) for share in rounded] == [(2, 0.93), (3, 1.73)]
 
 
 def slow_mixture_table(counts: list[int]) -> list[MixtureSlot]:

@@ -11,14 +11,14 @@ from recipes.benchmark.scale import TABLES, Count, count_row, fitted_exponent
 COUNTS = [count for table in TABLES for count in table.rows]
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.what}: {count.unit}")
+@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.work}: {count.unit}")
 def test_no_count_grows_faster_than_it_may(count: Count) -> None:
     counts = {size: count.measure(size) for size in count.small}
     assert fitted_exponent(counts) <= count.limit + 0.01, counts
     assert min(counts.values()) > 0
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.what}: {count.unit}")
+@pytest.mark.parametrize("count", COUNTS, ids=lambda count: f"{count.work}: {count.unit}")
 def test_every_count_says_what_it_counts(count: Count) -> None:
     assert (count.measure.__doc__ or "").startswith("Count ")
 
@@ -32,7 +32,7 @@ def test_the_exponent_is_that_of_the_power() -> None:
 def test_a_row_says_what_is_counted_and_what_extends_it() -> None:
     whole = Count("all pairs", "pairs", lambda size: size * size, (10, 100), 2.0)
     assert count_row(whole, (10, 100, 1000)) == {
-        "what": "all pairs",
+        "work": "all pairs",
         "unit": "pairs",
         "10": 100,
         "100": 10_000,

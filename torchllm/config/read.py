@@ -74,10 +74,10 @@ class _TableReader:
 
     def report_unknown(self, path: KeyPath, value: Any) -> None:
         """Report a key that its section does not have, with the one that was probably meant."""
-        what = "section or key" if len(path) == 1 else "key"
+        kind_of_key = "section or key" if len(path) == 1 else "key"
         nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
         hint = f"did you mean {dotted(nearest)}?" if nearest else "--help lists all keys"
-        self.faults.append(Fault(path, f"unknown {what}; {hint}"))
+        self.faults.append(Fault(path, f"unknown {kind_of_key}; {hint}"))
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:

@@ -369,7 +369,7 @@ class TrainLoader:
         rounded = rounded_shares(self._weights)
         listed = []
         for share in rounded[:_LISTED]:
-            listed.append(f"{self._names[share.source]}: {share.asked:.3g} asked, {share.used:.3g} used")
+            listed.append(f"{self._names[share.source]}: {share.wanted:.3g} asked, {share.used:.3g} used")
         if len(rounded) > _LISTED:
             listed.append(f"and {len(rounded) - _LISTED} other sources")
         return "; ".join(listed)

@@ -94,7 +94,7 @@ class RoundedShare(NamedTuple):
     """A source whose share of the sequences is not the one that was asked for."""
 
     source: int
-    asked: float
+    wanted: float
     used: float
 
 
