@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchllm.checkpoint.index import Index, Integers, Region, parse_index
-from torchllm.checkpoint.plan import InventoryEntry, make_index, region_numbers
+from torchllm.checkpoint.plan import InventoryEntry, JobParts, make_index, region_numbers
 from torchllm.config import load_config
 from torchllm.models.decoder import build_model
 
@@ -88,7 +88,7 @@ def _part(shape: tuple[int, ...], number: int, parts: int) -> Region:
 def index_of(ranks: SyntheticRanks) -> Index:
     """Return the index that the ranks agree on."""
     numbers: list[Integers] = [region_numbers(regions) for regions in ranks.regions]
-    return make_index([ranks.inventory], [0] * len(numbers), numbers)
+    return make_index(JobParts([ranks.inventory], [0] * len(numbers), numbers))
 
 
 def measure_index(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: int = 1) -> IndexCost:

@@ -15,14 +15,15 @@ from tests import workers
 from torchllm.checkpoint import plan as plans
 from torchllm.checkpoint.index import Index, Region
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.plan import InventoryEntry, SavePlan, agree_on_plan, make_index, region_numbers
+from torchllm.checkpoint.plan import InventoryEntry, JobParts, SavePlan, agree_on_plan, make_index, region_numbers
 from torchllm.checkpoint.state import parts_of, random_state
 
 
 def index_from(shapes: Sequence[tuple[int, ...]], regions: Sequence[Sequence[Region]]) -> Index:
     """The index of tensors "0", "1", ... of these shapes; `regions` are those of each rank."""
     inventory = [InventoryEntry(str(number), "float32", shape, 4, number) for number, shape in enumerate(shapes)]
-    return make_index([inventory], [0] * len(regions), [region_numbers(of_rank) for of_rank in regions])
+    numbers = [region_numbers(of_rank) for of_rank in regions]
+    return make_index(JobParts([inventory], [0] * len(regions), numbers))
 
 
 def cuts_and_writers(index: Index, key: str) -> tuple[list[list[int]], list[int]]:
@@ -88,14 +89,14 @@ def test_two_stages_share_a_tied_tensor_and_nothing_else() -> None:
         regions.append(region_numbers([Region((2 * half,), (2,))]))
     for half in (0, 1):
         regions.append(region_numbers([Region((3 * half,), (3,)), Region((2 * half,), (2,))]))
-    index = make_index([first, last], [0, 0, 1, 1], regions)
+    index = make_index(JobParts([first, last], [0, 0, 1, 1], regions))
     assert cuts_and_writers(index, "first") == ([[0, 2, 4]], [0, 1])
     assert cuts_and_writers(index, "last") == ([[0, 3, 6]], [2, 3])
     cuts, writers = cuts_and_writers(index, "tied")
     assert cuts == [[0, 2, 4]]
     assert writers in ([0, 1], [2, 3])
     with pytest.raises(CheckpointError, match=r"tied: float32 \(4,\) on some ranks, int64 \(4,\) on others"):
-        make_index([first, [last[0], last[1]._replace(dtype="int64")]], [0, 0, 1, 1], regions)
+        make_index(JobParts([first, [last[0], last[1]._replace(dtype="int64")]], [0, 0, 1, 1], regions))
 
 
 @pytest.mark.parametrize(("shard", "replicate"), [(8, 4), (1, 32), (32, 1)])

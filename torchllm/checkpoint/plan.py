@@ -1,7 +1,7 @@
 """Agree on the index of a checkpoint: which rank writes which piece of which tensor.
 
 Each rank plans alone, and every rank makes the same index from what all have said, so nothing is sent twice and rank 0
-does no more than others. What a rank says is small: its `Inventory` (keys, dtypes, shapes and a sharding number per
+does no more than others. What a rank says is small: its inventory (keys, dtypes, shapes and a sharding number per
 tensor) is that of its whole pipeline stage, and is sent once per stage; of its own it sends a region per sharding, of
 which a model has ten or so. A piece that several ranks hold is written by the one that has the least to write.
 
@@ -74,6 +74,17 @@ def rank_parts(parts: Mapping[str, Part]) -> RankParts:
     return RankParts(tuple(inventory), tuple(regions))
 
 
+class JobParts(NamedTuple):
+    """What all ranks hold, without repetitions."""
+
+    inventories: Sequence[Sequence[InventoryEntry]]
+    """the distinct ones: one per pipeline stage"""
+    inventory_of_rank: Sequence[int]
+    """the number of each rank's inventory"""
+    regions: Sequence[Integers]
+    """of each rank, as `region_numbers` returns them"""
+
+
 def agree_on_plan(group: Group, parts: Mapping[str, Part], previous: SavePlan | None) -> SavePlan:
     """Return the plan for a save; the `previous` one if the parts of no rank have changed since.
 
@@ -83,35 +94,36 @@ def agree_on_plan(group: Group, parts: Mapping[str, Part], previous: SavePlan | 
     if not any_rank(group, previous is None or local != previous.local):
         assert previous is not None
         return previous
-    index = make_index(*_gather(group, local))
+    index = make_index(_gather(group, local))
     return SavePlan(local, index, index.serialize(), index.written_by(rank_of(group)))
 
 
-def _gather(group: Group, local: RankParts) -> tuple[list[tuple[InventoryEntry, ...]], list[int], list[Integers]]:
-    """Return the distinct inventories, the number of each rank's inventory, and each rank's regions as numbers."""
+def _gather(group: Group, local: RankParts) -> JobParts:
+    """Return the parts of all ranks."""
+    numbers = region_numbers(local.regions)
     encoded = json.dumps(local.inventory).encode()
     digest = np.frombuffer(hashlib.sha256(encoded).digest(), np.int64)
-    numbers = region_numbers(local.regions)
     head = torch.tensor([*digest.tolist(), len(numbers)])
     heads = gather_rows(group, head).numpy()
     digests = [row[:4].tobytes() for row in heads]
-    counts = heads[:, 4]
+    lengths = heads[:, 4]
 
-    distinct = list(dict.fromkeys(digests))
-    inventories = []
-    for digest_of_inventory in distinct:
-        source = digests.index(digest_of_inventory)
+    inventories: list[Sequence[InventoryEntry]] = []
+    number_of_digest: dict[bytes, int] = {}
+    for rank, digest_of_rank in enumerate(digests):
+        if digest_of_rank in number_of_digest:
+            continue
+        number_of_digest[digest_of_rank] = len(inventories)
         sent: list[tuple[InventoryEntry, ...]] = [local.inventory]
         if group is not None:
-            dist.broadcast_object_list(sent, group_src=source, group=group)
+            dist.broadcast_object_list(sent, group_src=rank, group=group)
         inventories.append(sent[0])
-    number_of = {value: number for number, value in enumerate(distinct)}
 
-    padded = torch.zeros(int(counts.max()), dtype=torch.int64)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.int64)
     padded[: len(numbers)] = torch.from_numpy(numbers)
     rows = gather_rows(group, padded).numpy()
-    regions = [row[:count] for row, count in zip(rows, counts, strict=True)]
-    return inventories, [number_of[value] for value in digests], regions
+    regions = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return JobParts(inventories, [number_of_digest[digest] for digest in digests], regions)
 
 
 def region_numbers(regions: Sequence[Region]) -> Integers:
@@ -120,6 +132,34 @@ def region_numbers(regions: Sequence[Region]) -> Integers:
     for region in regions:
         numbers += [*region.offset, *region.size]
     return np.array(numbers, dtype=np.int64)
+
+
+class _ShardingKey(NamedTuple):
+    """Where ranks say how they have cut a tensor."""
+
+    inventory: int
+    """number of the inventory that names the tensor"""
+    sharding: int
+    """number of its sharding there"""
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    entry: InventoryEntry
+    """as the first inventory with the tensor describes it"""
+    sharding_keys: tuple[_ShardingKey, ...]
+    """more than one for a tied tensor of two pipeline stages"""
+
+
+class _InventoryRegions(NamedTuple):
+    """The regions of the ranks that have the same inventory."""
+
+    ranks: Integers
+    numbers: Integers
+    """(ranks, n): a row per rank, as `region_numbers` returns it"""
+    columns: Sequence[slice]
+    """where in a row the region of each sharding is"""
 
 
 class _Holders(NamedTuple):
@@ -132,96 +172,96 @@ class _Holders(NamedTuple):
     """(pieces)"""
 
 
-def make_index(
-    inventories: Sequence[Sequence[InventoryEntry]], inventory_of_rank: Sequence[int], regions: Sequence[Integers]
-) -> Index:
+def make_index(job: JobParts) -> Index:
     """Return the index of a checkpoint from what every rank has said; the same on all ranks.
 
-    regions: per rank, as `region_numbers` returns them. O(ranks x shardings + tensors x copies). Raises CheckpointError
-    if ranks differ in a tensor's shape or dtype, or if their parts do not make a whole tensor.
+    O(ranks x shardings + tensors x copies). Raises CheckpointError if ranks differ in a tensor's shape or dtype, or if
+    their parts do not make a whole tensor.
     """
-    by_key = _entries_by_key(inventories)
-    bytes_of_rank = np.zeros(len(regions), dtype=np.int64)
-    holders: dict[tuple[tuple[int, int], ...], _Holders] = {}
-    numbers: dict[tuple[int, int], int] = {}  # of the grids, by their holders and the chosen column
+    tensors_of_job = _tensors_by_key(job.inventories)
+    regions = [_regions_of_inventory(job, number) for number in range(len(job.inventories))]
+    holders: dict[tuple[_ShardingKey, ...], _Holders] = {}
+    bytes_of_rank = np.zeros(len(job.regions), dtype=np.int64)
     grids: list[PieceGrid] = []
+    grid_numbers: dict[tuple[tuple[_ShardingKey, ...], int], int] = {}
     tensors: dict[str, tuple[str, int]] = {}
-    columns = [_regions_by_sharding(inventory) for inventory in inventories]
-    rows = []
-    for number in range(len(inventories)):
-        ranks = np.flatnonzero(np.asarray(inventory_of_rank) == number)
-        rows.append((ranks, np.stack([regions[rank] for rank in ranks.tolist()])))
-    for key in sorted(by_key):
-        entry, places = by_key[key]
-        if places not in holders:
-            holders[places] = _find_holders(key, entry.shape, places, rows, columns)
-        held = holders[places]
-        choice = 0
-        if held.ranks.shape[1] > 1:  # several ranks hold each piece
-            choice = int(bytes_of_rank[held.ranks].sum(axis=0).argmin())
-        writers = held.ranks[:, choice]
+    for key in sorted(tensors_of_job):
+        entry, sharding_keys = tensors_of_job[key]
+        if sharding_keys not in holders:
+            holders[sharding_keys] = _find_holders(entry, sharding_keys, regions)
+        held = holders[sharding_keys]
+        column = _least_loaded(held, bytes_of_rank)
+        writers = held.ranks[:, column]
         bytes_of_rank[writers] += held.elements * entry.itemsize
-        grid_key = (id(held), choice)
-        if grid_key not in numbers:
-            numbers[grid_key] = len(grids)
+        # Most tensors are cut like others, and written by the same ranks: they share a grid in the index.
+        cut = (sharding_keys, column)
+        if cut not in grid_numbers:
+            grid_numbers[cut] = len(grids)
             grids.append(PieceGrid(held.cuts, writers))
-        tensors[key] = (entry.dtype, numbers[grid_key])
+        tensors[key] = (entry.dtype, grid_numbers[cut])
     return Index(tensors, grids)
 
 
-class _Tensor(NamedTuple):
-    """A tensor, and which shardings of which inventories have it."""
+def _least_loaded(held: _Holders, bytes_of_rank: Integers) -> int:
+    """Return the column of holders that have the least to write so far."""
+    copies = held.ranks.shape[1]
+    if copies == 1:
+        return 0
+    return int(bytes_of_rank[held.ranks].sum(axis=0).argmin())
 
-    entry: InventoryEntry
-    places: tuple[tuple[int, int], ...]
-    """number of the inventory, number of its sharding; more than one for a tied tensor of two pipeline stages"""
 
-
-def _entries_by_key(inventories: Sequence[Sequence[InventoryEntry]]) -> dict[str, _Tensor]:
+def _tensors_by_key(inventories: Sequence[Sequence[InventoryEntry]]) -> dict[str, _Tensor]:
     """Return every tensor of any inventory. Raises CheckpointError if two differ in its shape or dtype."""
     by_key: dict[str, _Tensor] = {}
     for number, inventory in enumerate(inventories):
         for entry in inventory:
-            held = (number, entry.sharding)
+            sharding_key = _ShardingKey(number, entry.sharding)
             if entry.key not in by_key:
-                by_key[entry.key] = _Tensor(entry, (held,))
+                by_key[entry.key] = _Tensor(entry, (sharding_key,))
                 continue
-            first, places = by_key[entry.key]
+            first, sharding_keys = by_key[entry.key]
             if (first.dtype, first.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
                     f"{entry.key}: {first.dtype} {first.shape} on some ranks, {entry.dtype} {entry.shape} on others"
                 )
-            by_key[entry.key] = _Tensor(first, (*places, held))
+            by_key[entry.key] = _Tensor(first, (*sharding_keys, sharding_key))
     return by_key
 
 
-def _regions_by_sharding(inventory: Sequence[InventoryEntry]) -> list[slice]:
-    """Return where in a rank's region numbers those of each sharding are."""
+def _regions_of_inventory(job: JobParts, number: int) -> _InventoryRegions:
+    """Return the regions of the ranks that have inventory `number`."""
+    ranks = np.flatnonzero(np.asarray(job.inventory_of_rank) == number)
+    numbers = np.stack([job.regions[rank] for rank in ranks.tolist()])
     dimensions: dict[int, int] = {}
-    for entry in inventory:
+    for entry in job.inventories[number]:
         dimensions[entry.sharding] = len(entry.shape)
-    slices = []
+    columns = []
     end = 0
     for sharding in range(len(dimensions)):
         begin, end = end, end + 2 * dimensions[sharding]
-        slices.append(slice(begin, end))
-    return slices
+        columns.append(slice(begin, end))
+    return _InventoryRegions(ranks, numbers, columns)
 
 
 def _find_holders(
-    key: str,
-    shape: tuple[int, ...],
-    places: Sequence[tuple[int, int]],
-    rows: Sequence[tuple[Integers, Integers]],
-    columns: Sequence[Sequence[slice]],
+    entry: InventoryEntry, sharding_keys: Sequence[_ShardingKey], regions: Sequence[_InventoryRegions]
 ) -> _Holders:
-    """Return the pieces of a tensor and who holds each. Raises CheckpointError if they do not make the whole tensor."""
+    """Return the pieces of a tensor and who holds each. Raises CheckpointError if they do not make the whole tensor.
+
+    regions: by the number of the inventory.
+    """
+    shape = entry.shape
     if 0 in shape:
         no_pieces = np.zeros((0, 1), dtype=np.int64)
         return _Holders(tuple(np.unique([0, length]) for length in shape), no_pieces, no_pieces[:, 0])
     dimensions = len(shape)
-    ranks = np.concatenate([rows[inventory][0] for inventory, _ in places])
-    boxes = np.concatenate([rows[inventory][1][:, columns[inventory][sharding]] for inventory, sharding in places])
+    ranks_of_keys, boxes_of_keys = [], []
+    for sharding_key in sharding_keys:
+        held = regions[sharding_key.inventory]
+        ranks_of_keys.append(held.ranks)
+        boxes_of_keys.append(held.numbers[:, held.columns[sharding_key.sharding]])
+    ranks = np.concatenate(ranks_of_keys)
+    boxes = np.concatenate(boxes_of_keys)  # (ranks, 2 x dimensions): offset and size of each part
     filled = (boxes[:, dimensions:] > 0).all(axis=1)
     ranks, boxes = ranks[filled], boxes[filled]
     pieces, piece_of_rank = np.unique(boxes, axis=0, return_inverse=True)  # sorted by offset: row-major
@@ -229,7 +269,7 @@ def _find_holders(
     sizes = pieces[:, dimensions:]
     cuts = _cuts_of_grid(shape, pieces[:, :dimensions], sizes)
     if cuts is None:
-        raise CheckpointError(f"{key}: the parts of the ranks do not make a whole tensor of {shape}")
+        raise CheckpointError(f"{entry.key}: the parts of the ranks do not make a whole tensor of {shape}")
 
     order = np.lexsort((ranks, piece_of_rank))
     copies = np.bincount(piece_of_rank, minlength=len(pieces))
