@@ -123,7 +123,10 @@ BY_SOURCES = [
     Count("sequences of an evaluation", "lines of Python", counts.evaluation_lines, (20, 80), 1.0),
 ]
 BY_RECORDS = [Count("resume metrics.jsonl", "lines of Python", counts.resume_metrics_lines, (1000, 10_000), 0.1)]
-BY_PARAMETERS = [Count("gradient norm and clipping", "operations", counts.norm_operations, (16, 64), 0.0)]
+BY_PARAMETERS = [
+    Count("gradient norm and clipping", "operations", counts.norm_operations, (16, 64), 0.0),
+    Count("first step of AdamW on a mesh", "lines of Python", counts.first_adamw_lines, (16, 64), 1.0),
+]
 BY_SHARDS = [
     Count("open a corpus", "peak bytes of a process", counts.corpus_bytes, (1000, 4000), 1.0),
     Count("open a corpus", "lines of Python", counts.corpus_lines, (100, 1000), 0.0),

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.retention import folders_to_delete
-from torchllm.config import Data, Model, Parallel, Source, Training
+from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.build import shard_size_mib
 from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import (
@@ -36,6 +38,7 @@ from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.block_mask import document_block_mask
 from torchllm.optim.grad_norm import clip, grad_norm
+from torchllm.optim.optimizer import ShardedAdamW, apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices
@@ -80,6 +83,24 @@ def norm_operations(parameters: int) -> int:
     with OperationCounter() as counter:
         clip([model], grad_norm([model], CPU), 1.0)
     return counter.operations
+
+
+def first_adamw_lines(parameters: int) -> int:
+    """Count the lines of Python of AdamW's first step over parameters that FSDP and tensor parallelism shard."""
+    dist.init_process_group("fake", rank=0, world_size=64)
+    try:
+        mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp_shard", "tp"))
+        model = nn.ParameterList()
+        for _ in range(parameters):
+            sharded = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
+            parameter = nn.Parameter(sharded)
+            parameter.grad = torch.ones_like(parameter)
+            model.append(parameter)
+        optimizer = ShardedAdamW([{"params": list(model)}], Optimizer())
+        finite = torch.ones((), dtype=torch.bool)
+        return lines_run(lambda: apply_if_finite(optimizer, 1e-3, finite))
+    finally:
+        dist.destroy_process_group()
 
 
 def mesh_lines(ranks: int) -> int:

@@ -27,7 +27,7 @@ FOLDER = ROOT / "train_configs"
 FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")} - {*FOLDER.glob("sweeps/*")})
 MODELS = sorted(FOLDER.glob("models/*.toml"))
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
-DRY_RUN_BY_DEFAULT = ("debug.toml", "llama3_8b_8gpu.toml")
+DRY_RUN_BY_DEFAULT = ("debug.toml",)
 REAL_RUNS = [file for file in RUNS if "# Hardware: " in file.read_text()]
 """runs with a planned speed, on a data set that the user prepares"""
 

@@ -90,6 +90,7 @@ def test_the_sample_has_every_pair_of_settings() -> None:
     assert len(sample()) >= 80
 
 
+@pytest.mark.every_run
 def test_every_mesh_is_drawn() -> None:
     def meshes(several: Iterable[Layout]) -> set[Any]:
         return {tuple(map(layout.get, MESH)) for layout in several}
