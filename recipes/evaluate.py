@@ -50,7 +50,7 @@ def main(config: Config) -> float:
 
 def evaluate_sharded(config: Config) -> float:
     """Do the same on all ranks together, each with its part of the weights and of the sequences."""
-    runtime = start_runtime(config.run)
+    runtime = start_runtime(config.run, reads_only=True)
     device = runtime.device
     dtype = compute_dtype(config.training, device)
     mesh = build_mesh(config.parallel, device)

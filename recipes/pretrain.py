@@ -79,6 +79,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         optimizer,
         host_group=runtime.host_group,
         record={"config": asdict(config)},
+        check_owner=runtime.check_owner,
     )
     start = 0
     restored = checkpoints.resume()

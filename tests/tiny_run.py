@@ -17,6 +17,7 @@ import torch
 from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.state import Part, TensorSharding
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
+from torchllm.runtime.lease import release_leases
 
 ROOT = Path(__file__).parents[1]
 DEBUG = "train_configs/debug.toml"
@@ -38,13 +39,15 @@ SMALL = [
 
 @contextmanager
 def process_as_it_was() -> Iterator[None]:
-    """Undoes what a recipe does to its process: signal handlers, logging, the hook for errors, garbage collection."""
+    """Undoes what a recipe does to its process: signal handlers, logging, the hook for errors, garbage collection, and
+    the lease of a run folder that a failed run still holds."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     frozen = gc.get_freeze_count()
     hook, logs, level = sys.excepthook, logging.root.handlers[:], logging.root.level
     try:
         yield
     finally:
+        release_leases()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         sys.excepthook, logging.root.handlers = hook, logs

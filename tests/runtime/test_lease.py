@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.config.errors import RefusedStart
 from torchllm.runtime import lease as leases
 from torchllm.runtime.lease import (
     HANDED_DOWN,
@@ -72,9 +73,7 @@ class Taker:
     def __init__(self) -> None:
         command = [sys.executable, "-c", TAKER]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     def ask(self, *words: object) -> None:
         assert self.process.stdin is not None
@@ -258,7 +257,7 @@ def test_without_hard_links_it_is_said_and_the_run_goes_on(
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "lease").touch()
-    with pytest.raises(OSError, match="lease"):
+    with pytest.raises(RefusedStart, match=r"run\.folder = .* cannot be written: .*lease"):
         take_lease(tmp_path)
 
 

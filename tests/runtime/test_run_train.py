@@ -489,7 +489,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))
-    files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints"}
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints", "lease"}
     assert {path.name for path in folder.iterdir()} == files
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert load_config([str(folder / "config.toml")]) == load_config([DEBUG, *SMALL, f"--run.folder={folder}"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
+from torchllm.config.errors import UserError
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def _attempt(function: Callable[[], Any]) -> _Outcome:
     """Call `function` and catch what it raises: an error the user can act on by its text, a bug with its traceback."""
     try:
         return _Outcome(function(), None)
-    except (CheckpointError, OSError) as error:
+    except (UserError, OSError) as error:
         return _Outcome(None, _Failure(str(error), isinstance(error, DamagedCheckpoint)))
     except Exception as error:
         logger.exception("an error in handling a checkpoint")

@@ -7,12 +7,12 @@ learning rate nor the optimizer's settings are stored: the one is a function of 
 import logging
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torchllm.checkpoint.retention import BackgroundDeletion, folders_to_delete,
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified
 
+T = TypeVar("T")
+
 
 class Checkpointer:
     """Saves a run and resumes it. Every method must be called on all ranks, and raises CheckpointError on all."""
@@ -43,15 +45,18 @@ class Checkpointer:
         *,
         host_group: Group = None,
         record: Mapping[str, Any] | None = None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         """Save and load `stages` (this rank's part of the model) and `optimizer`, whose state must exist.
 
-        `record` is JSON stored in every checkpoint, such as the resolved config.
+        `record` is JSON stored in every checkpoint, such as the resolved config. `check_owner` raises, on rank 0, if
+        another job has taken the run folder; it is called before a checkpoint is published, moved or deleted.
         """
         self._settings = settings
         self._root = Path(run_folder) / "checkpoints"
         self._stages, self._optimizer = stages, optimizer
         self._record = dict(record or {})
+        self._check_owner = check_owner
         self._group = host_group
         self._own_group: Group = None
         self._is_whole: dict[Path, bool] = {}
@@ -73,7 +78,7 @@ class Checkpointer:
         The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch. Where
         the newest checkpoint turns out damaged while it is read, the one before it is loaded instead.
         """
-        self._delete(on_first(self._group, lambda: manifests.hidden_folders(self._root)))
+        self._delete(self._change_on_first(lambda: manifests.hidden_folders(self._root)))
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         if self._settings.resume == "auto":
             warn = partial(log_on_first, self._group, level=logging.WARNING)
@@ -182,6 +187,7 @@ class Checkpointer:
                 versions={"torch": torch.__version__, "python": platform.python_version()},
                 files=files,
             )
+            self._check_owner()
             manifests.publish(temporary, folder, manifest)
 
         try:
@@ -209,7 +215,7 @@ class Checkpointer:
             folders = [folder for folder in folders if manifests.step_of(folder) <= step]
             old = folders_to_delete(folders, self._settings.keep, self._seems_whole)
             old = [folder for folder in old if self._is_whole.get(folder, True)]
-            self._delete(on_first(self._group, lambda: [manifests.hide(folder) for folder in old]))
+            self._delete(self._change_on_first(lambda: [manifests.hide(folder) for folder in old]))
 
     def _delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
@@ -236,8 +242,17 @@ class Checkpointer:
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
             else:
                 raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
-        on_first(self._group, lambda: manifests.set_damaged_aside(folder))
+        self._change_on_first(lambda: manifests.set_damaged_aside(folder))
         self._is_whole.pop(folder, None)
+
+    def _change_on_first(self, change: Callable[[], T]) -> T:
+        """Change the run folder on rank 0 if this job still owns it, and return on every rank what `change` returns."""
+
+        def change_if_owned() -> T:
+            self._check_owner()
+            return change()
+
+        return on_first(self._group, change_if_owned)
 
     def _parts(self) -> dict[str, Part]:
         """Return this rank's part of all tensors of the run, by their key in a checkpoint."""

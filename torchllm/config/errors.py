@@ -1,4 +1,4 @@
-"""The one kind of error that is meant for the user rather than for the developer."""
+"""The errors that are meant for the user rather than for the developer."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     Raised on every rank alike (the rank that finds it shares it first); only rank 0 prints it, without a traceback.
     """
+
+
+class RefusedStart(UserError):
+    """A start that is refused before anything is touched: the exit status is 2, as for a wrong config."""

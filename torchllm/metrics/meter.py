@@ -29,7 +29,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -67,17 +67,22 @@ class Meter:
         world_size: int,
         peak_flops: float | None,
         sinks: Sequence[Sink],
+        check_owner: Callable[[], None] = lambda: None,
         goodput: Goodput | None = None,
         planned_mfu: float | None = None,
         sequences: int = 0,
     ) -> None:
-        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before."""
+        """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
+
+        check_owner: raises if another job owns the run folder by now; called before anything is written.
+        """
         self.config = config
         self.model = model
         self.training = training
         self.device = device
         self.peak = None if peak_flops is None else peak_flops * world_size
         self.sinks = list(sinks)
+        self.check_owner = check_owner
         self.goodput = goodput
         self.sequences = sequences
         self.planned_mfu = planned_mfu
@@ -173,6 +178,7 @@ class Meter:
             self._write_goodput(self.step)
 
     def _write(self, step: int, record: Record) -> None:
+        self.check_owner()
         for sink in self.sinks:
             sink.write(step, record)
 

@@ -92,6 +92,7 @@ class Monitor:
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config."""
         runtime, device, training = self.runtime, self.runtime.device, config.training
+        runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
         self.config, self.next_config = config, None
         self.warn(config, data, dtype, start)
@@ -106,6 +107,7 @@ class Monitor:
             world_size=runtime.world_size,
             peak_flops=peak_flops(device, dtype, runtime.ranks_on_node),
             sinks=sinks,
+            check_owner=runtime.check_owner,
             goodput=self.goodput,
             planned_mfu=prediction.mfu if prediction else None,
             sequences=data.state()["sequences"],
@@ -163,7 +165,10 @@ class Monitor:
         return self.meter.pause(cause)
 
     def log(self, n: int, result: StepResult, validation_loss: float | None, force: bool) -> Record | None:
-        """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says."""
+        """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says.
+
+        Raises LeaseLost on rank 0 if another job owns the run folder by now.
+        """
         return self.meter.log(n, result, validation_loss=validation_loss, force=force)
 
     def wants_change(self, n: int) -> bool:

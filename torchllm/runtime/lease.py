@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.environment import job_id
-from torchllm.config.errors import UserError
+from torchllm.config.errors import RefusedStart, UserError
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,16 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """what link() fails with on a file system that has no hard links"""
 
 
-class FolderOwned(UserError):
+class FolderOwned(RefusedStart):
     """The run folder belongs to another job, which lives: nothing was touched."""
 
 
 class LeaseLost(UserError):
     """The run folder belongs to another job by now, or is gone: this job may not write there any more."""
+
+
+class _NoHardLinks(Exception):
+    """The file system of the run folder has no hard links."""
 
 
 class Timing(NamedTuple):
@@ -149,6 +153,7 @@ class Lease:
         self._thread = threading.Thread(target=self._count, name="lease", daemon=True)
         self._thread.start()
         _HELD.append(self)
+        atexit.register(self.release)  # a process that ends gives its folder back, unless it is killed
 
     def release(self) -> None:
         """Give the folder back: a job that waits for it may start at once. The second call does nothing."""
@@ -159,6 +164,7 @@ class Lease:
         with suppress(OSError):  # the process ends, which frees the folder a little later
             self._write(RELEASED)
         _HELD.remove(self)
+        atexit.unregister(self.release)
 
     def _count(self) -> None:
         """Count every `Timing.beat` seconds, until `release` is called or the lease is lost."""
@@ -191,9 +197,8 @@ _HELD: list[Lease] = []
 """the leases of this process"""
 
 
-@atexit.register
 def release_leases() -> None:
-    """Release every lease that this process holds: a process that ends does so by itself, unless it is killed."""
+    """Release every lease that this process holds."""
     for lease in list(_HELD):
         lease.release()
 
@@ -203,24 +208,28 @@ def take_lease(run_folder: Path, timing: Timing | None = None) -> Lease | None:
 
     Waits up to `Timing.limit` seconds for a sign of life of an owner, unless its process is known to have ended.
     Returns None, with a warning, on a file system without hard links. Raises FolderOwned if another job owns the
-    folder, and OSError if it cannot be written.
+    folder, and RefusedStart if it cannot be written.
     """
-    timing = timing or Timing()
-    lease_folder = run_folder / FOLDER
-    lease_folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lease_folder = run_folder / FOLDER
+        lease_folder.mkdir(parents=True, exist_ok=True)
+        return _take(run_folder, lease_folder, timing or Timing())
+    except _NoHardLinks:
+        log.warning("%s: no hard links here, so a second job cannot be kept out of the run folder", run_folder)
+        return None
+    except OSError as error:
+        raise RefusedStart(f"run.folder = {str(run_folder)!r} cannot be written: {error}") from error
+
+
+def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
+    """Do what `take_lease` says, in a folder that exists. Raises OSError if the disk fails."""
     while True:
         newest = _newest_number(lease_folder)
         if newest:
             _wait_until_free(run_folder, newest, timing)
         owner = _new_owner()
         claim = Claim(newest + 1, owner.nonce)
-        try:
-            is_linked = _link(lease_folder, claim.number, owner)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            log.warning("%s: no hard links here, so a second job cannot be kept out of the run folder", run_folder)
-            return None
+        is_linked = _link(lease_folder, claim.number, owner)
         if is_linked and _newest_number(lease_folder) == claim.number:
             _remove_older(lease_folder, claim.number)
             return Lease(run_folder, claim, owner, timing)
@@ -411,6 +420,10 @@ def _link(lease_folder: Path, number: int, owner: Owner) -> bool:
             with suppress(FileNotFoundError), temporary.open("rb") as file:
                 return os.fstat(file.fileno()).st_nlink == 2
             return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise _NoHardLinks from error
+            raise
         return True
     finally:
         temporary.unlink(missing_ok=True)

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Run, Training
-from torchllm.config.errors import UserError
+from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
+from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Runtime:
     """steps between two garbage collections; 0 leaves them to Python"""
     hang_watch: HangWatch | None = None
     """None in a job of one rank, which waits for nobody"""
+    claim: Claim | None = None
+    """proves that this job owns the run folder; rank 0's"""
     _stop_requested_at: float | None = None
     """time.monotonic() of the first request to stop on this rank"""
     _stop_vote: "_StopVote | None" = None
@@ -136,8 +139,17 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def check_owner(self) -> None:
+        """Raise LeaseLost on rank 0 if another job has taken the run folder; call it there before a write.
+
+        A run that was suspended for minutes may have been taken for dead.
+        """
+        if self.claim is not None:
+            check_owner(self.folder, self.claim)
+
     def mark_stopped(self, step: int) -> None:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
+        self.check_owner()
         if self.is_main:
             (self.folder / STOPPED).write_text(json.dumps({"step": step}) + "\n")
 
@@ -149,6 +161,7 @@ class Runtime:
             self._stop_vote.wait()
         if self.hang_watch is not None:
             self.hang_watch.close()
+        release_leases()
         dist.destroy_process_group()
 
 
@@ -167,10 +180,12 @@ class _StopVote(NamedTuple):
         return bool(self.flag.item())
 
 
-def start_runtime(run: Run) -> Runtime:
+def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
     """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
 
-    Raises UserError on all ranks if a rank lacks its device or sees another run folder than rank 0.
+    reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise RefusedStart is
+    raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees another
+    run folder than rank 0.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -185,6 +200,9 @@ def start_runtime(run: Run) -> Runtime:
         device = choose_device(run.device, local_rank)
     except UserError as error:
         device_error = str(error)  # raised below on all ranks: raised here, it would leave the others waiting
+    ownership = _Ownership()
+    if rank == 0 and not reads_only:
+        ownership = _own_folder(Path(run.folder))
     timeout = timedelta(seconds=run.timeout + GRACE)
     _join_job(run, rank, world_size, timeout)
     _set_torch_up(run, device)
@@ -196,7 +214,9 @@ def start_runtime(run: Run) -> Runtime:
         folder=Path(run.folder),
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         collect_interval=run.collect_garbage_interval,
+        claim=ownership.claim,
     )
+    raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
     raise_first_error(runtime.gather_texts, device_error)
     device_types = runtime.gather_texts(device.type)
     if len(set(device_types)) > 1:
@@ -207,8 +227,25 @@ def start_runtime(run: Run) -> Runtime:
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
         runtime.hang_watch = HangWatch(rank, world_size, ranks_of_node, runtime.folder, run.timeout)
-    _share_folder(runtime)
+    if not reads_only:
+        _share_folder(runtime)
     return runtime
+
+
+class _Ownership(NamedTuple):
+    """What came of an attempt to own the run folder."""
+
+    claim: Claim | None = None
+    refusal: str | None = None
+    """why the job may not start"""
+
+
+def _own_folder(folder: Path) -> _Ownership:
+    """Take the lease of the run folder, if this job's launcher has not; for rank 0."""
+    try:
+        return _Ownership(take_or_inherit(folder))
+    except RefusedStart as error:
+        return _Ownership(refusal=str(error))
 
 
 def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -349,8 +386,10 @@ def _appears(exists: Callable[[], bool], patience: float = FILE_SYSTEM_PATIENCE)
     return True
 
 
-def raise_first_error(gather_texts: Callable[[str | None], list[str | None]], error: str | None) -> None:
-    """Raise UserError on every rank if any rank has an error, with the text of the first rank that has one."""
+def raise_first_error(
+    gather_texts: Callable[[str | None], list[str | None]], error: str | None, kind: type[UserError] = UserError
+) -> None:
+    """Raise an error of `kind` on every rank if any rank has an error, with the text of the first rank that has one."""
     for rank, text in enumerate(gather_texts(error)):
         if text is not None:
-            raise UserError(f"rank {rank}: {text}" if rank else text)
+            raise kind(f"rank {rank}: {text}" if rank else text)
