@@ -89,7 +89,7 @@ def first_adamw_lines(parameters: int) -> int:
     """Count the lines of Python of AdamW's first step over parameters that FSDP and tensor parallelism shard."""
     dist.init_process_group("fake", rank=0, world_size=64)
     try:
-        mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp_shard", "tp"))
+        mesh = init_device_mesh("cpu", (8, 8))
         model = nn.ParameterList()
         for _ in range(parameters):
             sharded = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
