@@ -277,6 +277,7 @@ def costs_of(folder: Path, files: int, shards: int, monkeypatch: pytest.MonkeyPa
     counting = CountingSha256()
     monkeypatch.setattr(plan_module, "hashlib", counting)
     monkeypatch.setattr(build, "ProcessPoolExecutor", RecordingPool)
+    monkeypatch.setattr(build, "end_with_starter", lambda starter: None)  # the pool's processes are this one
     monkeypatch.setattr(RecordingPool, "started", [])
     monkeypatch.setattr(RecordingPool, "jobs", [])
     plan = plan_for(Source(kind="text", path=f"{folder}/*.txt"), shard_mib=32 / 1024 / shards)

@@ -489,18 +489,20 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_trainer() -> None
     assert done.stdout == "signalled\ncontinued\n"
 
 
-def test_workers_end_with_a_killed_trainer() -> None:
+def test_workers_end_with_a_killed_trainer_even_if_they_are_stuck() -> None:
     body = (
         "import multiprocessing; print(*(w.pid for w in multiprocessing.active_children()), flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(body=body)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # torch's workers look for their parent every 5 s: these cannot
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
     assert len(pids) == 2
-    deadline = time.monotonic() + 30  # the workers look for their parent every 5 s
+    deadline = time.monotonic() + 30
     while any(_is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -6,6 +6,7 @@ depends on the plan and the records alone: two nodes that build one corpus in on
 """
 
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +21,7 @@ from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, 
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.sources import ShardRange, open_raw_source
 from torchllm.data.tokenize_shard import FinishedShard, ShardTokenizer, id_dtype
+from torchllm.runtime.parent import end_with_starter
 
 _SMALLEST_SHARD_MIB = 64.0
 _LARGEST_SHARD_MIB = 1024.0
@@ -92,9 +94,13 @@ _shard_tokenizer: ShardTokenizer
 """of this worker process"""
 
 
-def _start_worker(shard_tokenizer: ShardTokenizer) -> None:
-    """Keep what all shards of this worker process have in common, so that a job is a few numbers."""
+def _start_worker(starter: int, shard_tokenizer: ShardTokenizer) -> None:
+    """Keep what all shards of this worker process have in common, so that a job is a few numbers.
+
+    It ends with the process `starter`.
+    """
     global _shard_tokenizer
+    end_with_starter(starter)
     _shard_tokenizer = shard_tokenizer
 
 
@@ -114,7 +120,9 @@ def _finished_shards(
     # spawn: the caller may hold threads and locks, and a preparation is long against an interpreter's start
     spawn = get_context("spawn")
     waiting: deque[Future[FinishedShard]] = deque()
-    with ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=(shard_tokenizer,)) as pool:
+    with ProcessPoolExecutor(
+        processes, spawn, initializer=_start_worker, initargs=(os.getpid(), shard_tokenizer)
+    ) as pool:
         try:
             for shard in shards:
                 waiting.append(pool.submit(_write_shard, shard))

@@ -1,0 +1,132 @@
+"""Processes that end with the one that started them. None of them imports torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchllm.runtime.parent import PARENT, PARENT_PIPE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from torchllm.runtime.parent import end_with_parent
+time.sleep(float(sys.argv[2]))
+end_with_parent()
+Path(sys.argv[1], "ready").write_text(f"{sorted(name for name in os.environ if 'PARENT' in name)} {os.read(0, 1)}")
+time.sleep(60)
+"""
+"""sleeps for argv[2] seconds before it ties itself to its parent, and leaves a file in argv[1] when it has"""
+PARENT_PROGRAM = """
+import os, subprocess, sys, time
+from torchllm.runtime.parent import tie_children
+tie_children()
+child = subprocess.Popen([*sys.argv[1:]])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+"""starts the command in argv, prints its process id, and waits"""
+WRAPPER = """
+import subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+print(process.pid, flush=True)
+process.wait()
+"""
+"""runs a command and waits for it, as a profiler does"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[int]]:
+    """Process ids, of which none is left after the test."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ends(pid: int, seconds: float = 20.0) -> bool:
+    """Return whether a process ends within that time."""
+    deadline = time.monotonic() + seconds
+    while is_running(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def python(program: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", program, *arguments]
+
+
+def wait_for(file: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def start_parent(command: list[str], started: list[int], lines: int = 1) -> "subprocess.Popen[str]":
+    """Start a parent of `command`; note its process id and those that it and a wrapper print."""
+    parent = subprocess.Popen(python(PARENT_PROGRAM, *command), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    started += [parent.pid, *(int(parent.stdout.readline()) for _ in range(lines))]
+    return parent
+
+
+def kill(parent: "subprocess.Popen[str]") -> None:
+    parent.kill()
+    parent.wait()
+    assert parent.stdout is not None
+    parent.stdout.close()
+
+
+def test_a_process_ends_with_the_one_that_started_it_and_passes_nothing_on(tmp_path: Path, started: list[int]) -> None:
+    parent = start_parent(python(CHILD, str(tmp_path), "0"), started)
+    assert wait_for(tmp_path / "ready") == "[] b''"
+    assert is_running(started[-1])
+    kill(parent)
+    assert ends(started[-1])
+
+
+def test_a_process_whose_parent_has_ended_already_ends_at_once(tmp_path: Path, started: list[int]) -> None:
+    parent = start_parent(python(CHILD, str(tmp_path), "1"), started)
+    kill(parent)
+    assert ends(started[-1])
+    assert not (tmp_path / "ready").exists()
+
+
+def test_a_process_behind_a_wrapper_lives_and_ends_with_the_launcher(tmp_path: Path, started: list[int]) -> None:
+    """The kernel's signal is the wrapper's then; the pipe is the launcher's."""
+    parent = start_parent(python(WRAPPER, *python(CHILD, str(tmp_path), "0")), started, lines=2)
+    *_, child = started
+    wait_for(tmp_path / "ready")
+    time.sleep(0.2)
+    assert is_running(child)
+    kill(parent)
+    assert ends(child)
+
+
+def test_without_a_parent_that_says_so_nothing_changes(tmp_path: Path, started: list[int]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in (PARENT, PARENT_PIPE)}
+    command = ["sh", "-c", '"$@" >/dev/null & echo $!', "sh", *python(CHILD, str(tmp_path), "0")]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    started.append(int(done.stdout))
+    wait_for(tmp_path / "ready")
+    assert not ends(started[-1], 0.3)

@@ -1,0 +1,93 @@
+"""End a process together with the one that started it, so that a killed launcher leaves nothing behind. No torch.
+
+    run_train.sh -> launcher -> rank -> workers of its data loader
+
+Each of them asks the kernel for SIGKILL at the death of its parent. The kernel forgets nobody and needs no help of a
+program that is stuck. It looks at the thread that started the process: start processes from the main thread. A parent
+that died before the request was made is found by comparing process ids. A rank holds a pipe as well, which ends with
+the launcher even where a wrapper (a profiler, say) stands between the two.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+PARENT = "TORCHLLM_PARENT"
+"""environment variable: process id of the process that a new one shall end with"""
+PARENT_PIPE = "TORCHLLM_PARENT_PIPE"
+"""environment variable, set if standard input is a pipe that only the parent holds open for writing"""
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of <linux/prctl.h>"""
+
+
+def end_with_parent() -> None:
+    """End this process when the one named by `PARENT` ends, or at once if it has ended; nothing if there is none.
+
+    The variables are removed from the environment: they are not true of the processes that this one starts.
+    """
+    parent = os.environ.pop(PARENT, None)
+    has_pipe = os.environ.pop(PARENT_PIPE, None) is not None
+    if parent is None:
+        return
+    _request_death_signal()
+    if os.getppid() != int(parent) and not _is_running(int(parent)):
+        _kill_this_process()
+    if has_pipe:
+        _watch_pipe()
+
+
+def end_with_starter(starter: int) -> None:
+    """End this helper process when the process that started it, whose id is `starter`, ends, or at once if it has."""
+    _request_death_signal()
+    if os.getppid() != starter:
+        _kill_this_process()
+
+
+def tie_children() -> None:
+    """Make `end_with_parent`, in processes that this one starts from now on, end them with this process.
+
+    Their standard input is the pipe; whoever wants to read the terminal's must not be started by a launcher.
+    """
+    reading, _ = os.pipe()  # nothing is ever written, and only the end of this process closes the writing side
+    os.dup2(reading, 0)
+    os.close(reading)
+    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT_PIPE] = "stdin"
+
+
+def _request_death_signal() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends. Only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _watch_pipe() -> None:
+    """Kill this process at the end of file of standard input, which is empty from now on."""
+    pipe = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+    def wait() -> None:
+        while os.read(pipe, 1):
+            pass
+        _kill_this_process()
+
+    threading.Thread(target=wait, name="end of the launcher", daemon=True).start()
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
