@@ -104,14 +104,13 @@ fi
 
 if [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_WORLD_SIZE=$NPROC
+    [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
     export MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@")
 else
     launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
-    if [ "$NNODES" = 1 ]; then
-        launch+=(--standalone)
-    else
-        launch+=(--nnodes="$NNODES" --node-rank="$node_rank" --master-addr="$head" --master-port="$port")
+    if [ "$NNODES" -gt 1 ]; then
+        launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
     fi
     command=("${launch[@]}" "$recipe" "$@")
 fi
@@ -131,7 +130,8 @@ stop() {
     fi
 }
 trap stop TERM INT HUP
-(trap '' TERM INT HUP && exec "${command[@]}") &
+# They end with this script, even if it is killed (torchllm/runtime/parent.py).
+(trap '' TERM INT HUP && TORCHLLM_PARENT=$$ exec "${command[@]}") &
 child=$!
 signals_before=-1
 while [ "$signals_before" != "$signals" ]; do # a signal ends `wait`, not the child: wait again

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchllm.config.environment import LAUNCHED
 from torchllm.metrics import goodput
-from torchllm.metrics.goodput import FILE, LAUNCHED, Goodput, Launch, account, read_launches
+from torchllm.metrics.goodput import FILE, Goodput, Launch, account, read_launches
 
 
 def test_what_a_launch_lost_is_not_productive() -> None:

@@ -18,7 +18,7 @@ from tests.tiny_run import ROOT
 from tests.workers import POOL
 from torchllm.config import Run
 from torchllm.runtime.hang_report import read_dump
-from torchllm.runtime.hang_watch import CHECKS_PER_SECOND, seconds_between_checks
+from torchllm.runtime.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
 from torchllm.runtime.process import Runtime, start_runtime
 
 TIMEOUT = 2.0
@@ -95,7 +95,16 @@ def skip_one(runtime: Runtime) -> None:
     reduce()
 
 
+def raise_false_alarm(runtime: Runtime, value: str) -> None:
+    """Write into the job's store what a stranger might, to end the job or to have files written in another folder."""
+    assert runtime.hang_watch is not None
+    if runtime.rank == 0:
+        runtime.hang_watch.store.set(ALARM, value)
+    runtime.barrier()
+
+
 def fall_asleep(runtime: Runtime) -> None:
+    raise_false_alarm(runtime, "../../elsewhere")
     runtime.should_stop()
     if runtime.rank == 1:
         time.sleep(600)
@@ -118,6 +127,7 @@ def send_no_message(runtime: Runtime) -> None:
 
 def be_slow(runtime: Runtime) -> None:
     """A slow step of one rank, a slow one of all ranks, and a long time in which no rank waits for another."""
+    raise_false_alarm(runtime, "20261122-101112")
     for step in range(2):
         runtime.should_stop()
         if runtime.rank == 1 or step == 1:
@@ -159,6 +169,8 @@ def test_a_rank_that_is_busy_with_something_else_is_named_with_its_place(tmp_pat
     assert job.statuses == [1, 1]
     assert f"rank 1 ({HOST}) has not entered gloo:all_reduce number " in job.stderr
     assert f"rank 1's main thread is at {line_of(fall_asleep, 'time.sleep')} in fall_asleep\n" in job.stderr
+    assert len(job.dumps) == 2
+    assert not list(tmp_path.rglob("elsewhere"))
 
 
 def test_a_rank_whose_process_is_stopped_is_named_and_killed(tmp_path: Path) -> None:
@@ -212,7 +224,7 @@ runtime.close()
 
 def test_torchrun_ends_in_time_with_one_message(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "torchllm.runtime.launch", "--standalone", "--nproc-per-node=3"]
+    command = [sys.executable, "-m", "torchllm.runtime.launch", "--nproc-per-node=3"]
     command += [str(tmp_path / "job.py"), str(tmp_path / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -100,9 +100,9 @@ def collectives_at_start(folder: str, port: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_the_ranks_exchange_five_hashes_at_the_start_and_no_objects(tmp_path: Path, ranks: int) -> None:
+def test_the_ranks_exchange_five_hashes_and_a_secret_at_the_start_and_no_objects(tmp_path: Path, ranks: int) -> None:
     for collectives in workers.run(collectives_at_start, ranks, str(tmp_path), free_port()):
-        assert collectives == {"gloo:all_reduce": 5}
+        assert collectives == {"gloo:all_reduce": 5, "gloo:broadcast": 1}
 
 
 class Alone(NamedTuple):

@@ -12,19 +12,18 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, metrics, tensor_files
 from torchllm.config import load_config
 
-SCRIPT = str(ROOT / "run_train.sh")
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
-PATIENCE = 120.0
 STAND_IN = """#!/usr/bin/env bash
 # Answers --check as Python does; of anything else it notes the arguments and the environment, then does $PRETEND.
 for word; do [ "$word" != --check ] || exec {python} "$@"; done
@@ -33,90 +32,6 @@ printf '%s\\0' "$@" >"$notes/words"
 env -0 >"$notes/environment"
 eval "${{PRETEND:-}}"
 """
-
-
-class Started:
-    """run_train.sh as a process, and what it and its ranks say."""
-
-    def __init__(self, output: Path, arguments: tuple[str, ...], **environment: str) -> None:
-        output.mkdir(parents=True, exist_ok=True)
-        self.out = output / "out"
-        self.err = output / "err"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            command = [SCRIPT, *arguments]
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=clean(environment),
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                # A test suite in the background ignores Ctrl-C, and so would all that it starts.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-
-    def wait(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    def until(self, happened: Callable[[], object]) -> None:
-        """Wait for something that happens while it runs."""
-        deadline = time.monotonic() + PATIENCE
-        while not happened():
-            assert self.process.poll() is None, self.err.read_text()
-            assert time.monotonic() < deadline, self.err.read_text()
-            time.sleep(0.02)
-
-    def kill_everything(self) -> None:
-        family = [self.process.pid]
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # or it would start others meanwhile
-            family += children(pid)
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
-    pids = []
-    if Path("/proc/self/status").exists():  # `ps` is not everywhere
-        for status in Path("/proc").glob("[0-9]*/status"):
-            with suppress(OSError):  # it has ended
-                if f"\nPPid:\t{pid}\n" in status.read_text():
-                    pids.append(int(status.parent.name))
-        return pids
-    listing = subprocess.run(["ps", "-A", "-o", "pid=", "-o", "ppid="], capture_output=True, text=True, check=True)
-    for line in listing.stdout.splitlines():
-        child, parent = line.split()
-        if parent == str(pid):
-            pids.append(int(child))
-    return pids
-
-
-def clean(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without the variables of schedulers and launchers, and with `extra`."""
-    foreign = re.compile(
-        r"SLURM|PET_|TORCHELASTIC|(NPROC|NPROC_IS_DEFAULT|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$"
-    )
-    environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
-    return environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | extra
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    """Starts run_train.sh in the background; whatever is left of it at the end of the test is killed."""
-    started: list[Started] = []
-
-    def start(*arguments: str, **environment: str) -> Started:
-        started.append(Started(tmp_path / f"output-{len(started)}", arguments, **environment))
-        return started[-1]
-
-    yield start
-    for run in started:
-        if run.process.poll() is None:
-            run.kill_everything()
 
 
 class Call(NamedTuple):
@@ -191,13 +106,13 @@ def test_the_script_is_clean() -> None:
 def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Callable[..., Notes]) -> None:
     notes = noted()
     *launch, config, folder = notes.torchrun
-    assert launch == ["--nproc-per-node=2", "--standalone", f"{ROOT}/recipes/pretrain.py"]
+    assert launch == ["--nproc-per-node=2", f"{ROOT}/recipes/pretrain.py"]
     assert config == f"{ROOT}/{DEBUG}"
     assert re.fullmatch(r"--run\.folder=runs/debug-[\w-]+", folder)
     assert notes.status == 0
     assert notes.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
     assert notes.out == ""
-    assert noted("--training.steps=99").torchrun[3:5] == [config, "--training.steps=99"]
+    assert noted("--training.steps=99").torchrun[2:4] == [config, "--training.steps=99"]
 
 
 @pytest.mark.parametrize(
@@ -317,9 +232,8 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
         assert notes.torchrun == [
             "--nproc-per-node=4",
             "--nnodes=2",
-            f"--node-rank={node}",
-            "--master-addr=node1",
-            "--master-port=30123",
+            "--rdzv-endpoint=node1:30123",
+            f"--rdzv-conf=rank={node}",
             f"{ROOT}/recipes/pretrain.py",
             DEBUG,
             "--run.folder=runs/debug-70123",
@@ -356,7 +270,8 @@ def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -
     assert notes.err == (
         "run_train.sh: this is Slurm's batch script, which runs on only one of 2 nodes: use srun ./run_train.sh\n"
     )
-    assert noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1").torchrun[:2] == ["--nproc-per-node=2", "--standalone"]
+    alone = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1")
+    assert alone.torchrun[:2] == ["--nproc-per-node=2", f"{ROOT}/recipes/pretrain.py"]
 
 
 POD = {
@@ -375,9 +290,8 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
     expected = [
         "--nproc-per-node=4",
         "--nnodes=2",
-        "--node-rank=1",
-        "--master-addr=run-master-0",
-        "--master-port=23456",
+        "--rdzv-endpoint=run-master-0:23456",
+        "--rdzv-conf=rank=1",
     ]
     assert notes.torchrun == [*expected, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
     assert not {"RANK", "WORLD_SIZE"} & notes.calls[0].environment.keys()  # the pod's numbers are no rank's
@@ -387,7 +301,7 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
         notes = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
         assert notes.torchrun[0] == "--nproc-per-node=2"
     one_node = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
-    assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", "--standalone"]
+    assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", f"{ROOT}/recipes/pretrain.py"]
 
     elastic = noted(DEBUG, **(POD | {"PET_NNODES": "1:4"}))
     assert (elastic.status, elastic.calls) == (2, [])

@@ -8,6 +8,9 @@ from typing import NamedTuple, NoReturn
 
 from torchllm.config.toml import shown
 
+LAUNCHED = "TORCHLLM_LAUNCHED"
+"""environment variable: when run_train.sh, or a later attempt of its job, was started, in seconds since 1970"""
+
 
 class Ranks(NamedTuple):
     """Number of processes of a run; None where it is unknown."""
@@ -78,6 +81,6 @@ def print_notes(lines: Iterable[str], *, is_check: bool) -> None:
     run_train.sh checks the config in one process and passes on what that process printed. The processes that it starts
     afterwards find TORCHLLM_LAUNCHED set and have nothing to add; where it is not set, rank 0 speaks.
     """
-    is_told_by_others = "TORCHLLM_LAUNCHED" in os.environ or os.environ.get("RANK", "0") != "0"
+    is_told_by_others = LAUNCHED in os.environ or os.environ.get("RANK", "0") != "0"
     if is_check or not is_told_by_others:
         print_error_lines(lines)

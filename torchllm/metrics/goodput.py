@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from torchllm.config.environment import LAUNCHED
+
 FILE = "goodput.json"
-LAUNCHED = "TORCHLLM_LAUNCHED"
-"""environment variable of run_train.sh: when it was started, in seconds since 1970"""
 SHOWN = 0.0005
 """causes with a smaller share of the time are not in the summary"""
 

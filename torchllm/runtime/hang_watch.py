@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
+from torchllm.runtime.store import Signer, connect_store
 from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,12 @@ PUBLISHED_RECORDS = 20_000
 WAITING_CODE = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
 """files that wait for other ranks: a main thread that stays for minutes on one line of theirs is waiting"""
 
+STORE_TIMEOUT = timedelta(seconds=300)
+"""of a request to the store"""
 ALARM = "alarm"
 """key of the store: name of the folder of dumps, set by the first rank that finds a hang"""
+ALARM_FORMAT = "%Y%m%d-%H%M%S"
+"""of the name: when the alarm was raised, in that rank's local time"""
 PUBLISHED = "published"
 """key of the store: number of ranks that have published their dump"""
 ANSWERING = "answering"
@@ -92,10 +97,13 @@ def seconds_between_checks(world_size: int) -> float:
 class HangWatch:
     """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
 
-    def __init__(self, rank: int, world_size: int, ranks_of_node: range, folder: Path, timeout: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, ranks_of_node: range, folder: Path, timeout: float, secret: bytes
+    ) -> None:
         """Watch `rank`. Call it on all ranks: it waits for the others of this node.
 
         ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". timeout: in seconds.
+        secret: the same on all ranks.
         """
         self.rank = rank
         self.world_size = world_size
@@ -105,8 +113,9 @@ class HangWatch:
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
-        client = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]  # not re-exported there
+        client = connect_store(address, port, STORE_TIMEOUT)
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
+        self.signer = Signer(secret)
         self.siblings = self._open_siblings(ranks_of_node)
         self.group_ranks: dict[str, str] = {}
         """ranks of each process group (`write_slices`), by torch's name of the group"""
@@ -136,7 +145,7 @@ class HangWatch:
             if not alarm and time.monotonic() >= next_check:
                 next_check += self.check_interval
                 try:
-                    alarm = self.store.check([ALARM])
+                    alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
                 except dist.DistError:
                     return  # the store ends with the job; the process groups have their own time-out
             if alarm:
@@ -183,8 +192,7 @@ class HangWatch:
 
     def _report(self) -> None:
         """Publish this rank's dump and write it to its file; one rank logs the report of all."""
-        name = time.strftime("%Y%m%d-%H%M%S")
-        folder = self.folder / "hang" / bytes(self.store.compare_set(ALARM, "", name)).decode()
+        folder = self.folder / "hang" / self._raise_alarm()
         dump = _dump(self.rank, self.process.host, self.group_ranks)
         position = self._publish(dump.recent(max(4, PUBLISHED_RECORDS // self.world_size)))
         # In a thread: a file system that does not answer may be the reason of the hang.
@@ -202,6 +210,26 @@ class HangWatch:
         else:
             self.store.wait([REPORTED], timedelta(seconds=3 * patience))
         self._kill_silent_siblings()
+
+    def _raise_alarm(self) -> str:
+        """Tell all ranks to report; return the name of the folder of dumps, that of the first rank to do so."""
+        name = time.strftime(ALARM_FORMAT)
+        alarm = self.signer.sign(name)
+        raised = self._alarm_name(self.store.compare_set(ALARM, "", alarm))
+        if raised is None:  # not from a rank
+            self.store.set(ALARM, alarm)
+            return name
+        return raised
+
+    def _alarm_name(self, value: bytes) -> str | None:
+        """Return the name of the folder of dumps in an alarm; None if no rank has raised it.
+
+        Whoever reaches the store may write there: the name is built from the time in it, so that it can only be a time.
+        """
+        text = self.signer.verify(value)
+        if text is None:
+            return None
+        return time.strftime(ALARM_FORMAT, time.strptime(text, ALARM_FORMAT))
 
     def _publish(self, dump: RankDump) -> int:
         """Put a dump into the store; return how many ranks have done so by then."""
@@ -233,13 +261,15 @@ class HangWatch:
 
         A process id may be given to another process when its owner ends; a handle cannot.
         """
-        self.store.set(f"process_{self.rank}", self.process.text())
+        self.store.set(f"process_{self.rank}", self.signer.sign(self.process.text()))
         handles: dict[int, int] = {}
         if self.process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
             return handles
         keys = [f"process_{rank}" for rank in ranks_of_node]
         for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
-            process = RankProcess.parse(bytes(text).decode())
+            process = self._process_of(text)
+            if process is None:
+                continue
             if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
                 with suppress(OSError, AttributeError):  # no pidfd on this system: torchrun kills them after its 30 s
                     handles[rank] = os.pidfd_open(process.pid)
@@ -247,7 +277,13 @@ class HangWatch:
 
     def _host_of(self, rank: int) -> str:
         """Return the host of a rank, which need not answer any more."""
-        return RankProcess.parse(bytes(self.store.get(f"process_{rank}")).decode()).host
+        process = self._process_of(self.store.get(f"process_{rank}"))
+        return "unknown host" if process is None else process.host
+
+    def _process_of(self, value: bytes) -> RankProcess | None:
+        """Return the process that a value of the store describes; None if no rank has written it."""
+        text = self.signer.verify(value)
+        return None if text is None else RankProcess.parse(text)
 
     def _has_published(self, rank: int) -> bool:
         return bool(self.store.check([f"rank_{rank}"]))

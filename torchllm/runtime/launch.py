@@ -1,31 +1,52 @@
 """Run torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
 
-There are three differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
-it serves to all ranks of the job. It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
+There are five differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
+it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
+end with it (parent.py). It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
 torchrun gives the ranks 30 s, too short for some saves, so run_train.sh asks for a stop through a file instead. And it
 prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that was
 killed could not, and is named here.
 """
 
-import logging
-import signal
 import sys
+
+from torchllm.runtime.parent import end_with_parent, tie_children
+
+if __name__ == "__main__":  # before torch is imported, for seconds
+    end_with_parent()
+    tie_children()
+
+import logging
+import os
+import signal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
+from torchllm.runtime import rendezvous
 from torchllm.runtime.descriptors import raise_descriptor_limit
+
+SECONDS_TO_END = "10"
+"""that the ranks of a node have, after one of them has failed, from SIGTERM to SIGKILL; torch 2.13 reads it"""
 
 
 def launch(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. Raises SystemExit with 1 if a rank failed, 128 + N if signal N ended the job."""
     raise_descriptor_limit()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_END)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
+    rendezvous.register()
+    # Without an end point, which only a job of several nodes needs and gives, torch warns.
+    ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}", "--rdzv-endpoint=none"]
     try:
-        main(["--signals-to-handle=SIGUSR2", *arguments])
+        main([*ours, *arguments])
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
+    except RendezvousError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,9 +28,11 @@ from torch import Tensor
 from torchllm.config import Run, Training
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
-from torchllm.runtime.exchange import gather_texts
+from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
+from torchllm.runtime.parent import end_with_parent
+from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ STOP = "stop"
 """file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
 IGNORE_REPEATED_SIGNALS_FOR = 5.0
 """seconds; Slurm signals every process, and torchrun, signalled too, forwards the same signal once more"""
+SECRET_BYTES = 32
+"""of the secret with which ranks sign what they leave in the store"""
 FILE_SYSTEM_PATIENCE = 5.0
 """seconds; a network file system shows a new file on other nodes a moment late"""
 
@@ -187,6 +193,7 @@ def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
     raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees another
     run folder than rank 0.
     """
+    end_with_parent()
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -226,7 +233,9 @@ def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
     if world_size > 1:
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
-        runtime.hang_watch = HangWatch(rank, world_size, ranks_of_node, runtime.folder, run.timeout)
+        runtime.hang_watch = HangWatch(
+            rank, world_size, ranks_of_node, runtime.folder, run.timeout, _share_secret(runtime.host_group)
+        )
     if not reads_only:
         _share_folder(runtime)
     return runtime
@@ -255,12 +264,32 @@ def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
     # A gloo group connects two ranks when they first send to each other; without this each rank opens a socket to every
     # other one, in every gloo group, and asks the store for every address: at 16,384 ranks for hours.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:  # one node: no rank listens to other hosts
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
-    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported for type checkers
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store = _open_store(rank, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _open_store(rank: int, timeout: timedelta) -> Store:
+    """Return the store of all ranks, which the launcher serves, or rank 0 if the ranks have no launcher."""
+    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        return HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank != 0 or is_served:
+        return connect_store(address, port, timeout)
+    if address == LOOPBACK:
+        return serve_loopback_store(port, timeout)
+    return serve_store(address, port, timeout)
+
+
+def _share_secret(group: dist.ProcessGroup) -> bytes:
+    """Return random bytes that all ranks know, and nobody who only reaches the job's store."""
+    secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
+    return broadcast_record(secret, group).tobytes()
 
 
 def _set_torch_up(run: Run, device: torch.device) -> None:

@@ -1,0 +1,176 @@
+"""Who can reach a job of one node, what outlives a killed process, and a second attempt of the same job."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.launched import Started, children
+from tests.listening import listening_addresses
+from tests.recipes.warm import pretrain
+from tests.tiny_run import DEBUG, SMALL, STEPS, curve, tensor_files
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in")
+
+MARK = "TORCHLLM_FAULT_TEST"
+"""environment variable that all processes of a run inherit"""
+END_WITHIN = 30.0
+"""seconds in which all processes of a job are gone after one was killed"""
+QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
+CHANGED = ["--training.steps", "--evaluate.interval"]
+ENDLESS = [word for word in SMALL if word.partition("=")[0] not in CHANGED]
+ENDLESS += [*QUICK, "--training.steps=100000", "--evaluate.interval=0", "--data.workers=1"]
+"""a run that is killed"""
+
+
+class Family(NamedTuple):
+    """Process ids of a run."""
+
+    script: int
+    launcher: int
+    ranks: list[int]
+    workers: list[int]
+    """of the ranks' data loaders"""
+
+
+def family_of(run: Started) -> Family:
+    """Return the processes of a run whose ranks exist."""
+    (launcher,) = children(run.process.pid)
+    ranks = children(launcher)
+    workers = [worker for rank in ranks for worker in children(rank)]
+    return Family(run.process.pid, launcher, ranks, workers)
+
+
+def has_ranks(run: Started) -> bool:
+    """Return whether the launcher has started both ranks."""
+    return any(len(children(child)) == 2 for child in children(run.process.pid) if is_launcher(child))
+
+
+def is_launcher(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return b"torchllm.runtime.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def is_training(run: Started) -> bool:
+    """Return whether a second step is done."""
+    return "step      2/" in run.out.read_text()
+
+
+def running_with(mark: str) -> dict[int, str]:
+    """Return the command of each process that has inherited a mark and is no zombie, by process id."""
+    commands = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return commands
+
+
+def seconds_until_gone(mark: str) -> float:
+    """Wait until no process with a mark is left; return how long it took. Fails after `END_WITHIN`."""
+    began = time.monotonic()
+    while left := running_with(mark):
+        assert time.monotonic() - began < END_WITHIN, left
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def own_address() -> str | None:
+    """Return an address of this host that other hosts reach; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def with_name_elsewhere(folder: Path) -> list[str]:
+    """Return a command prefix under which the host's name is not loopback's; empty where the system does not let us."""
+    address = own_address()
+    hosts = folder / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+    prefix = ["unshare", "--mount", "sh", "-c", f'mount --bind "{hosts}" /etc/hosts && exec "$@"', "sh"]
+    if address is None or not shutil.which("unshare"):
+        return []
+    return prefix if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0 else []
+
+
+def test_a_run_on_one_node_listens_to_its_own_host_only(start: Callable[..., Started], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(DEBUG, *ENDLESS, f"--run.folder={folder}", prefix=with_name_elsewhere(tmp_path))
+    listening = set()
+
+    def look() -> bool:
+        for pid in descendants(run.process.pid):
+            listening.update(listening_addresses(pid))
+        return is_training(run)
+
+    run.until(look)
+    family = family_of(run)
+    assert len(family.workers) == 2
+    assert listening_addresses(family.launcher)
+    assert all(listening_addresses(rank) for rank in family.ranks)  # gloo's
+    strangers = {place for place in listening if place.address not in ("127.0.0.1", "::1")}
+    assert not strangers
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes that a process has started, directly or not."""
+    pids = [pid]
+    for parent in pids:
+        pids += children(parent)
+    return pids[1:]
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        ("script", "start-up"),
+        ("script", "training"),
+        ("launcher", "start-up"),
+        ("launcher", "training"),
+        ("rank", "training"),
+    ],
+)
+def test_nothing_outlives_a_killed_process(
+    start: Callable[..., Started], tmp_path: Path, trials: int, victim: str, moment: str
+) -> None:
+    for trial in range(trials):
+        mark = str(uuid.uuid4())
+        run = start(DEBUG, *ENDLESS, f"--run.folder={tmp_path / f'run-{trial}'}", **{MARK: mark})
+        run.until(lambda run=run: has_ranks(run) if moment == "start-up" else is_training(run))
+        time.sleep(random.uniform(0, 2) if trials > 1 else 0)
+        family = family_of(run)
+        if moment == "training":
+            assert len(family.workers) == 2
+        pid = {"script": family.script, "launcher": family.launcher, "rank": family.ranks[1]}[victim]
+        os.kill(pid, signal.SIGKILL)
+        run.process.wait(END_WITHIN)
+        seconds_until_gone(mark)
+
+
+def test_a_second_attempt_of_a_job_is_the_same_run(start: Callable[..., Started], tmp_path: Path, trials: int) -> None:
+    whole = tmp_path / "whole"
+    assert pretrain(2, whole) == ["", ""]
+    for trial in range(trials):
+        folder = tmp_path / f"run-{trial}"
+        run = start(DEBUG, *SMALL, *QUICK, "--data.workers=0", f"--run.folder={folder}", PET_MAX_RESTARTS="1")
+        saved = folder / "checkpoints/step-00000004/manifest.json"
+        run.until(saved.exists if trial % 2 == 0 else lambda run=run: has_ranks(run))
+        time.sleep(random.uniform(0, 2) if trials > 1 else 0)
+        os.kill(family_of(run).ranks[trial % 2], signal.SIGKILL)
+        assert run.wait() == 0, run.err.read_text()
+        assert curve(folder) == curve(whole)
+        assert tensor_files(folder, STEPS) == tensor_files(whole, STEPS)

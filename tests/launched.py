@@ -1,0 +1,87 @@
+"""run_train.sh as a process in the background, with all that it starts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.tiny_run import ROOT
+
+SCRIPT = str(ROOT / "run_train.sh")
+PATIENCE = 120.0
+"""seconds that a run may take"""
+
+
+class Started:
+    """run_train.sh as a process, and what it and its ranks say."""
+
+    def __init__(self, output: Path, arguments: Sequence[str], prefix: Sequence[str] = (), **environment: str) -> None:
+        """Start it. prefix: a command that runs it, such as env."""
+        output.mkdir(parents=True, exist_ok=True)
+        self.out = output / "out"
+        self.err = output / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            command = [*prefix, SCRIPT, *arguments]
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=clean(environment),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                # A test suite in the background ignores Ctrl-C, and so would all that it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def until(self, happened: Callable[[], object]) -> None:
+        """Wait for something that happens while it runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not happened():
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline, self.err.read_text()
+            time.sleep(0.02)
+
+    def kill_everything(self) -> None:
+        family = [self.process.pid]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # or it would start others meanwhile
+            family += children(pid)
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    pids = []
+    if Path("/proc/self/status").exists():  # `ps` is not everywhere
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with suppress(OSError):  # it has ended
+                if f"\nPPid:\t{pid}\n" in status.read_text():
+                    pids.append(int(status.parent.name))
+        return pids
+    listing = subprocess.run(["ps", "-A", "-o", "pid=", "-o", "ppid="], capture_output=True, text=True, check=True)
+    for line in listing.stdout.splitlines():
+        child, parent = line.split()
+        if parent == str(pid):
+            pids.append(int(child))
+    return pids
+
+
+def clean(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without the variables of schedulers and launchers, and with `extra`."""
+    foreign = re.compile(
+        r"SLURM|PET_|TORCHELASTIC|(NPROC|NPROC_IS_DEFAULT|NNODES|RECIPE|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+)$"
+    )
+    environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+    return environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | extra
