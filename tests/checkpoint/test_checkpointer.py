@@ -23,6 +23,7 @@ from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.state import model_tensors
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
+from torchllm.runtime.lease import LeaseLost
 
 
 def checkpointer(folder: Path, model: nn.Linear | None = None, **settings: Any) -> Checkpointer:
@@ -468,3 +469,43 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
     with pytest.raises(CheckpointError, match=r"a checkpoint needs \d+ bytes, 100 are free"):
         saving.save(1, {})
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> None:
+    """Another job has taken the folder while this one was suspended; the hidden folder may be that job's save."""
+    saving = checkpointer(tmp_path, keep=1)
+    saving.save(1, {})
+    root = tmp_path / "checkpoints"
+    hidden = manifests.make_temporary(root, 2, 0)
+
+    def lose() -> None:
+        raise LeaseLost("the folder belongs to another job")
+
+    saving._check_owner = lose
+    with pytest.raises(CheckpointError, match="the folder belongs to another job"):
+        saving.save(3, {})
+    with pytest.raises(CheckpointError, match="the folder belongs to another job"):
+        saving.resume()
+    damage(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="the folder belongs to another job"):
+        saving._set_damaged_aside(manifests.step_folder(root, 1))
+    saving.close()
+    assert steps(tmp_path) == [1]
+    assert manifests.hidden_folders(root) == [hidden]
+
+
+def test_a_run_that_loses_its_folder_after_a_save_deletes_nothing(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=1)
+    saving.save(1, {})
+    looks = iter([None, LeaseLost("the folder belongs to another job")])
+
+    def lose_later() -> None:
+        error = next(looks)
+        if error is not None:
+            raise error
+
+    saving._check_owner = lose_later
+    with pytest.raises(CheckpointError, match="the folder belongs to another job"):
+        saving.save(2, {})
+    saving.close()
+    assert steps(tmp_path) == [2, 1]

@@ -16,6 +16,7 @@ from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.metrics.slow_rank import SlowRank
 from torchllm.metrics.step_profiler import ProfiledStep
+from torchllm.runtime.lease import LeaseLost
 from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.train.step import StepResult
 
@@ -130,6 +131,19 @@ def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
         clock.now += 60 if step == 41 else 2
         meter.log(step, result())
     assert [(record["step"], record["step_seconds"]) for record in sink.records] == [(41, 60), (42, 2), (45, 2)]
+
+
+def test_a_run_that_lost_its_folder_writes_no_record(clock: Clock, tmp_path: Path) -> None:
+    def lose() -> None:
+        raise LeaseLost("the folder belongs to another job")
+
+    sink = RecordingSink()
+    meter = make(sink, check_owner=lose, goodput=Goodput(tmp_path))
+    clock.now += 1.0
+    with pytest.raises(LeaseLost):
+        meter.log(1, result())
+    assert sink.records == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_document_masks_count_the_pairs_they_leave(clock: Clock) -> None:

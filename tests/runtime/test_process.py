@@ -19,6 +19,7 @@ from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
 from torchllm.runtime import process as runtimes
+from torchllm.runtime.lease import Timing, check_owner, take_lease
 from torchllm.runtime.process import (
     Runtime,
     choose_device,
@@ -51,7 +52,9 @@ def error_of(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def start_under_torchrun(run: Run, port: int, patch: Callable[[], None] = lambda: None) -> str:
+def start_under_torchrun(
+    run: Run, port: int, patch: Callable[[], None] = lambda: None, reads_only: bool = False
+) -> str:
     """Call start_runtime in a worker of the pool, whose own group it replaces, with torchrun's variables set."""
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
@@ -62,7 +65,7 @@ def start_under_torchrun(run: Run, port: int, patch: Callable[[], None] = lambda
     try:
         patch()
         with process_as_it_was():
-            return error_of(lambda: start_runtime(run).close())
+            return error_of(lambda: start_runtime(run, reads_only=reads_only).close())
     finally:
         runtimes.choose_device = choose
         for name in variables:
@@ -132,6 +135,26 @@ def test_a_process_alone_is_rank_0_of_1(tmp_path: Path) -> None:
     run = Run(folder=str(tmp_path / "new" / "run"), device="cpu")
     alone = Alone(rank=0, world_size=1, collects_garbage=False, probe_exists=False)
     assert workers.run(start_without_torchrun, 1, run) == [alone]
+
+
+def start_reading(run: Run, port: int) -> str:
+    return start_under_torchrun(run, port, reads_only=True)
+
+
+def test_a_folder_of_another_job_is_refused_on_all_ranks_unless_they_only_read(tmp_path: Path) -> None:
+    lease = take_lease(tmp_path, Timing(beat=0.05))
+    assert lease is not None
+    (tmp_path / "stopped.json").touch()
+    run = Run(folder=str(tmp_path), device="cpu")
+    errors = workers.run(start_under_torchrun, 2, run, free_port())
+    assert len(set(errors)) == 1
+    assert f"belongs to another job, which is running: process {os.getpid()} on" in errors[0]
+    assert workers.run(start_reading, 2, run, free_port()) == ["no error"] * 2
+    assert sorted(os.listdir(tmp_path)) == ["lease", "stopped.json"]
+    check_owner(tmp_path, lease.claim)
+    lease.release()
+    assert workers.run(start_under_torchrun, 2, run, free_port()) == ["no error"] * 2
+    assert sorted(os.listdir(tmp_path)) == ["lease"]
 
 
 def share(folders: list[str]) -> str:
