@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?P<measured><!-- measured: .*? -->\n+)?```text\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```\n")
 
+SIGN_OF_LIFE = re.compile(r"^.*: \d+ s so far.*\n", re.M)
+"""a line that a slow machine prints (`torchllm/runtime/signs_of_life.py`)"""
+
 
 class Quote(NamedTuple):
     """A command and what a page says that it prints."""
@@ -53,7 +56,7 @@ def run(command: str) -> str:
     done = subprocess.run(
         words, cwd=ROOT, env=environment, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    return done.stdout
+    return SIGN_OF_LIFE.sub("", done.stdout)
 
 
 def update(page: Path) -> None:

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
     CONFIG = load_config(sys.argv[1:], one_device=ALONE)
 
+import logging
 import math
 
 import torch
@@ -29,7 +30,10 @@ from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
 from torchllm.runtime.process import choose_device, compute_dtype, report_errors, start_runtime
+from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.train.evaluate import evaluate
+
+log = logging.getLogger("torchllm")
 
 
 def main(config: Config) -> float:
@@ -42,6 +46,7 @@ def main(config: Config) -> float:
     materialize([model], device)
     manifest = load_newest_weights(config.run.folder, config.checkpoint.resume, [model], cast=True)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
+    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)
     print_loss(manifest.step, loss)
@@ -72,6 +77,7 @@ def evaluate_sharded(config: Config) -> float:
         pieces=sequence_pieces(mesh),
     )
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks)
+    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     loss = evaluate(forward_backward, held_out, device, mesh)
@@ -81,13 +87,19 @@ def evaluate_sharded(config: Config) -> float:
     return loss
 
 
+def log_evaluation(step: int, sequences: int) -> None:
+    """Log what is about to be evaluated."""
+    log.info("step %d: evaluating %d held-out sequences", step, sequences)
+
+
 def print_loss(step: int, loss: float) -> None:
     """Print the loss and its perplexity."""
     print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
 
 
 if __name__ == "__main__":
-    if ALONE:
-        main(CONFIG)
-    else:
-        evaluate_sharded(CONFIG)
+    with signs_of_life("evaluate"):
+        if ALONE:
+            main(CONFIG)
+        else:
+            evaluate_sharded(CONFIG)

@@ -52,6 +52,7 @@ def process_as_it_was() -> Iterator[None]:
             signal.signal(number, handler)
         sys.excepthook, logging.root.handlers = hook, logs
         logging.root.setLevel(level)
+        logging.captureWarnings(False)
         gc.enable()
         if gc.get_freeze_count() != frozen:  # a run's model among what is frozen
             gc.unfreeze()

@@ -360,6 +360,26 @@ def test_held_out_sequences_are_listed_once() -> None:
         assert [sequences_of(batch) for batch in loader.validation_batches(9, CPU)] == first[:9]
 
 
+def test_sources_are_described() -> None:
+    name = "data.sources.{} (synthetic): random tokens; {} epochs in 5 steps"
+    lines = numbered_loader([10, 40], accumulation=8).describe_sources(steps=5)
+    assert lines == [name.format(0, 2), name.format(1, 0.5)]
+    assert numbered_loader([10] * 8).describe_sources(steps=5)[5:] == ["and 3 other sources"]
+
+
+def test_a_corpus_is_described_by_what_it_holds(tmp_path: Path) -> None:
+    corpus = write_corpus_of(write_documents(tmp_path, 400), tmp_path / "c")
+    data = Data(sources=(Source(kind="tokens", path="c"),))
+    training = Training(micro_batch_size=2, global_batch_size=8, sequence_length=16)
+    loader = TrainLoader([corpus], data, training, 0, DataRanks())
+    train, held_out = corpus.tokens("train"), corpus.tokens("validation")
+    epochs = 3 * 8 / corpus.count("train", 16)
+    assert loader.describe_sources(steps=3) == [
+        f"data.sources.0 (tokens 'c'): 400 documents, {train:,} tokens to train on, {held_out:,} held out; "
+        f"{epochs:.3g} epochs in 3 steps"
+    ]
+
+
 def test_rounded_shares_are_described() -> None:
     assert not numbered_loader([10, 10], weights=[0.7, 0.3]).describe_rounded_shares()
     described = numbered_loader([10, 10], weights=[1 - 1e-6, 1e-6]).describe_rounded_shares()

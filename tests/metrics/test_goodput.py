@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ def test_steps_that_several_later_launches_undid_are_counted() -> None:
 def test_a_time_that_two_launches_share_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run_train.sh may know whole seconds only, and clocks of two nodes differ."""
     (tmp_path / FILE).write_text(json.dumps([asdict(Launch(1000.0, 0, seen=1100.75, step=50))]))
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1106.0))
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: 1106.0, monotonic=lambda: 7.0))
     monkeypatch.setenv(LAUNCHED, "1100")
     resumed = Goodput(tmp_path)
     assert resumed.launch.started == 1100.75
@@ -81,7 +82,7 @@ def test_a_line_that_a_power_cut_tore_loses_one_launch(tmp_path: Path) -> None:
 
 def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1008.0)
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     monkeypatch.setenv(LAUNCHED, "1000")
     first = Goodput(tmp_path)
     first.begin(0)
@@ -103,6 +104,60 @@ def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.M
     second.write(30)
     assert [launch.first for launch in read_launches(tmp_path / FILE)] == [0, 15]
     assert second.summary().startswith("goodput 68.2% of 170 s; restart 11.8%, start-up 10.6%")
+
+
+def launches_at_random(seed: int) -> list[Launch]:
+    """Some launches of one run, between which the clock may be set, and which go back to steps that they know."""
+    random = Random(seed)
+    launches: list[Launch] = []
+    clock = 1000.0
+    for _ in range(random.randint(1, 5)):
+        saved = random.randint(0, launches[-1].step) if launches else 0
+        seconds = random.choice([0.0, 1.0, 100.0]) * random.random()
+        lost = {cause: seconds * random.random() / 2 for cause in ("start-up", "data")}
+        step = saved + random.randint(0, 20)
+        launches.append(Launch(clock, saved, seen=clock + seconds, step=step, lost=lost))
+        clock += seconds + random.choice([-3600.0, 0.0, 50.0])
+    return launches
+
+
+def test_goodput_is_a_share() -> None:
+    for seed in range(300):
+        seconds, lost = account(launches_at_random(seed))
+        assert min(lost.values()) >= 0
+        assert 0 <= sum(lost.values()) <= seconds * (1 + 1e-9), seed
+
+
+def test_a_clock_that_is_set_while_a_launch_runs_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0, monotonic=5.0)
+    stand_in = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.monotonic)
+    monkeypatch.setattr(goodput, "time", stand_in)
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    account_of_run = Goodput(tmp_path)
+    clock.now, clock.monotonic = 1000.0 - 3600, 15.0
+    account_of_run.begin(0)
+    clock.now, clock.monotonic = 1000.0 + 36_000, 25.0
+    account_of_run.write(10)
+    assert account_of_run.summary() == "goodput 50.0% of 20 s; start-up 50.0%"
+
+
+def test_a_file_that_cannot_be_written_ends_nothing_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / FILE
+    file.mkdir()
+    account_of_run = Goodput(tmp_path)
+    account_of_run.begin(0)
+    account_of_run.write(1)
+    account_of_run.write(2)
+    file.rmdir()
+    account_of_run.write(3)
+    assert read_launches(file) == [account_of_run.launch]
+    failure, success = caplog.messages
+    assert failure == f"{file}: Is a directory; training goes on, and it is tried again"
+    assert success == f"{file}: works again"
 
 
 def test_a_damaged_file_stops_no_run(tmp_path: Path) -> None:

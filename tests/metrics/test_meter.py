@@ -281,7 +281,7 @@ def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:
 def test_a_first_wait_for_data_is_lost_once(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first batch after 2 s, 20 steps of 0.05 s: a third of 3 s trained the model."""
     monkeypatch.delenv(LAUNCHED, raising=False)
-    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     account = Goodput(tmp_path)
     account.begin(0)
     meter = Meter(

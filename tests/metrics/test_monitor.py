@@ -18,6 +18,7 @@ from torchllm.config import Config
 from torchllm.metrics.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
 from torchllm.metrics.slow_rank import SlowRank
 from torchllm.metrics.step_profiler import ProfiledStep
+from torchllm.spec.flops import parameter_count
 
 
 def monitor_of(
@@ -44,6 +45,7 @@ def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = ""
     data: Any = SimpleNamespace(
         state=lambda: {"sequences": 0},
         skipped={},
+        describe_sources=lambda steps: [f"data.sources.0: read in {steps} steps"],
         describe_rounded_shares=lambda: rounded_shares,
     )
     monitor.begin(config, mesh, stages, data, start)
@@ -153,15 +155,34 @@ def _log_of_rounded_shares(folder: Path) -> list[str]:
 
 
 def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> None:
-    [[line]] = run(_log_of_rounded_shares, 1, tmp_path)
+    [lines] = run(_log_of_rounded_shares, 1, tmp_path)
+    line = lines[-1]
     assert line.startswith("shares of data.sources are rounded: ")
     assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
-    [[line]] = run(_log_of_a_finished_run, 1, tmp_path)
+    [lines] = run(_log_of_a_finished_run, 1, tmp_path)
     steps = tiny({}).training.steps
-    assert line == f"nothing to do: the run is at step {steps} of training.steps = {steps}"
+    assert lines[-1] == f"nothing to do: the run is at step {steps} of training.steps = {steps}"
+
+
+def _log_of_a_start(folder: Path) -> list[str]:
+    with log_lines() as lines:
+        monitor_of(folder, tiny({}), start=1)
+    return lines
+
+
+def test_a_run_says_what_it_trains(tmp_path: Path) -> None:
+    config = tiny({})
+    steps, tokens = config.training.steps, config.training.global_batch_size * config.training.sequence_length
+    assert run(_log_of_a_start, 1, tmp_path) == [
+        [
+            f"model: {parameter_count(config.model):,} parameters in {config.model.layers} blocks",
+            f"data.sources.0: read in {steps} steps",
+            f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
+        ]
+    ]
 
 
 def _records_of_another_sink(folder: Path) -> tuple[int, bool]:

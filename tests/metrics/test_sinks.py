@@ -1,22 +1,23 @@
+import errno
 import io
 import json
 import logging
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import torchllm.metrics.sinks
-from torchllm.config import Metrics
+from torchllm.config import Config, Metrics
 from torchllm.metrics.sinks import (
     BLOCK,
-    Console,
+    WAITING_RECORDS,
     JsonLines,
     Record,
     TensorBoard,
+    TolerantSink,
     cut_position,
     lines_from_end,
     open_sinks,
@@ -110,8 +111,9 @@ def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: 
         raise OSError("disk gone")
 
     monkeypatch.setattr(os, "ftruncate", fail)
+    sink = JsonLines(path, start=3)
     with pytest.raises(OSError, match="disk gone"):
-        JsonLines(path, start=3)
+        sink.write(4, {"step": 4})
     assert path.read_bytes() == content
 
 
@@ -149,9 +151,14 @@ def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path
             sink.write(step, RECORD | {"step": step, "loss": value, "mfu": None, "temperature": 3.0})
         sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [(1, 1), (2, 1), (3, 5), (4, 5)]
+    assert [(event.step, event.value) for event in events.Scalars("at_a_glance/1_loss")] == [
+        (1, 1),
+        (2, 1),
+        (3, 5),
+        (4, 5),
+    ]
     tags = events.Tags()["scalars"]
-    assert "performance/tokens_per_second" in tags
+    assert "performance/step_seconds" in tags
     assert "other/temperature" in tags  # a key that a fork added
     assert not {"performance/mfu", "other/step"} & set(tags)
 
@@ -160,60 +167,9 @@ def test_every_key_has_a_curve() -> None:
     assert TensorBoard.TAGS.keys() == RECORD.keys() - {"step"} | {"validation_loss"}
 
 
-def test_console_without_a_terminal_writes_one_plain_line(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    sink = Console(1000, stream=stream)
-    sink.write(40, RECORD)
-    sink.write(50, RECORD | {"mfu": None, "validation_loss": 2.5, "loss": float("nan")})
-    sink.close()
-    first, second = stream.getvalue().splitlines()
-    assert first == (
-        "step   40/1000  loss 2.3457  gradient 0.812  rate 3.00e-04  12,346 tokens/s  MFU 31.2%  1.23 GiB  left 0:08:00"
-    )
-    assert "loss nan  validation 2.5000" in second
-    assert "MFU -" in second
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_console_on_a_terminal_is_a_progress_bar() -> None:
-    stream = Terminal()
-    sink = Console(100, start=20, stream=stream)
-    sink.write(40, RECORD | {"validation_loss": 2.5})
-    sink.write(50, RECORD)
-    assert sink.bar is not None
-    assert sink.bar.n == 50
-    sink.close()
-    text = stream.getvalue()
-    assert "50/100" in text
-    assert "<" in text  # the bar's elapsed<left
-    assert "loss 2.3457  validation 2.5000  12,346 tokens/s  MFU 31.2%" in text.split("\r")[-1]
-
-
-def test_a_line_of_the_log_does_not_begin_at_the_end_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    handlers = [logging.StreamHandler(terminal)]
-    monkeypatch.setattr(logging.root, "handlers", handlers)
-    sink = Console(100)
-    sink.write(10, RECORD)
-    logging.getLogger("torchllm").warning("saved runs/x")
-    sink.write(20, RECORD)
-    sink.close()
-    bar, next_bar = terminal.getvalue().split("saved runs/x\n")
-    assert bar.endswith("\r")  # the bar was cleared, and the cursor is at the start of its line
-    assert "10/100" not in bar.split("\r")[-2]
-    assert "10/100" in next_bar.split("\r")[1]  # and it is drawn again below
-    assert logging.root.handlers == handlers
-
-
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_a_run_has_the_sinks_that_it_asks_for(tmp_path: Path, tensorboard: bool) -> None:
-    sinks = open_sinks(tmp_path, Metrics(tensorboard=tensorboard), steps=10)
+    sinks = open_sinks(tmp_path, Config(metrics=Metrics(tensorboard=tensorboard)))
     for sink in sinks:
         sink.write(1, RECORD)
         sink.close()
@@ -234,12 +190,119 @@ def test_the_layout_shows_curves_that_are_written(tmp_path: Path) -> None:
     assert b"Is it fast?" in written
 
 
-def test_tensorboard_shows_loss_and_throughput_first(tmp_path: Path) -> None:
-    """It sorts the groups by name."""
+def test_tensorboard_shows_loss_speed_and_memory_first(tmp_path: Path) -> None:
+    """It sorts the curves by name."""
     sink = TensorBoard(tmp_path)
-    keys = [*RECORD, "validation_loss", "breakdown/forward", "gpu/busy"]
-    groups = sorted({sink.tag(key).partition("/")[0] for key in keys if key != "step"})
-    sink.close()
-    assert groups == ["loss", "performance", "progress", "system", "time_share", "update"]
-    assert sink.tag("tokens_per_second").startswith("performance/")
+    keys = [*RECORD, "validation_loss", "breakdown/forward", "gpu/busy", "ema/distance"]
+    curves = sorted(sink.tag(key) for key in keys if key != "step")
+    assert [curve.partition("/")[2] for curve in curves[:4]] == [
+        "1_loss",
+        "2_validation_loss",
+        "3_tokens_per_second",
+        "4_memory_gib",
+    ]
+    groups = sorted({curve.partition("/")[0] for curve in curves})
+    assert groups == ["at_a_glance", "ema", "performance", "progress", "system", "time_share", "update"]
     assert sink.tag("experts/load") == "experts/load"  # a group that a fork added
+
+
+def test_tensorboard_has_the_config_as_text(tmp_path: Path) -> None:
+    config = Config(metrics=Metrics(log_interval=7))
+    for sink in open_sinks(tmp_path, config):
+        sink.write(1, RECORD)
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [event] = events.Tensors("config/text_summary")
+    [text] = event.tensor_proto.string_val
+    assert "    [metrics]\n    log_interval = 7\n" in text.decode()
+
+
+class FullDisk:
+    """Stands in for `os.write`: takes so many bytes in all, then half of a record at most, then none."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def __call__(self, descriptor: int, content: memoryview) -> int:
+        if not self.free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = WRITE(descriptor, content[: self.free])
+        self.free -= written
+        return written
+
+
+WRITE = os.write
+
+
+@pytest.mark.parametrize("free", [0, 1, 700])
+def test_a_full_disk_costs_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
+) -> None:
+    disk = FullDisk(free)
+    monkeypatch.setattr(os, "write", disk)
+    sinks = open_sinks(tmp_path, Config())
+    for step in range(1, 7):
+        if step == 5:
+            disk.free = 10**6
+        for sink in sinks:
+            sink.write(step, {"step": step, "loss": step / 2, "grad_norm": 1.0})
+    for sink in sinks:
+        sink.close()
+    lines = tmp_path / "metrics.jsonl"
+    assert steps_in(lines) == [1, 2, 3, 4, 5, 6]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("at_a_glance/1_loss")] == [1, 2, 3, 4, 5, 6]
+    [board] = (tmp_path / "tensorboard").iterdir()
+    ending = "training goes on, and it is tried again"
+    failures = [f"{file}: No space left on device; {ending}" for file in (lines, board)]
+    assert sorted(caplog.messages) == sorted([*failures, f"{lines}: works again", f"{board}: works again"])
+
+
+def test_a_record_that_a_full_disk_tore_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(os, "write", FullDisk(30))
+    sink = JsonLines(path)
+    sink.write(1, {"step": 1})
+    with pytest.raises(OSError, match="No space"):
+        sink.write(2, {"step": 2, "loss": 1 / 3})
+    assert path.read_text() == '{"step": 1}\n'
+
+
+class BrokenSink:
+    """A fork's sink, which raises at every second record."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.steps: list[int] = []
+        self.calls = 0
+
+    def write(self, step: int, record: Record) -> None:
+        self.calls += 1
+        if self.calls % 2:
+            raise self.error
+        self.steps.append(step)
+
+    def close(self) -> None:
+        raise self.error
+
+
+def test_a_sink_that_raises_misses_that_record_only(caplog: pytest.LogCaptureFixture) -> None:
+    broken = BrokenSink(KeyError("run_id"))
+    sink = TolerantSink("Wandb", broken)
+    for step in range(1, 5):
+        sink.write(step, {"step": step})
+    sink.close()
+    assert broken.steps == [2, 4]
+    first = caplog.records[0]
+    assert first.message.startswith("Wandb: KeyError('run_id'); training goes on")
+    assert first.exc_info is not None  # its author wants to know where
+
+
+def test_only_so_many_records_wait(caplog: pytest.LogCaptureFixture) -> None:
+    broken = BrokenSink(OSError(errno.EIO, "no answer"))
+    sink = TolerantSink("Wandb", broken)
+    for step in range(1, WAITING_RECORDS + 10):
+        broken.calls = 0
+        sink.write(step, {"step": step})
+    assert len(sink.waiting) == WAITING_RECORDS
+    assert caplog.messages == ["Wandb: no answer; training goes on, and it is tried again"]

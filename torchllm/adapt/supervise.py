@@ -35,7 +35,8 @@ def supervise(
         config = fastest(configs, runtime, cache_root(configs[0].data))
     while config is not None:
         try:
-            train(config, runtime, monitor)
+            with monitor.start_up:  # the monitor closes it when the steps begin
+                train(config, runtime, monitor)
         except RuntimeError as error:
             from torchllm.adapt.out_of_memory import explain, is_out_of_memory
 

@@ -2,12 +2,14 @@
 
 import math
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.config.inert import contradictions
-from torchllm.config.schema import SCHEDULES, Config, Parallel, gradient_accumulation
+from torchllm.config.schema import SCHEDULES, Config, Parallel, Run, gradient_accumulation
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """degrees, outermost axis first"""
@@ -35,6 +37,7 @@ def value_problems(config: Config) -> list[Problem]:
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_metrics_problems(config),
+        *_event_problems(config.run),
         *(Problem(inert.key, inert.message) for inert in contradictions(config)),
     ]
 
@@ -145,6 +148,16 @@ def _metrics_problems(config: Config) -> Iterator[Problem]:
         steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
         if not steps or int(steps[1]) >= int(steps[2]):
             yield Problem("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
+
+
+def _event_problems(run: Run) -> Iterator[Problem]:
+    try:
+        words = shlex.split(run.on_event)
+    except ValueError as error:
+        yield Problem("run.on_event", f"{error} in {run.on_event!r}")
+        return
+    if words and shutil.which(words[0]) is None:
+        yield Problem("run.on_event", f"{words[0]!r} is no command here: give the path of an executable file")
 
 
 def _tensor_problems(config: Config) -> Iterator[Problem]:

@@ -367,6 +367,21 @@ class TrainLoader:
             batch.labels[len(share) :] = IGNORED
             yield batch
 
+    def describe_sources(self, steps: int) -> list[str]:
+        """Return a line per source: what it holds, and how much of it a run of `steps` steps reads."""
+        sequences = steps * self._training.global_batch_size
+        lines = []
+        for index, source in enumerate(self._reader.sources[:_LISTED]):
+            content = "random tokens"
+            if isinstance(source, Corpus):
+                train, held_out = source.tokens("train"), source.tokens("validation")
+                content = f"{source.header.documents:,} documents, {train:,} tokens to train on, {held_out:,} held out"
+            epochs = self._order.epochs(index, sequences)
+            lines.append(f"{self._names[index]}: {content}; {epochs:.3g} epochs in {steps} steps")
+        if len(self._names) > _LISTED:
+            lines.append(f"and {len(self._names) - _LISTED} other sources")
+        return lines
+
     def describe_rounded_shares(self) -> str:
         """Return which sources have another share of the sequences than their weights ask for; "" if none has."""
         rounded = rounded_shares(self._weights)

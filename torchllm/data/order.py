@@ -196,6 +196,10 @@ class DataOrder:
         epoch, i = divmod(block * self._counts[source] + earlier, size)
         return Location(source, epoch, _permutation(size, self._seed, source, epoch)(i))
 
+    def epochs(self, source: int, sequences: int) -> float:
+        """Return how often the first `sequences` sequences of the run go through a source."""
+        return sequences * self._counts[source] / len(self._table) / self._sizes[source]
+
     def first_epoch(self, count: int) -> list[Location]:
         """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
 

@@ -22,9 +22,12 @@ from torchllm.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.dry_run.trace import CPU, fake_ranks, trace, true_orders
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import compute_dtype, report_errors
+from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.spec.cluster import read_cluster
 from torchllm.spec.flops import recompute_interval
 from torchllm.spec.stages import balanced_split, stage_of_rank
+
+log = logging.getLogger(__name__)
 
 LONGEST_PIPELINE = 7
 """pipeline ranks to trace at most: enough for each kind of action of every schedule"""
@@ -49,8 +52,9 @@ def dry_run(config: Config) -> None:
     """Print what every kind of rank would hold in memory and send. config: resolved, for any number of ranks."""
     report_errors()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
-    logging.getLogger("torchllm").setLevel(logging.WARNING)  # or the order of techniques is logged per kind of rank
-    report = examine(config)
+    logging.getLogger("torchllm.parallel").setLevel(logging.WARNING)  # or it logs the techniques per kind of rank
+    with signs_of_life("dry run"):
+        report = examine(config)
     print(as_json(report) if config.run.json else as_text(report))
 
 
@@ -66,8 +70,14 @@ def examine(config: Config) -> Report:
     # layout. It is forked from a server: a fork of a process that has computed with several threads may wait for them
     # forever.
     processes = multiprocessing.get_context("forkserver")
+    kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
+    log.info("tracing %s", kinds)
+    traces = []
     with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        traces = pool.map(partial(_trace, config, dtype), plans, chunksize=1)
+        for traced in pool.imap(partial(_trace, config, dtype), plans):
+            traces.append(traced)
+            if len(plans) > 1:
+                log.info("traced %d of %s", len(traces), kinds)
     rank_reports = [_highest(parallel, plan, traced, count) for plan, traced in zip(plans, traces, strict=True)]
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)

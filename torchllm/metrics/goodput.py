@@ -10,6 +10,9 @@
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
 The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
+
+Within a launch a clock is read that nobody sets. Between launches it is the machine's clock; if that was set back, no
+time has passed between them. So a run's time is never less than what it is made of.
 """
 
 import json
@@ -20,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchllm.config.environment import LAUNCHED
+from torchllm.runtime.tolerance import Tolerance
 
 FILE = "goodput.json"
 SHOWN = 0.0005
@@ -42,9 +46,14 @@ class Launch:
     """seconds by cause"""
 
     @property
+    def seconds(self) -> float:
+        """From the start of the launch to its last logged step."""
+        return max(0.0, self.seen - self.started)
+
+    @property
     def productive(self) -> float:
         """Seconds of steps."""
-        return self.seen - self.started - sum(self.lost.values())
+        return max(0.0, self.seconds - sum(self.lost.values()))
 
 
 class Goodput:
@@ -52,8 +61,10 @@ class Goodput:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
+        self.tolerance = Tolerance(str(self.file))
         self.earlier_launches = read_launches(self.file)
-        started = time.time()
+        self.clock_started = time.monotonic()
+        self.began = started = time.time()
         launched = float(os.environ.get(LAUNCHED, started))
         if self.earlier_launches:  # a time that two launches share is counted once
             launched = max(launched, self.earlier_launches[-1].seen)
@@ -65,7 +76,7 @@ class Goodput:
 
     def begin(self, start: int) -> None:
         """Note that steps begin after step `start`: the time since the launch, or the last `write`, trained nothing."""
-        begun = time.time()
+        begun = self._now()
         preparing = begun - self.launch.seen
         if "start-up" in self.launch.lost:
             self.charge("rebuild", preparing)
@@ -79,8 +90,19 @@ class Goodput:
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
-        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are."""
-        self.launch.seen, self.launch.step = time.time(), step
+        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are.
+
+        A file that cannot be written is logged and ends nothing; the next logged step writes it.
+        """
+        self.launch.seen, self.launch.step = self._now(), step
+        with self.tolerance.attempt():
+            self._write_launch()
+
+    def _now(self) -> float:
+        """Return seconds since 1970, as if nobody had set the clock since this launch began."""
+        return self.began + time.monotonic() - self.clock_started
+
+    def _write_launch(self) -> None:
         # Padded, so that nothing is left of a longer line that it overwrites.
         line = json.dumps(asdict(self.launch)).ljust(self.line_length)
         self.line_length = len(line)
@@ -98,7 +120,9 @@ class Goodput:
     def summary(self) -> str:
         """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""
         seconds, lost = account([*self.earlier_launches, self.launch])
-        line = f"goodput {1 - sum(lost.values()) / seconds:.1%} of {seconds:.0f} s"
+        if not seconds:
+            return "goodput: no step was taken"
+        line = f"goodput {max(0.0, 1 - sum(lost.values()) / seconds):.1%} of {seconds:.0f} s"
         causes = []
         for cause, lost_seconds in sorted(lost.items(), key=lambda item: -item[1]):
             share = lost_seconds / seconds
@@ -124,6 +148,7 @@ def read_launches(file: Path) -> list[Launch]:
 
 def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
     """Return the wall seconds from the first launch to the last logged step, and those that were lost, by cause."""
+    wall = sum(launch.seconds for launch in launches)
     lost: dict[str, float] = {}
     for launch in launches:
         for cause, seconds in launch.lost.items():
@@ -132,9 +157,10 @@ def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
     """the last step that no later launch did again"""
     for launch, following in reversed(list(pairwise(launches))):
         retained = min(retained, following.first)
-        restart = max(0.0, following.started - launch.seen) + redone_seconds(launch, retained)
-        lost["restart"] = lost.get("restart", 0.0) + restart
-    return launches[-1].seen - launches[0].started, lost
+        pause = max(0.0, following.started - launch.seen)
+        wall += pause
+        lost["restart"] = lost.get("restart", 0.0) + pause + redone_seconds(launch, retained)
+    return wall, lost
 
 
 def redone_seconds(launch: Launch, retained: int) -> float:

@@ -37,11 +37,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.runtime.phase import phase
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.tolerance import Tolerance
 from torchllm.spec.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ log = logging.getLogger("torchllm")
 class Meter:
     """Times the loop and writes records to the sinks. Every rank has one; only rank 0's has sinks.
 
-    Its clock starts when it is made: make it right before the loop.
+    Its clock starts when it is made, or when `start_interval` is called: right before the loop.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Meter:
         peak_flops: float | None,
         sinks: Sequence[Sink],
         check_owner: Callable[[], None] = lambda: None,
+        console: Console | None = None,
         goodput: Goodput | None = None,
         planned_mfu: float | None = None,
         sequences: int = 0,
@@ -75,6 +79,7 @@ class Meter:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written.
+        sinks and console: rank 0's; none of them raises (`TolerantSink`).
         """
         self.config = config
         self.model = model
@@ -83,10 +88,12 @@ class Meter:
         self.peak = None if peak_flops is None else peak_flops * world_size
         self.sinks = list(sinks)
         self.check_owner = check_owner
+        self.console = console
         self.goodput = goodput
         self.sequences = sequences
         self.planned_mfu = planned_mfu
         self.gpu = device_meter(device) if sinks else None
+        self.gpu_tolerance = Tolerance("the GPU's driver")
         self.recomputed = recomputed_flops_per_token(model, recompute, training.sequence_length, training.loss_chunk)
         self.has_described_a_step = False
         self.first = True
@@ -98,7 +105,7 @@ class Meter:
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
         self.step = 0
         self.total_data_wait = 0.0
-        self._start_interval()
+        self.start_interval()
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -122,13 +129,22 @@ class Meter:
         self._synchronize()
         start = time.perf_counter()
         try:
-            with phase(cause):
+            with phase(cause), self._shown(cause):
                 yield
         finally:
             self._synchronize()
             seconds = time.perf_counter() - start
             self.paused_seconds += seconds
             self._charge(cause, seconds)
+
+    @contextmanager
+    def _shown(self, cause: str) -> Iterator[None]:
+        """Return a context in which the user sees that the run is busy with `cause`."""
+        if self.console is None:
+            yield
+            return
+        with self.console.aside(cause), signs_of_life(cause):
+            yield
 
     def log(
         self,
@@ -174,6 +190,8 @@ class Meter:
         """Close the sinks, and the account with what came after the last logged step."""
         for sink in self.sinks:
             sink.close()
+        if self.console is not None:
+            self.console.close()
         if self.step:
             self._write_goodput(self.step)
 
@@ -181,6 +199,8 @@ class Meter:
         self.check_owner()
         for sink in self.sinks:
             sink.write(step, record)
+        if self.console is not None:
+            self.console.write(step, record)
 
     def _charge(self, cause: str, seconds: float) -> None:
         self.charges[cause] = self.charges.get(cause, 0.0) + seconds
@@ -229,11 +249,13 @@ class Meter:
             "skipped_steps": int(skipped),
         }
         if self.gpu is not None:
-            record |= self.gpu.read()
-        self._start_interval()
+            with self.gpu_tolerance.attempt():
+                record |= self.gpu.read()
+        self.start_interval()
         return record
 
-    def _start_interval(self) -> None:
+    def start_interval(self) -> None:
+        """Start the clock of the steps up to the next logged one."""
         self.steps = 0
         self.pairs = torch.zeros_like(self.pairs)
         self.data_wait_seconds = 0.0

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -29,16 +29,21 @@ from torchllm.metrics.bottlenecks import (
     StageClock,
     gather_stage_times,
 )
+from torchllm.metrics.console import Console
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, peak_flops
-from torchllm.metrics.sinks import Record, Sink, open_sinks
+from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_sinks
 from torchllm.metrics.step_profiler import ProfiledStep, StepProfiler
 from torchllm.metrics.trace import TraceWriter, parse_steps
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
 from torchllm.planner.search.auto import planned
+from torchllm.runtime.on_event import call_on_event
 from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.tolerance import Tolerance
 from torchllm.spec.cluster import tensor_parallel_warning
+from torchllm.spec.flops import parameter_count
 from torchllm.spec.stages import stage_of_rank
 from torchllm.train.step import StepResult
 
@@ -82,7 +87,13 @@ class Monitor:
         self.adapt = adapt
         self.starved_seconds = starved_seconds
         self.goodput = Goodput(runtime.folder) if runtime.is_main else None
+        self.start_up = ExitStack()
+        """closed when the steps begin"""
+        if runtime.is_main:
+            self.start_up.enter_context(signs_of_life("start-up"))
         self.slow_nodes: list[str] = []
+        self.slow_nodes_file = runtime.folder / SLOW_NODES
+        self.slow_nodes_tolerance = Tolerance(str(self.slow_nodes_file))
         self.next_config: Config | None = None
         """set by `wants_change`: with which to go on from the last checkpoint"""
         self.change_reason = ""
@@ -92,12 +103,13 @@ class Monitor:
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config."""
         runtime, device, training = self.runtime, self.runtime.device, config.training
-        runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
         self.config, self.next_config = config, None
+        self.skipped_steps = 0.0
+        if not self.change_reason:
+            self.describe(config, data, start)
         self.warn(config, data, dtype, start)
         prediction = planned(config)
-        sinks = open_sinks(runtime.folder, config.metrics, steps=training.steps, start=start) if runtime.is_main else []
         self.meter = Meter(
             config.metrics,
             config.model,
@@ -106,7 +118,8 @@ class Monitor:
             device=device,
             world_size=runtime.world_size,
             peak_flops=peak_flops(device, dtype, runtime.ranks_on_node),
-            sinks=sinks,
+            sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
+            console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
             goodput=self.goodput,
             planned_mfu=prediction.mfu if prediction else None,
@@ -122,9 +135,23 @@ class Monitor:
             self.stage_clock = StageClock(stages, indices, device)
         self.step_seconds: deque[float] = deque(maxlen=TIMED_STEPS + 2)
         self.steps = 0
+        self.start_up.close()
+        # The time up to here is the start-up's: none of it may be the first step's too.
         if self.goodput is not None:
             self.goodput.begin(start)
+        self.meter.start_interval()
         self.step_ended = time.perf_counter()
+
+    def describe(self, config: Config, data: TrainLoader, start: int) -> None:
+        """Log what is trained, on what."""
+        training, model = config.training, config.model
+        log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
+        for line in data.describe_sources(training.steps):
+            log.info("%s", line)
+        tokens_per_step = training.global_batch_size * training.sequence_length
+        if start < training.steps:
+            tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
+            log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
 
     def warn(self, config: Config, data: TrainLoader, dtype: torch.dtype, start: int) -> None:
         """Log what a user should know about a config before its first step."""
@@ -138,15 +165,20 @@ class Monitor:
             log.warning("%s", slow)
 
     def add_sink(self, sink: Sink) -> None:
-        """Write the records of this config to one more sink: rank 0's. Call it after `begin`."""
+        """Write the records of this config to one more sink: rank 0's. Call it after `begin`.
+
+        A sink that raises ends no training (`TolerantSink`).
+        """
         if self.runtime.is_main:
-            self.meter.sinks.append(sink)
+            self.meter.sinks.append(TolerantSink(type(sink).__name__, sink))
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
         """Observe step `n`: a context around all that the loop does in it."""
         with self.profiler.step(n):
             yield
+        if self.meter.console is not None:
+            self.meter.console.advance(n)
         ended = time.perf_counter()
         self.step_seconds.append(ended - self.step_ended)
         self.step_ended = ended
@@ -169,7 +201,16 @@ class Monitor:
 
         Raises LeaseLost on rank 0 if another job owns the run folder by now.
         """
-        return self.meter.log(n, result, validation_loss=validation_loss, force=force)
+        record = self.meter.log(n, result, validation_loss=validation_loss, force=force)
+        if record is not None:
+            self._notice_skipped_steps(record["skipped_steps"] or 0.0)
+        return record
+
+    def _notice_skipped_steps(self, skipped: float) -> None:
+        """Call `run.on_event` where the first of this process' steps were not finite; not for every later one."""
+        if skipped and not self.skipped_steps and self.runtime.is_main:
+            call_on_event(self.config.run.on_event, "nan", self.runtime.folder)
+        self.skipped_steps = skipped
 
     def wants_change(self, n: int) -> bool:
         """Whether the run should go on with another config (`next_config`) from the checkpoint of step `n`.
@@ -224,6 +265,7 @@ class Monitor:
         self.meter.report(profiled)
         if profiled.slow is not None and self.runtime.is_main and profiled.slow.host not in self.slow_nodes:
             self.slow_nodes.append(profiled.slow.host)
-            file = self.runtime.folder / SLOW_NODES
-            file.write_text(",".join(self.slow_nodes))
-            log.warning("to exclude %s from the next start: sbatch --exclude=$(cat %s)", profiled.slow.host, file)
+            with self.slow_nodes_tolerance.attempt():
+                self.slow_nodes_file.write_text(",".join(self.slow_nodes))
+                advice = "to exclude %s from the next start: sbatch --exclude=$(cat %s)"
+                log.warning(advice, profiled.slow.host, self.slow_nodes_file)

@@ -1,29 +1,32 @@
 """Where logged steps go: a file of JSON lines, TensorBoard, the console. Only rank 0 has sinks.
 
 A fork adds one by writing a class with `write` and `close` and giving an instance to `monitor.add_sink`, after
-`monitor.begin`.
+`monitor.begin`. A sink that raises ends no training: see `TolerantSink`.
 """
 
+import io
+import itertools
 import json
 import logging
 import math
 import os
-import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, Protocol, TextIO
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
-
-from torchllm.config import Metrics
+from torchllm.config import Config
+from torchllm.config.write import dump_toml
+from torchllm.metrics.appended_file import AppendedFile
+from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
 
 BLOCK = 2**16
 """bytes of a file that are read at once from its end"""
+WAITING_RECORDS = 1000
+"""records that a sink may miss and still get when it works again"""
 
 Record = dict[str, float | None]
 """a logged step; `metrics/meter.py` describes the keys"""
@@ -33,17 +36,61 @@ class Sink(Protocol):
     """Takes every logged step, and every profiled one."""
 
     def write(self, step: int, record: Record) -> None:
-        """Take the record of a step."""
+        """Take the record of a step. OSError: not yet; the record comes again with a later one."""
 
     def close(self) -> None:
         """Write what is not written yet."""
 
 
-def open_sinks(folder: Path, metrics: Metrics, *, steps: int, start: int = 0) -> list[Sink]:
-    """Open the sinks of a run that has done `start` of its `steps` steps; for rank 0."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", start), Console(steps, start)]
-    if metrics.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard", start))
+class WaitingRecord(NamedTuple):
+    """A record that a sink has not taken yet."""
+
+    step: int
+    record: Record
+
+
+class TolerantSink:
+    """Stands before a sink whose failures end nothing: the first is logged with the sink's name, training goes on.
+
+    Records that met an OSError (a full disk) wait, `waiting` of them at most, and go to the sink before the next one
+    when it works again. A record at which the sink raised anything else is dropped.
+    """
+
+    def __init__(self, name: str, sink: Sink, waiting: int = WAITING_RECORDS) -> None:
+        self.sink = sink
+        self.tolerance = Tolerance(name)
+        self.waiting: deque[WaitingRecord] = deque(maxlen=waiting)
+
+    def write(self, step: int, record: Record) -> None:
+        """Give the sink the records that wait and this one, if it takes them."""
+        keeps = self.waiting.maxlen != 0
+        records = [*self.waiting, WaitingRecord(step, record)] if keeps else [WaitingRecord(step, record)]
+        self.waiting.clear()
+        for index, waiting in enumerate(records):
+            try:
+                self.sink.write(waiting.step, waiting.record)
+            except OSError as error:
+                self.tolerance.failed(error)
+                self.waiting.extend(records[index:])
+                return
+            except Exception as error:
+                self.tolerance.failed(error)
+            else:
+                self.tolerance.worked()
+
+    def close(self) -> None:
+        """Close the sink."""
+        with self.tolerance.attempt():
+            self.sink.close()
+
+
+def open_sinks(folder: Path, config: Config, start: int = 0) -> list[Sink]:
+    """Return the sinks of a run that has done `start` steps; for rank 0. They open their files at the first record."""
+    lines = folder / "metrics.jsonl"
+    sinks: list[Sink] = [TolerantSink(str(lines), JsonLines(lines, start))]
+    if config.metrics.tensorboard:
+        board = TensorBoard(folder / "tensorboard", start, dump_toml(config))
+        sinks.append(TolerantSink(str(board.file.path), board))
     return sinks
 
 
@@ -57,17 +104,21 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _cut_lines_after(path, start)
-        self.file = path.open("a", encoding="utf-8")
+        self.file = AppendedFile(path)
+        self.start = start
+        self.is_cut = False
 
     def write(self, step: int, record: Record) -> None:
+        """Append a line. OSError: nothing of it is in the file."""
+        if not self.is_cut:
+            if self.file.path.exists():
+                _cut_lines_after(self.file.path, self.start)
+            self.is_cut = True
         finite = {key: _finite(value) for key, value in record.items()}
-        self.file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self.file.flush()
+        self.file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
 
 
@@ -126,21 +177,24 @@ def _finite(value: float | None) -> float | None:
 class TensorBoard:
     """Writes TensorBoard files. What an earlier launch wrote after step `start` is hidden.
 
-    TensorBoard shows groups of curves in the order of the alphabet. Their names are chosen for it: loss, performance,
-    progress, system, time_share, update.
+    TensorBoard shows groups of curves in the order of the alphabet, and so the curves of a group. The names are chosen
+    for it: loss, validation loss, speed and memory come first; then performance, progress, system, time_share, update.
+
+    torch's SummaryWriter would write in a thread, which ends with a traceback when the disk is full, and so does each
+    one that is made to try again.
     """
 
     TAGS: Mapping[str, str] = {
-        "loss": "loss/train",
-        "validation_loss": "loss/validation",
-        "tokens_per_second": "performance/tokens_per_second",
+        "loss": "at_a_glance/1_loss",
+        "validation_loss": "at_a_glance/2_validation_loss",
+        "tokens_per_second": "at_a_glance/3_tokens_per_second",
+        "memory_gib": "at_a_glance/4_memory_gib",
         "mfu": "performance/mfu",
         "mfu_unmasked": "performance/mfu_unmasked",
         "hfu": "performance/hfu",
         "step_seconds": "performance/step_seconds",
         "data_seconds": "performance/data_seconds",
         "tokens": "progress/tokens",
-        "memory_gib": "system/memory_gib",
         "grad_norm": "update/grad_norm",
         "learning_rate": "update/learning_rate",
         "skipped_steps": "update/skipped_steps",
@@ -152,7 +206,7 @@ class TensorBoard:
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
         "Does it learn?": {
-            "loss": ["Multiline", ["loss/train", "loss/validation"]],
+            "loss": ["Multiline", ["at_a_glance/1_loss", "at_a_glance/2_validation_loss"]],
             "gradient norm": ["Multiline", ["update/grad_norm"]],
         },
         "Is it fast?": {
@@ -161,23 +215,48 @@ class TensorBoard:
             "seconds": ["Multiline", ["performance/step_seconds", "performance/data_seconds"]],
         },
         "Is the machine well?": {
-            "memory": ["Multiline", ["system/memory_gib"]],
+            "memory": ["Multiline", ["at_a_glance/4_memory_gib"]],
             "the GPU": ["Multiline", ["system/(busy|watts|mhz|celsius)"]],
         },
     }
     """the page "custom scalars", in the order in which a person asks"""
 
-    def __init__(self, folder: Path, start: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and not every run asks for it
-
-        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
-        self.writer.add_custom_scalars(self.LAYOUT)
+    def __init__(self, folder: Path, start: int = 0, config: str = "") -> None:
+        """config: text that the page "text" shows."""
+        # The begin of the name is TensorBoard's; it reads the files of a folder in the order of their names.
+        launch = f"{int(time.time()):010d}.{os.uname().nodename}.{os.getpid()}.{next(_FILES)}"
+        self.file = AppendedFile(folder / f"events.out.tfevents.{launch}")
+        self.start = start
+        self.config = config
+        self.has_begun = False
 
     def write(self, step: int, record: Record) -> None:
+        """Append the points of a record. OSError: none of them is in the file."""
+        # They take a second to import, and not every run asks for them.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard import summary
+
+        moment = time.time()
+        events = [] if self.has_begun else self._first_events(moment)
         for key, value in record.items():
             if key != "step" and value is not None:
-                self.writer.add_scalar(self.tag(key), value, step)
-        self.writer.flush()
+                events.append(Event(wall_time=moment, step=step, summary=summary.scalar(self.tag(key), value)))
+        self.file.write(_tensorboard_records(events))
+        self.has_begun = True
+
+    def _first_events(self, moment: float) -> list[Any]:
+        """Return the head of the file, as torch's SummaryWriter writes it with a `purge_step`, layout and config."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard import summary
+
+        first = self.start + 1
+        code = "\n".join(f"    {line}" for line in self.config.splitlines())  # in Markdown
+        return [
+            Event(wall_time=moment, step=first, file_version="brain.Event:2"),
+            Event(wall_time=moment, step=first, session_log=SessionLog(status=SessionLog.START)),
+            Event(wall_time=moment, step=self.start, summary=summary.custom_scalars(self.LAYOUT)),
+            Event(wall_time=moment, step=self.start, summary=summary.text("config", code)),
+        ]
 
     def tag(self, key: str) -> str:
         """Return the name of a key's curve; a key that a fork added is in the group "other", or in its own."""
@@ -189,64 +268,20 @@ class TensorBoard:
         return f"{self.GROUPS.get(group, group)}/{name}"
 
     def close(self) -> None:
-        self.writer.close()
+        """Close the file."""
+        self.file.close()
 
 
-class Console:
-    """Shows a progress bar where the output is a terminal, else one line per logged step. '-' stands for unknown."""
-
-    def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None) -> None:
-        self.steps = steps
-        self.stream = stream or sys.stdout
-        self.bar: tqdm[None] | None = None
-        self.validation: float | None = None
-        """the latest validation loss: the bar shows it until the next one"""
-        self.redirection = ExitStack()
-        if self.stream.isatty():
-            # Otherwise every line of the log would begin at the end of the bar.
-            self.redirection.enter_context(logging_redirect_tqdm())
-            self.bar = tqdm(total=steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
-            if (self.bar.ncols or 80) < 0:  # a terminal that was never given a size: tqdm would draw nothing
-                self.bar.ncols, self.bar.nrows, self.bar.dynamic_ncols = 80, 20, None
-
-    def write(self, step: int, record: Record) -> None:
-        if "loss" not in record:  # a profiled step: the first has a line in the log
-            return
-        if self.bar is None:
-            print(self._line(step, record), file=self.stream, flush=True)
-            return
-        self.validation = record.get("validation_loss", self.validation)
-        words = [f"loss {_number(record.get('loss'), '.4f')}"]
-        if self.validation is not None:
-            words.append(f"validation {_number(self.validation, '.4f')}")
-        self.bar.set_postfix_str("  ".join([*words, *_speed(record)]), refresh=False)
-        self.bar.update(step - self.bar.n)
-        self.bar.refresh()
-
-    def _line(self, step: int, record: Record) -> str:
-        width = len(str(self.steps))
-        words = [f"step {step:{width}d}/{self.steps}", f"loss {_number(record.get('loss'), '.4f')}"]
-        if "validation_loss" in record:
-            words.append(f"validation {_number(record['validation_loss'], '.4f')}")
-        words.append(f"gradient {_number(record.get('grad_norm'), '.3f')}")
-        words.append(f"rate {_number(record.get('learning_rate'), '.2e')}")
-        words.extend(_speed(record))
-        words.append(f"{_number(record.get('memory_gib'), '.2f')} GiB")
-        seconds = record.get("step_seconds")
-        time_left = "-" if seconds is None else str(timedelta(seconds=round((self.steps - step) * seconds)))
-        words.append(f"left {time_left}")
-        return "  ".join(words)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.redirection.close()
+_FILES = itertools.count()
+"""numbers the TensorBoard files of this process"""
 
 
-def _speed(record: Record) -> list[str]:
-    tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
-    return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
+def _tensorboard_records(events: Sequence[Any]) -> bytes:
+    """Return events (protocol buffers) as records of a TensorBoard file."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    buffer = io.BytesIO()
+    writer = RecordWriter(buffer)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return buffer.getvalue()

@@ -177,7 +177,8 @@ class StepProfiler:
         self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
         assert self.latest is not None, "the exchange sets it"
         if self.traces is not None and self._is_traced(n):
-            self.traces.write(n, profiler, self.latest.parts)
+            with self.traces.tolerance.attempt():
+                self.traces.write(n, profiler, self.latest.parts)
 
     def _is_traced(self, n: int) -> bool:
         return self.traces is not None and n in self.traces.steps

@@ -11,6 +11,8 @@ from statistics import mean
 
 from torch.profiler import profile
 
+from torchllm.runtime.tolerance import Tolerance
+
 OPERATORS_SHOWN = 20
 
 
@@ -34,6 +36,7 @@ class TraceWriter:
 
     def __init__(self, folder: Path, steps: range, rank: int) -> None:
         self.folder = folder / "profile"
+        self.tolerance = Tolerance(str(self.folder))
         self.steps = steps
         self.rank = rank
         self.parts_of_step: dict[int, dict[str, float]] = {}

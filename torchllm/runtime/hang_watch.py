@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
+from torchllm.runtime.on_event import call_on_event
 from torchllm.runtime.store import Signer, connect_store
 from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
 
@@ -98,17 +99,26 @@ class HangWatch:
     """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
 
     def __init__(
-        self, rank: int, world_size: int, ranks_of_node: range, folder: Path, timeout: float, secret: bytes
+        self,
+        rank: int,
+        world_size: int,
+        ranks_of_node: range,
+        folder: Path,
+        timeout: float,
+        secret: bytes,
+        on_event: str = "",
     ) -> None:
         """Watch `rank`. Call it on all ranks: it waits for the others of this node.
 
         ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". timeout: in seconds.
         secret: the same on all ranks.
+        on_event: command that the reporting rank calls (`run.on_event`).
         """
         self.rank = rank
         self.world_size = world_size
         self.folder = folder
         self.timeout = timeout
+        self.on_event = on_event
         self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -204,6 +214,7 @@ class HangWatch:
             time.sleep(max(0.05, self.world_size / POLLS_PER_SECOND))
         writer.join(max(0.5, deadline - time.monotonic()))
         if self._speaks_for_all(position):
+            call_on_event(self.on_event, "hang", self.folder)
             dumps = self._published_dumps()
             log.error("%s", describe_hang(dumps, self.world_size, self._host_of, self.timeout, folder))
             self.store.set(REPORTED, "")

@@ -33,6 +33,8 @@ from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
+from torchllm.runtime.terminal import LogHandler, RankFormatter, drop_unwritten_output
+from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,9 @@ class Runtime:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
         self.check_owner()
         if self.is_main:
-            (self.folder / STOPPED).write_text(json.dumps({"step": step}) + "\n")
+            marker = self.folder / STOPPED
+            with Tolerance(str(marker)).attempt():  # the checkpoint is there, and says as much
+                marker.write_text(json.dumps({"step": step}) + "\n")
 
     def close(self) -> None:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
@@ -169,6 +173,7 @@ class Runtime:
             self.hang_watch.close()
         release_leases()
         dist.destroy_process_group()
+        drop_unwritten_output()
 
 
 class _StopVote(NamedTuple):
@@ -234,7 +239,13 @@ def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
         runtime.hang_watch = HangWatch(
-            rank, world_size, ranks_of_node, runtime.folder, run.timeout, _share_secret(runtime.host_group)
+            rank,
+            world_size,
+            ranks_of_node,
+            runtime.folder,
+            run.timeout,
+            _share_secret(runtime.host_group),
+            run.on_event,
         )
     if not reads_only:
         _share_folder(runtime)
@@ -340,12 +351,10 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
     plain line, once per job; any other error is a bug and keeps its traceback.
     """
     main = rank == 0
-    logging.basicConfig(
-        level=logging.INFO if main else logging.ERROR,
-        format="%(message)s" if main else f"rank {rank}: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = LogHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s") if main else RankFormatter(rank, sys.stderr))
+    logging.basicConfig(level=logging.INFO if main else logging.ERROR, handlers=[handler], force=True)
+    logging.captureWarnings(True)  # Python's warnings too are lines of the log, and rank 0's only
 
     def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError):

@@ -1,0 +1,114 @@
+"""What a run shows where it was started: a progress bar in a terminal, else one line per logged step."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TextIO
+
+from tqdm import tqdm
+
+from torchllm.metrics.sinks import Record
+from torchllm.runtime.tolerance import Tolerance
+
+
+class Console:
+    """Shows a progress bar where the output is a terminal, else one line per logged step. '-' stands for unknown.
+
+    The bar moves at every step, and says what else the run does. An output that cannot be written (a full disk, a pipe
+    whose reader has ended) is logged once and ends nothing.
+    """
+
+    def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None) -> None:
+        self.steps = steps
+        # A process that was started without standard output has None in its place.
+        self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # it is open as long as the process
+        self.tolerance = Tolerance(_name_of_output(self.stream))
+        self.bar: tqdm[None] | None = None
+        self.validation: float | None = None
+        """the latest validation loss: the bar shows it until the next one"""
+        if self.stream.isatty():
+            with self.tolerance.attempt():
+                self._open_bar(start)
+
+    def _open_bar(self, start: int) -> None:
+        self.bar = tqdm(total=self.steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
+        if (self.bar.ncols or 80) < 0:  # a terminal that was never given a size: tqdm would draw nothing
+            self.bar.ncols, self.bar.nrows, self.bar.dynamic_ncols = 80, 20, None
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`. Cheap enough for every step: the bar is drawn ten times per second at most."""
+        if self.bar is not None:
+            with self.tolerance.attempt():
+                self.bar.update(step - self.bar.n)
+
+    @contextmanager
+    def aside(self, work: str) -> Iterator[None]:
+        """Return a context around work between steps, which the bar names meanwhile."""
+        self._describe(work)
+        try:
+            yield
+        finally:
+            self._describe("")
+
+    def _describe(self, text: str) -> None:
+        if self.bar is not None:
+            with self.tolerance.attempt():
+                self.bar.set_description_str(text)
+
+    def write(self, step: int, record: Record) -> None:
+        """Show a logged step."""
+        if "loss" not in record:  # a profiled step: the first has a line in the log
+            return
+        with self.tolerance.attempt():
+            if self.bar is None:
+                print(self._line(step, record), file=self.stream, flush=True)
+            else:
+                self._draw(self.bar, step, record)
+
+    def _draw(self, bar: "tqdm[None]", step: int, record: Record) -> None:
+        self.validation = record.get("validation_loss", self.validation)
+        words = [f"loss {_number(record.get('loss'), '.4f')}"]
+        if self.validation is not None:
+            words.append(f"validation {_number(self.validation, '.4f')}")
+        bar.set_postfix_str("  ".join([*words, *_speed(record)]), refresh=False)
+        bar.update(step - bar.n)
+        bar.refresh()
+
+    def _line(self, step: int, record: Record) -> str:
+        width = len(str(self.steps))
+        words = [f"step {step:{width}d}/{self.steps}", f"loss {_number(record.get('loss'), '.4f')}"]
+        if "validation_loss" in record:
+            words.append(f"validation {_number(record['validation_loss'], '.4f')}")
+        words.append(f"gradient {_number(record.get('grad_norm'), '.3f')}")
+        words.append(f"rate {_number(record.get('learning_rate'), '.2e')}")
+        words.extend(_speed(record))
+        words.append(f"{_number(record.get('memory_gib'), '.2f')} GiB")
+        seconds = record.get("step_seconds")
+        time_left = "-" if seconds is None else str(timedelta(seconds=round((self.steps - step) * seconds)))
+        words.append(f"left {time_left}")
+        return "  ".join(words)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self.bar is not None:
+            with self.tolerance.attempt():
+                self.bar.close()
+
+
+def _speed(record: Record) -> list[str]:
+    tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
+    return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _name_of_output(stream: TextIO) -> str:
+    """Return "standard output", with its file where it is redirected to one."""
+    try:
+        return f"standard output ({os.readlink(f'/proc/self/fd/{stream.fileno()}')})"
+    except (OSError, ValueError):  # no file, or no /proc
+        return "standard output"

@@ -1,0 +1,55 @@
+"""Call the user's command when something happens to a run (`run.on_event`). No torch: run_train.sh's launcher does too.
+
+    COMMAND EVENT RUN_FOLDER
+
+The command neither stops the run nor keeps it waiting: nobody looks at its exit status, it runs in a session of its
+own, and after `LIMIT` it is ended. What it prints is in `OUTPUT` of the run folder.
+"""
+
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+from torchllm.runtime.tolerance import Tolerance
+
+log = logging.getLogger("torchllm")
+
+RunEvent = Literal["hang", "restart", "nan", "end"]
+"""ranks waited too long for another; the job is started again after a failure; a step was not finite; the job ends"""
+LIMIT = 60
+"""seconds that the command may take"""
+OUTPUT = "on_event.log"
+"""file in the run folder"""
+
+_running: list["subprocess.Popen[bytes]"] = []
+"""commands that may not have ended: each is waited for when the next one is called, so that none stays a zombie"""
+
+
+def call_on_event(command: str, event: RunEvent, folder: Path) -> None:
+    """Start the command, if there is one, and return at once. A command that cannot be started is logged."""
+    if not command:
+        return
+    with Tolerance(f"run.on_event = {command!r}, called with {event}").attempt():
+        words = [*shlex.split(command), event, str(folder)]
+        if limit := shutil.which("timeout"):  # of coreutils; it also ends what the command has started
+            words = [limit, "--kill-after=5", str(LIMIT), *words]
+        output = _open_output(folder)
+        try:
+            _running[:] = [earlier for earlier in _running if earlier.poll() is None]
+            _running.append(
+                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            )
+        finally:
+            os.close(output)
+
+
+def _open_output(folder: Path) -> int:
+    """Open the file for what the command prints; nothing, if that cannot be written."""
+    try:
+        return os.open(folder / OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
