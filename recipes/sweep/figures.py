@@ -126,7 +126,8 @@ def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     default = compare_predictions(rows)
     if default:
         files.append(folder / "predicted.png")
-        prediction_figure(default, compare_predictions(rows, fitted=True)).savefig(files[-1])
+        run = run_in_words(fastest_first(rows)[0])
+        prediction_figure(default, compare_predictions(rows, fitted=True), run).savefig(files[-1])
     return files
 
 
@@ -162,26 +163,31 @@ def setting_figure(best: dict[str, ResultRow], title: str) -> "Figure":
     return figure
 
 
-def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison]) -> "Figure":
-    """Draw predicted over measured times, with the planner's constants and with constants fitted to the sweep."""
+def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison], run: str) -> "Figure":
+    """Draw predicted over measured times, with the planner's constants and with constants fitted to the sweep.
+
+    run: in words, for the title.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
     default_axes, fitted_axes = figure.subplots(1, 2, sharex=True, sharey=True)
     draw_points(default_axes, "before fitting", default)
     draw_points(fitted_axes, "after fitting", fitted)
-    figure.suptitle("predicted and measured step times, before and after fitting the planner's constants")
+    figure.suptitle(f"predicted and measured step times, before and after fitting the planner's constants\n{run}")
     return figure
 
 
 def draw_points(axes: "Axes", title: str, comparisons: Sequence[Comparison]) -> None:
     """Draw one point per layout, in a color per kind, and the diagonal on which predictions would be exact."""
+    from matplotlib import colormaps
     from matplotlib.ticker import LogLocator
 
-    for kind in sorted({comparison.kind for comparison in comparisons}):
+    colors = colormaps["tab20"]
+    for index, kind in enumerate(sorted({comparison.kind for comparison in comparisons})):
         measured = [comparison.measured for comparison in comparisons if comparison.kind == kind]
         predicted = [comparison.predicted for comparison in comparisons if comparison.kind == kind]
-        axes.scatter(measured, predicted, label=kind, s=18)
+        axes.scatter(measured, predicted, label=kind, s=18, color=colors(index % colors.N))
     seconds = [value for comparison in comparisons for value in (comparison.measured, comparison.predicted)]
     ends = (min(seconds), max(seconds))
     axes.plot(ends, ends, color="black", linewidth=0.8, label="prediction = measurement")

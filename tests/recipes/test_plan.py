@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from recipes.plan import main, read_hardware
 from torchllm.config import load_config
 from torchllm.config.errors import UserError
+from torchllm.planner.search import plot
 
 ROOT = Path(__file__).parents[2]
 RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32"]
@@ -127,8 +129,13 @@ def test_matplotlib_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    main([*RANK, "--plot", str(tmp_path / "plan.png")])
+    """Its title names model, GPUs and batch."""
+    with mock.patch.object(plot, "draw", wraps=plot.draw) as draw:
+        main([*RANK, "--plot", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    title = draw.call_args.args[2]
+    heading = "llama_13b on 32 x A100-SXM4-80GB (dgx_a100)"
+    assert title == f"{heading}\nsequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
 
 
 def test_it_starts_without_torch_and_at_once() -> None:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.sweep.figures import FIGURES, best_by_setting, compare_predictions, draw_figures, results_table
+from recipes.sweep.figures import (
+    FIGURES,
+    best_by_setting,
+    compare_predictions,
+    draw_figures,
+    prediction_figure,
+    results_table,
+    run_in_words,
+    setting_figure,
+)
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import Sweep, SweepAxis, append, combinations, expected, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
@@ -237,6 +246,17 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     changed = {**measured, **changes}
     files = {file.name for file in draw_figures([measured, changed], tmp_path)}
     assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
+
+
+def test_figures_name_their_run() -> None:
+    config, _ = resolve_layout(DEBUG, (), 8)
+    assert config is not None
+    measured = row("a", "3.2", **layout_cells(config, 8))
+    run = run_in_words(measured)
+    assert run == f"{measured['model']} with 1.22 M parameters on 8 x {measured['gpu']}, 16 sequences per step"
+    points = compare_predictions([measured])
+    for figure in (setting_figure({"on": measured}, "compilation"), prediction_figure(points, points, run)):
+        assert figure.get_suptitle().endswith(f"\n{run}")
 
 
 def test_every_setting_of_the_paper_can_be_an_axis() -> None:

@@ -10,6 +10,7 @@ from torchllm.planner.search.search import Found, Ranked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TERMS = (
     "matmul",
@@ -35,6 +36,11 @@ SMALLEST = 1 / 500
 
 def plot(job: Job, found: Found, file: str, title: str) -> None:
     """Write the picture to `file`. UserError if matplotlib is missing."""
+    draw(job, found, title).savefig(file)
+
+
+def draw(job: Job, found: Found, title: str) -> "Figure":
+    """Return the picture. UserError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -44,7 +50,7 @@ def plot(job: Job, found: Found, file: str, title: str) -> None:
     bars, cloud = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_terms(bars, found.best)
     _draw_cloud(cloud, job, found)
-    figure.savefig(file)
+    return figure
 
 
 def _draw_terms(axes: "Axes", best: Sequence[Ranked]) -> None:
