@@ -2,6 +2,9 @@
 
     COMMAND EVENT RUN_FOLDER
 
+EVENT is hang (ranks waited too long for another), restart (the job is started again after a failure), nan (a step was
+not finite; once per start, not for each step) or end (of the job, however it ends).
+
 The command neither stops the run nor keeps it waiting: nobody looks at its exit status, it runs in a session of its
 own, and after `LIMIT` it is ended. What it prints is in `OUTPUT` of the run folder.
 """
@@ -11,6 +14,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +23,6 @@ from torchllm.runtime.tolerance import Tolerance
 log = logging.getLogger("torchllm")
 
 RunEvent = Literal["hang", "restart", "nan", "end"]
-"""ranks waited too long for another; the job is started again after a failure; a step was not finite; the job ends"""
 LIMIT = 60
 """seconds that the command may take"""
 OUTPUT = "on_event.log"
@@ -53,3 +56,7 @@ def _open_output(folder: Path) -> int:
         return os.open(folder / OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+if __name__ == "__main__":  # run_train.sh, which sees the end of the job
+    call_on_event(sys.argv[1], "end", Path(sys.argv[2]))

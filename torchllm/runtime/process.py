@@ -4,6 +4,7 @@ Every rank makes the same calls in the same order. What the ranks must agree on 
 the host and is read one step late, so that no step waits for it.
 """
 
+import atexit
 import gc
 import json
 import logging
@@ -26,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Run, Training
+from torchllm.config.environment import LAUNCHED
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
+from torchllm.runtime.on_event import call_on_event
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
 from torchllm.runtime.terminal import LogHandler, RankFormatter, drop_unwritten_output
@@ -249,7 +252,17 @@ def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
         )
     if not reads_only:
         _share_folder(runtime)
+        if runtime.is_main:
+            _call_on_restart_and_end(run, runtime.folder)
     return runtime
+
+
+def _call_on_restart_and_end(run: Run, folder: Path) -> None:
+    """Call `run.on_event` if torchrun has started the job again, and at the end of one without run_train.sh."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        call_on_event(run.on_event, "restart", folder)
+    if run.on_event and LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
+        atexit.register(call_on_event, run.on_event, "end", folder)
 
 
 class _Ownership(NamedTuple):
