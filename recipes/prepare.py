@@ -33,6 +33,7 @@ class PrepareConfig(Config):
 
 
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -46,6 +47,8 @@ from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.terminal import LogHandler
 
 
 class Prepared(NamedTuple):
@@ -116,7 +119,10 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
 
 
 if __name__ == "__main__":
+    prepare_config = load_config(sys.argv[1:], schema=PrepareConfig, one_device=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
     try:
-        main(load_config(sys.argv[1:], schema=PrepareConfig, one_device=True))
+        with signs_of_life("prepare"):
+            main(prepare_config)
     except DataError as error:
         sys.exit(f"error: {error}")

@@ -1,0 +1,25 @@
+import logging
+import threading
+import time
+
+import pytest
+
+from torchllm.runtime.process import _appears
+from torchllm.runtime.signs_of_life import signs_of_life
+
+
+def test_what_takes_long_says_so_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), signs_of_life("evaluate", interval=0.05):
+        assert _appears(lambda: len(caplog.messages) >= 2, patience=20)  # a function that takes long
+    assert caplog.messages[0] == "evaluate: 0 s so far, in _appears (process.py)"
+    count = len(caplog.messages)
+    time.sleep(0.12)
+    assert len(caplog.messages) == count  # none after it
+
+
+def test_what_is_quick_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    threads = threading.active_count()
+    with caplog.at_level(logging.INFO), signs_of_life("evaluate"):
+        pass
+    assert caplog.messages == []
+    assert threading.active_count() == threads
