@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.launched import clean
 from tests.recipes.warm import pretrain
-from tests.runtime.test_run_train import clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import read_launches
 

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from torchllm.config.toml import shown
@@ -66,7 +67,8 @@ def print_error_lines(lines: Iterable[str]) -> None:
     """Print lines on stderr, each once, from one process of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for line in dict.fromkeys(lines):
-            print(line, file=sys.stderr)
+            with suppress(OSError):  # a full disk or a pipe without reader is no reason not to train
+                print(line, file=sys.stderr)
 
 
 def refuse(lines: Iterable[str]) -> NoReturn:

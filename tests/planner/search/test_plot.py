@@ -7,6 +7,8 @@ from tests.planner.search.test_search import LARGE, SMALL, job
 from torchllm.planner.search.plot import TERMS, draw
 from torchllm.planner.search.search import search
 
+LARGE_JOB = job(LARGE, batch=8, length=2048)
+
 
 def color_of_term(figure: Figure) -> dict[str, str]:
     """The color of each term in the bars of a picture."""
@@ -16,7 +18,7 @@ def color_of_term(figure: Figure) -> dict[str, str]:
 
 def test_a_term_has_one_color_in_all_pictures() -> None:
     of_term: dict[str, str] = {}
-    for planned in (job(SMALL, gpus=8), job(LARGE, gpus=16, batch=32, length=2048), job(LARGE, gpus=64, batch=64)):
+    for planned in (job(SMALL, gpus=8), LARGE_JOB):
         colors = color_of_term(draw(planned, search(planned), "title"))
         assert colors.keys() <= set(TERMS)
         assert len(set(colors.values())) == len(colors)
@@ -26,9 +28,8 @@ def test_a_term_has_one_color_in_all_pictures() -> None:
 
 
 def test_it_has_a_title_and_says_what_each_color_and_line_means() -> None:
-    planned = job(LARGE, gpus=16, batch=32, length=2048)
-    figure = draw(planned, search(planned), "a model on 16 GPUs\n32 sequences")
-    assert figure.get_suptitle() == "a model on 16 GPUs\n32 sequences"
+    figure = draw(LARGE_JOB, search(LARGE_JOB), "a model on 8 GPUs\n16 sequences")
+    assert figure.get_suptitle() == "a model on 8 GPUs\n16 sequences"
     bars, cloud = figure.axes
     for axes in (bars, cloud):
         assert axes.get_xlabel()
