@@ -97,9 +97,11 @@ def kill(parent: "subprocess.Popen[str]") -> None:
     parent.stdout.close()
 
 
-def test_a_process_ends_with_the_one_that_started_it_and_passes_nothing_on(tmp_path: Path, started: list[int]) -> None:
+def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_stuck(tmp_path: Path, started: list[int]) -> None:
+    """And it passes nothing on to processes that it starts itself."""
     parent = start_parent(python(CHILD, str(tmp_path), "0"), started)
     assert wait_for(tmp_path / "ready") == "[] b''"
+    os.kill(started[-1], signal.SIGSTOP)  # its own program can do nothing now
     assert is_running(started[-1])
     kill(parent)
     assert ends(started[-1])

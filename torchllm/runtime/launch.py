@@ -38,8 +38,9 @@ def launch(arguments: list[str]) -> None:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_END)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     rendezvous.register()
-    # Without an end point, which only a job of several nodes needs and gives, torch warns.
-    ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}", "--rdzv-endpoint=none"]
+    ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}"]
+    # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
+    ours += ["--rdzv-endpoint=none", "--node-rank=0"]
     try:
         main([*ours, *arguments])
     except SignalException as ended:
