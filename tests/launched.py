@@ -78,6 +78,24 @@ def children(pid: int) -> list[int]:
     return pids
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ends(pid: int, seconds: float = 20.0) -> bool:
+    """Return whether a process ends within that time."""
+    deadline = time.monotonic() + seconds
+    while is_running(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def clean(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without the variables of schedulers and launchers, and with `extra`."""
     foreign = re.compile(

@@ -2,7 +2,6 @@ import hashlib
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.launched import children, ends
 from torchllm.config import Data, Source
 from torchllm.data import build, records, tokenize_shard
 from torchllm.data import plan as plan_module
@@ -199,14 +199,17 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     script = tmp_path / "prepare.py"
     script.write_text(KILLED)
     command = [sys.executable, str(script), source.path, str(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (folder / "00002.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
+    helpers = children(process.pid)
+    assert len(helpers) >= 3
+    process.kill()
     process.wait()
+    assert all(ends(pid) for pid in helpers)
     with pytest.raises(DataError, match=r"no corpus\.json"):
         Corpus(folder)
     first = os.stat(folder / "00000.train.bin").st_mtime_ns

@@ -25,6 +25,7 @@ from tests import workers
 from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from tests.data.test_corpus import FORMAT_1
+from tests.launched import ends
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
@@ -522,19 +523,7 @@ def test_workers_end_with_a_killed_trainer_even_if_they_are_stuck() -> None:
     process.wait()
     process.stdout.close()
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
-    while any(_is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    state = status.rsplit(")", 1)[1].split()[0]
-    return state != "Z"  # Z: it has ended, but its parent has not asked for its exit status
+    assert all(ends(pid) for pid in pids)
 
 
 def _gather_texts(text: str | None) -> list[str | None]:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.launched import Started, children
 from tests.listening import listening_addresses
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, SMALL, STEPS, curve, free_port, tensor_files
 from torchllm.metrics.goodput import account, read_launches
+from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in")
 
@@ -211,6 +213,19 @@ def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_
     seconds_until_gone(mark)
     assert [node.wait() for node in nodes][1 - victim] == 1
     assert nodes[1 - victim].err.read_text().splitlines()[-1].startswith(line)
+
+
+def test_a_node_that_is_lost_before_it_has_joined_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
+    """Without ranks torchrun only waits, for 15 minutes."""
+    port = free_port()
+    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}
+    pod |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    head = start(DEBUG, f"--run.folder={tmp_path / 'run'}", **pod)
+    joining = AttemptRendezvous(RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "none", 2, 2, rank="1"))
+    assert joining.connection is not None
+    joining.connection.socket.close()  # what the kernel does for a killed launcher
+    assert head.process.wait(END_WITHIN) == 1
+    assert head.err.read_text().endswith("error: the launcher of node 1 was killed, or its node was shut down\n")
 
 
 @pytest.fixture(scope="module")

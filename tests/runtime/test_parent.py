@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import ends, is_running
 from torchllm.runtime.parent import PARENT, PARENT_PIPE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
@@ -50,24 +51,6 @@ def started() -> Iterator[list[int]]:
     for pid in pids:
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def ends(pid: int, seconds: float = 20.0) -> bool:
-    """Return whether a process ends within that time."""
-    deadline = time.monotonic() + seconds
-    while is_running(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def python(program: str, *arguments: str) -> list[str]:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,18 +14,6 @@ from torchllm.config.environment import LAUNCHED
 from torchllm.runtime import rendezvous
 from torchllm.runtime.node_watch import NodeWatch
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous, describe_end
-
-
-def open_nodes(nodes: int) -> list[AttemptRendezvous]:
-    """Return the rendezvous of each node's launcher, that of node 0 first."""
-    port = free_port()
-
-    def open_node(node: int) -> AttemptRendezvous:
-        return AttemptRendezvous(
-            RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "job", nodes, nodes, rank=str(node), timeout="20")
-        )
-
-    return together(open_node, range(nodes))
 
 
 def together(action: Callable[..., object], items: object) -> list:
@@ -45,13 +33,38 @@ def ask_for_ever(node: AttemptRendezvous) -> None:
 
 
 @pytest.fixture
+def open_nodes() -> Iterator[Callable[[int], list[AttemptRendezvous]]]:
+    """Returns the rendezvous of each node's launcher, that of node 0 first; they end as they should."""
+    opened: list[AttemptRendezvous] = []
+
+    def open_all(nodes: int) -> list[AttemptRendezvous]:
+        port = free_port()
+
+        def open_node(node: int) -> AttemptRendezvous:
+            parameters = RendezvousParameters(
+                BACKEND, f"127.0.0.1:{port}", "job", nodes, nodes, rank=str(node), timeout="20"
+            )
+            return AttemptRendezvous(parameters)
+
+        launchers = together(open_node, range(nodes))
+        opened.extend(launchers)
+        return launchers
+
+    yield open_all
+    for launcher in opened:
+        launcher.shutdown()
+
+
+@pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers look at what the others do whenever they are asked."""
     monkeypatch.setattr(rendezvous, "CHECK_INTERVAL", 0.0)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_each_attempt_has_a_store_of_its_own(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_has_a_store_of_its_own(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(LAUNCHED, "1000.0")
     launchers = open_nodes(nodes)
     first = together(begin, launchers)
@@ -68,7 +81,9 @@ def test_each_attempt_has_a_store_of_its_own(nodes: int, monkeypatch: pytest.Mon
     assert float(os.environ[LAUNCHED]) > 1000
 
 
-def test_a_node_that_begins_again_makes_the_others_begin_again(eager: None) -> None:
+def test_a_node_that_begins_again_makes_the_others_begin_again(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None
+) -> None:
     launchers = open_nodes(2)
     together(begin, launchers)
     assert [node.num_nodes_waiting() for node in launchers] == [0, 0]
@@ -82,7 +97,7 @@ def test_a_node_that_begins_again_makes_the_others_begin_again(eager: None) -> N
     assert [node.num_nodes_waiting() for node in launchers] == [0, 0]
 
 
-def test_a_node_that_ends_ends_the_others(eager: None) -> None:
+def test_a_node_that_ends_ends_the_others(open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None) -> None:
     launchers = open_nodes(3)
     together(begin, launchers)
     launchers[1].shutdown()
@@ -91,9 +106,12 @@ def test_a_node_that_ends_ends_the_others(eager: None) -> None:
             node.num_nodes_waiting()
 
 
-def test_a_launcher_that_is_killed_ends_the_others(eager: None) -> None:
+def test_a_launcher_that_is_killed_ends_the_others(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None
+) -> None:
     launchers = open_nodes(3)
     together(begin, launchers)
+    assert [node.num_nodes_waiting() for node in launchers] == [0, 0, 0]
     assert launchers[2].connection is not None
     launchers[2].connection.socket.close()  # what the kernel does for a killed process
     for node in launchers[:2]:
@@ -122,7 +140,7 @@ def test_what_ended_a_job_is_a_sentence_whatever_the_store_holds() -> None:
     assert describe_end(b"\xff../..") == "the job was ended by a launcher that does not say which it is"
 
 
-def test_the_others_are_asked_once_per_second() -> None:
+def test_the_others_are_asked_once_per_second(open_nodes: Callable[[int], list[AttemptRendezvous]]) -> None:
     """torchrun asks ten times per second on each of thousands of nodes."""
     launchers = open_nodes(2)
     together(begin, launchers)

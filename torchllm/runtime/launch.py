@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -47,6 +48,9 @@ def launch(arguments: list[str]) -> None:
         sys.exit(128 + ended.sigval)
     except RendezvousError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except DistError as error:
+        print(f"error: the launchers of all nodes could not begin together: {error}", file=sys.stderr)
         sys.exit(1)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

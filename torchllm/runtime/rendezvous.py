@@ -11,6 +11,7 @@ announces the port of each attempt's store. Whoever reaches these ports can end 
 
 import os
 import re
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -55,6 +56,8 @@ class AttemptRendezvous(RendezvousHandler):
         """store of the launchers; None in a job of one node"""
         self.connection: NodeConnection | None = None
         """to node 0; None there, and in a job of one node"""
+        self.has_ranks = False
+        """torchrun has started this attempt's ranks, and looks after them"""
         self.next_check = 0.0
         """time.monotonic() of the next look at the launchers' store"""
         self.head = LOOPBACK
@@ -72,11 +75,18 @@ class AttemptRendezvous(RendezvousHandler):
     def _watch_nodes(self, launchers: TCPStore) -> None:
         """Let node 0 notice when the launcher of another node is killed."""
         if self.node == 0:
-            watch = NodeWatch(lambda node: self._note_end(node, "lost"))
+            watch = NodeWatch(self._lose)
             launchers.set(WATCH_PORT, str(watch.port))
             return
         port = int(launchers.get(WATCH_PORT))
         self.connection = NodeConnection(self.head, port, self.node, self.timeout.total_seconds())
+
+    def _lose(self, node: int) -> None:
+        """End the job because the launcher of a node is gone."""
+        self._note_end(node, "lost")
+        if not self.has_ranks:  # torchrun waits for that node, for as long as `timeout`, and looks at nothing else
+            print(f"error: {describe_end(f'{node} lost'.encode())}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _note_end(self, node: int, how: str) -> None:
         """Make the other launchers end, unless they do already."""
@@ -99,6 +109,7 @@ class AttemptRendezvous(RendezvousHandler):
         On another node than 0 it waits for node 0. Raises torch's DistError if that does not come in time.
         """
         self.attempt += 1
+        self.has_ranks = False
         if self.attempt > 1:
             os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
         store = self._open_attempt()
@@ -123,6 +134,7 @@ class AttemptRendezvous(RendezvousHandler):
         torchrun calls it ten times per second. Raises RendezvousClosedError or RendezvousConnectionError, which make
         torchrun end this node's ranks, if a launcher has ended the job.
         """
+        self.has_ranks = True
         if self.launchers is None or time.monotonic() < self.next_check:
             return 0
         self.next_check = time.monotonic() + CHECK_INTERVAL
