@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.tiny_run import DEBUG, ROOT, curve
 from torchllm.config import Source
+from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import (
     FORMAT,
@@ -30,7 +31,7 @@ from torchllm.data.corpus_header import (
     corpus_fingerprint,
     write_header,
 )
-from torchllm.data.shard import ShardFileWriter, file_sums, shard_path
+from torchllm.data.shard import ShardFileWriter, shard_path
 
 TOKENS_PER_SHARD = 256
 _DOCUMENTS_PER_SHARD = 4

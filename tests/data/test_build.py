@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -316,6 +317,30 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     header = write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
     assert header.skipped == {"empty document": 2, "broken JSON": 1}
     assert documents(Corpus(tmp_path / "c"), "train") == ["one", "two"]
+
+
+def test_an_unreadable_file_of_many_shards_is_counted_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1" + bytes(5000))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["good"]}), tmp_path / "d.parquet")
+    source = Source(kind="parquet", path=f"{tmp_path}/*.parquet")
+    plan = plan_for(source, on_bad_record="skip", shard_mib=0.001, validation_fraction=0.0)
+    for processes in (1, 2):  # the second time the finished shards are kept
+        header = write_corpus(plan, BYTES, tmp_path / "corpus", processes)
+        assert header.shards > 10
+        assert header.skipped == {"unreadable file": 3}
+
+
+def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_documents(tmp_path, 20)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    message = rf"^{tmp_path}/corpus cannot be written: No space left on device\. Make room there, or .* \(data\.cache"
+    with pytest.raises(DataError, match=message):
+        write_corpus(plan_for(source), BYTES, tmp_path / "corpus")
 
 
 def test_of_bad_records_in_many_processes_the_first_is_named(tmp_path: Path) -> None:

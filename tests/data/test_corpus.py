@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -13,16 +14,17 @@ import pytest
 from tests.data.many_shards import TOKENS_PER_SHARD, counting, opening_cost, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
+from torchllm.data import checked_file
+from torchllm.data import corpus as corpus_module
 from torchllm.data.build import write_corpus
-from torchllm.data.corpus import Corpus, Synthetic
+from torchllm.data.checked_file import BLOCK, DamagedFile, file_sums, unchecked
+from torchllm.data.corpus import Corpus, Synthetic, close_shards
 from torchllm.data.error import DataError
 from torchllm.data.shard import (
-    BLOCK,
     SPLITS,
     OpenShard,
     ShardFileWriter,
     ShardSize,
-    file_sums,
     shard_files,
     shard_path,
 )
@@ -103,24 +105,190 @@ def test_a_damaged_shard_is_found_by_the_check_and_at_first_use(folder: Path, mo
     last = corpus.count("train", 10) - 1
     corpus.window("train", last, 10)
     os.truncate(tokens, 100)
-    with pytest.raises(DataError, match=r"00000\.train\.bin became shorter"):
+    with pytest.raises(DataError, match=r"00000\.train\.bin became shorter .* ends at byte 100"):
         corpus.window("train", last, 10)
 
     def fail(descriptor: int, count: int, offset: int) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(DataError, match=r"00000\.train\.bin cannot be read: Input/output error"):
+    with pytest.raises(DataError, match=r"00000\.train\.bin cannot be read at byte 0: Input/output error"):
         corpus.window("train", 0, 10)
 
 
-def test_block_sums_find_a_flipped_bit(tmp_path: Path) -> None:
+def write_two_shards(folder: Path) -> Corpus:
+    """Write a corpus of two shards of several MiB each into `folder` / "c"."""
     lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(600)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    write_corpus(plan_for(source, shard_mib=2.5, validation_fraction=0.1), BYTES, tmp_path / "c")
-    corpus = Corpus(tmp_path / "c")
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    source = Source(kind="jsonl", path=str(folder / "a.jsonl"))
+    write_corpus(plan_for(source, shard_mib=2.5, validation_fraction=0.1), BYTES, folder / "c")
+    corpus = Corpus(folder / "c")
     assert corpus.header.shards == 2
+    return corpus
+
+
+def flip_bit(path: Path, byte: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1]))
+
+
+class Hashed:
+    """How many bytes of each file content were hashed; stands for the module zlib."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def crc32(self, content: bytes) -> int:
+        self.bytes += len(content)
+        return zlib.crc32(content)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Hashed:
+    counter = Hashed()
+    monkeypatch.setattr(checked_file, "zlib", counter)
+    monkeypatch.setattr(corpus_module, "zlib", counter)
+    return counter
+
+
+def test_a_damaged_block_is_found_when_it_is_first_read(tmp_path: Path) -> None:
+    write_two_shards(tmp_path)
+    train = tmp_path / "c" / "00000.train.bin"
+    size = train.stat().st_size
+    first_bytes = f"its bytes {BLOCK:,} to {2 * BLOCK - 1:,} do not have their checksum"
+    flip_bit(train, BLOCK + 7)
+    corpus = Corpus(tmp_path / "c")
+    corpus.window("train", 0, 1000)
+    for _ in range(2):  # it stays damaged
+        with pytest.raises(DamagedFile, match=rf"00000\.train\.bin is damaged: {first_bytes}: copy or prepare"):
+            corpus.window("train", 0, BLOCK // 2)
+    close_shards()
+    flip_bit(train, BLOCK + 7)
+    flip_bit(train, size - 1)  # of the index of documents
+    with pytest.raises(DamagedFile, match=f"to {size - 1:,} do not have"):
+        Corpus(tmp_path / "c").window("train", 0, 1000)
+
+
+def test_each_block_is_hashed_once_per_process_and_not_once_verified(tmp_path: Path, hashed: Hashed) -> None:
+    write_two_shards(tmp_path)
+    hashed.bytes = 0
+    corpus = Corpus(tmp_path / "c", tmp_path / "records")
+    sizes = {(split, number): corpus.bytes_of(split, number) for split in SPLITS for number in range(2)}
+    sequences = corpus.count("train", 500)
+    corpus.window("train", 3, 500)
+    assert hashed.bytes <= 3 * BLOCK  # the block of the sequence, of its documents' begins, and of the index
+    for _ in range(2):
+        for number in np.random.default_rng(0).permutation(sequences):
+            corpus.window("train", int(number), 500)
+        close_shards()  # opening a file again does not check it again
+    assert hashed.bytes == sizes["train", 0] + sizes["train", 1]
+
+    unverified = corpus.check()
+    assert len(unverified) == 4
+    hashed.bytes = 0
+    for shard in unverified:
+        corpus.verify(*shard)
+    assert hashed.bytes == sum(sizes.values())
+    again = Corpus(tmp_path / "c", tmp_path / "records")
+    assert not again.check()
+    hashed.bytes = 0
+    again.window("train", 3, 500)
+    close_shards()
+    assert hashed.bytes == 0
+    with os.scandir(tmp_path / "records") as records:
+        assert sum(record.stat().st_size for record in records) == 4 * 8
+
+    os.utime(tmp_path / "c" / "00001.train.bin")
+    assert Corpus(tmp_path / "c", tmp_path / "records").check() == [("train", 1)]
+    copy = shutil.copytree(tmp_path / "c", tmp_path / "copy")  # with the same times
+    assert len(Corpus(copy, tmp_path / "records").check()) == 4
+
+
+def test_a_file_verified_by_another_process_is_not_checked_any_more(tmp_path: Path, hashed: Hashed) -> None:
+    write_two_shards(tmp_path)
+    reader = Corpus(tmp_path / "c", tmp_path / "records")
+    reader.window("train", 0, 500)
+    close_shards()
+    other = Corpus(tmp_path / "c", tmp_path / "records")
+    for shard in other.check():
+        other.verify(*shard)
+    hashed.bytes = 0
+    for number in range(reader.count("train", 5000)):
+        reader.window("train", number, 5000)
+    close_shards()
+    assert hashed.bytes == 0
+
+
+def test_verifying_names_every_damaged_block_and_damaged_sums(tmp_path: Path) -> None:
+    corpus = write_two_shards(tmp_path)
+    train = tmp_path / "c" / "00001.train.bin"
+    for block in (0, 2):
+        flip_bit(train, block * BLOCK)
+    with pytest.raises(DamagedFile, match=r"0 to 1,048,575 do not have their checksum, nor do 1 other MiB") as raised:
+        corpus.verify("train", 1)
+    blocks = [range(0, BLOCK), range(2 * BLOCK, min(3 * BLOCK, train.stat().st_size))]
+    assert raised.value.wrong_bytes == blocks
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (str(copy), copy.wrong_bytes) == (str(raised.value), blocks)
+    flip_bit(tmp_path / "c" / "sums.bin", 0)
+    with pytest.raises(DataError, match=r"sums\.bin was changed"):
+        corpus.check()
+
+
+def test_records_that_cannot_be_written_are_a_warning(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "records").write_text("a file, where a folder should be")
+    corpus = Corpus(folder, tmp_path / "records")
+    for shard in corpus.check():
+        corpus.verify(*shard)
+    assert not corpus.check()  # it knows itself what it has verified
+    (record,) = caplog.records
+    assert re.search(r"records/\w+-\w+ cannot be written \(.*\): the next run verifies", record.getMessage())
+
+
+def test_an_id_that_the_corpus_does_not_have_is_named(tmp_path: Path) -> None:
+    """Format 1 has no sums, so its ids are what is checked while it is read."""
+    damaged = shutil.copytree(FORMAT_1, tmp_path / "c")
+    with (damaged / "00000.train.bin").open("r+b") as file:
+        file.seek(2 * 1234)
+        file.write(np.uint16(50_000).tobytes())
+    corpus = Corpus(damaged)
+    message = r"00000\.train\.bin is damaged: at byte 2,468 is token id 50000, but the corpus has none over 257: copy"
+    with pytest.raises(DamagedFile, match=message):
+        corpus.window("train", 2, 500)
+    corpus.window("train", 3, 500)
+    close_shards()
+    with pytest.raises(DamagedFile, match=r"00000\.train\.bin is damaged: it does not have its sha256"):
+        corpus.verify("train", 0)
+    Corpus(FORMAT_1).verify("train", 0)
+
+
+def test_the_sequences_that_depend_on_damage(tmp_path: Path) -> None:
+    corpus = write_two_shards(tmp_path)
+    tokens = [corpus.bytes_of("train", number) // 2 for number in range(2)]
+    path = shard_path(corpus.folder, 1, "train")
+    stream = corpus.tokens("train")
+    for length, wrong in ((1000, range(0, 2)), (1000, range(2000, 4000)), (700, range(BLOCK, 2 * BLOCK))):
+        in_shard_1 = np.arange(wrong.start // 2, wrong.stop // 2)
+        positions = in_shard_1 + int(corpus._starts["train"][1])
+        expected = set()
+        for number in range(corpus.count("train", length)):
+            if np.any((positions >= number * length) & (positions <= (number + 1) * length)):
+                expected.add(number)
+        assert corpus.sequences_with(DamagedFile(path, "", [wrong]), length) == sorted(expected)
+    everything = range(tokens[1] * 2 - 8, tokens[1] * 2)  # the index
+    found = corpus.sequences_with(DamagedFile(path, "", [everything]), 1000)
+    assert (found[0], found[-1]) == (int(corpus._starts["train"][1]) // 1000, (stream - 1) // 1000 - 1)
+    for other in (tmp_path / "elsewhere" / path.name, shard_path(corpus.folder, 1, "validation")):
+        assert corpus.sequences_with(DamagedFile(other, "", [range(0, 2)]), 1000) == []
+
+
+def test_block_sums_find_a_flipped_bit(tmp_path: Path) -> None:
+    corpus = write_two_shards(tmp_path)
     for number, split in itertools.product(range(2), SPLITS):
         content = shard_path(corpus.folder, number, split).read_bytes()
         blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
@@ -172,7 +340,7 @@ def test_the_documents_of_long_shards_are_found(tmp_path: Path) -> None:
             writer.add(random.integers(256, size=int(length), dtype=np.uint16))
         writer.finish()
     size = ShardSize(writer.tokens, writer.documents, id_bytes=2)
-    shard = OpenShard(shard_files(tmp_path, 0, "train", size, corpus_format=2), size)
+    shard = OpenShard(shard_files(tmp_path, 0, "train", size, corpus_format=2), size, writer.largest_id, unchecked)
     ids = np.fromfile(path, dtype="<u2", count=writer.tokens)
     begins = np.cumsum([0, *lengths[:-1]])
     for first in [0, 1, 65_535, 65_536, 65_537, 131_072, writer.tokens - 1, *random.integers(writer.tokens, size=50)]:
@@ -217,5 +385,5 @@ def test_shards_in_use_stay_open(tmp_path: Path) -> None:
         for number in range(39):  # sequences of a shard each, and shard 0 between them
             corpus.window("train", number, TOKENS_PER_SHARD)
             corpus.window("train", 0, 10)
-    opened = [Path(path).name for path in calls.opened]
+    opened = [Path(path).name for path in calls.opened if not path.endswith("sums.bin")]
     assert opened == [f"{number:05d}.train.bin" for number in range(40)]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchllm.data.loader
+import torchllm.data.verification
 from tests import workers
 from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
 from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
-from tests.data.test_corpus import FORMAT_1
+from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
 from tests.launched import ends
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
+from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
@@ -436,7 +438,7 @@ def test_too_little_and_too_much_data_are_errors(tmp_path: Path, monkeypatch: py
 
 def test_tokens_must_be_of_the_runs_tokenizer_and_fit_the_model(tmp_path: Path) -> None:
     real(tmp_path, write_documents(tmp_path, 50))
-    (folder,) = (tmp_path / "cache").iterdir()
+    (folder,) = (tmp_path / "cache").glob("jsonl-*")
     source = Source(kind="tokens", path=str(folder))
     assert real(tmp_path, source).next_step()
     header = json.loads((folder / "corpus.json").read_text())
@@ -578,7 +580,7 @@ class RankCalls(NamedTuple):
     raw_stats: int
     corpus_stats: int
     opened: list[str]
-    """names of files in the cache"""
+    """names of files of the cached corpus"""
 
 
 def _calls_of_a_rank(folder: str, source: Source) -> RankCalls:
@@ -586,7 +588,7 @@ def _calls_of_a_rank(folder: str, source: Source) -> RankCalls:
         error, _ = _on_a_rank(folder, {"sources": (source,), "workers": 0}, {})
     assert not error
     in_cache = [path for path in calls.asked_for_size if "/cache/" in path]
-    opened = [Path(path).name for path in calls.opened if "/cache/" in path]
+    opened = [Path(path).name for path in calls.opened if "/cache/jsonl-" in path]
     return RankCalls(len(calls.asked_for_size) - len(in_cache), len(in_cache), opened)
 
 
@@ -672,3 +674,111 @@ def test_an_error_on_one_rank_stops_all(tmp_path: Path, case: str) -> None:
     assert time.monotonic() - start < 60
     assert errors[0] == errors[1]
     assert message in errors[0]
+
+
+def damaged_run(tmp_path: Path, source: Source, workers: int = 0) -> "tuple[TrainLoader, list[tuple[int, str]]]":
+    """A loader with sequences of 1,000 tokens, and the list of what it marks."""
+    marks: list[tuple[int, str]] = []
+    ranks = replace(data_ranks(), mark_damage=lambda step, reason: marks.append((step, reason)))
+    data = Data(sources=(source,), cache=str(tmp_path / "cache"), workers=workers)
+    training = Training(micro_batch_size=2, global_batch_size=4, sequence_length=1000)
+    return build_loader(data, training, Model(), 0, ranks), marks
+
+
+def take_steps(loader: TrainLoader, steps: int) -> None:
+    for _ in range(steps):
+        loader.next_step()
+
+
+def test_a_late_find_names_shard_and_steps_and_marks_them(tmp_path: Path) -> None:
+    folder = write_two_shards(tmp_path).folder
+    loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)))
+    verification = loader._verification
+    assert verification is not None
+    verification.seconds_between_checks = 0.01
+    loader.load_state(loader.state() | {"sequences": 400, "steps": 1000})  # of a run that had another batch size
+    read_in: dict[int, list[int]] = {}
+    for step in range(1001, 1061):
+        loader.next_step()
+        for n in range(400 + 4 * (step - 1001), 400 + 4 * (step - 1000)):
+            read_in.setdefault(loader._order.locate(n).number, []).append(step)
+    numbers = range(BLOCK // 2 // 1000, BLOCK // 1000 + 1)  # of the sequences with tokens of the second MiB
+    steps = sorted({step for number in numbers for step in read_in.get(number, [])})
+    flip_bit(folder / "00000.train.bin", BLOCK + 77)
+    end = time.monotonic() + 60
+    while verification.problem is None and time.monotonic() < end:
+        time.sleep(0.01)
+    listed = ", ".join(map(str, steps[:5]))
+    message = (
+        rf"00000\.train\.bin is damaged: its bytes 1,048,576 to 2,097,151 do not .* step {listed} and {len(steps) - 5} "
+        rf"others: its checkpoints from step {steps[0]} on are marked as suspect"
+    )
+    for read in (loader.next_step, loader.state):  # neither trains on it any more nor saves it
+        with pytest.raises(DataError, match=message):
+            read()
+    step, reason = marks[0]
+    assert step == steps[0]
+    assert re.fullmatch(r"it was trained on damaged data: .*00000\.train\.bin is damaged: its bytes .*", reason)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damage_is_one_line_before_it_is_trained_on(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchllm.data.verification, "_BYTES_AT_START", 0)
+    monkeypatch.setattr(torchllm.data.verification, "_BYTES_PER_SECOND", 1)
+    folder = write_two_shards(tmp_path).folder
+    path = folder / "00001.train.bin"
+    for block in range(4):
+        flip_bit(path, block * BLOCK)
+    loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)), workers)
+    with pytest.raises(DataError) as raised:
+        take_steps(loader, 20)
+    text = str(raised.value)
+    assert re.fullmatch(rf"{path} is damaged: .* No step since the start of this run has trained on it", text)
+    assert not marks
+    loader.close()
+
+
+def test_a_shard_that_is_cut_during_the_run_is_named(tmp_path: Path) -> None:
+    folder = write_two_shards(tmp_path).folder
+    path = folder / "00000.train.bin"
+    loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)), workers=2)
+    loader.next_step()
+    os.truncate(path, 1000)
+    message = rf"{path} became shorter while it was open: it ends at byte [\d,]+: copy or prepare the corpus again"
+    with pytest.raises(DataError) as raised:
+        take_steps(loader, 40)
+    assert re.fullmatch(message, str(raised.value))
+    assert not marks
+    loader.close()
+
+
+def flip_first_bit(folder: Path) -> None:
+    flip_bit(folder / "00000.train.bin", 0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_first_bit, r"00000\.train\.bin is damaged: its bytes 0 to .* do not have their checksum"),
+        (lambda folder: os.truncate(folder / "00000.train.bin", 100), r"00000\.train\.bin is 100 bytes"),
+        (lambda folder: (folder / "00000.train.bin").unlink(), r"00000\.train\.bin is missing"),
+        (lambda folder: (folder / "corpus.json").write_text("{"), r"corpus\.json is damaged"),
+        (lambda folder: (folder / "shards.bin").unlink(), r"shards\.bin cannot be read"),
+        (lambda folder: os.truncate(folder / "sums.bin", 1), r"sums\.bin was changed"),
+    ],
+)
+def test_a_damaged_cache_is_rebuilt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str
+) -> None:
+    source = write_documents(tmp_path, 200)
+    state = real(tmp_path, source).state()
+    (folder,) = (tmp_path / "cache").glob("jsonl-*")
+    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert not caplog.records
+    damage(folder)
+    assert real(tmp_path, source).state() == state
+    assert re.search(message + ".*; its source is tokenized again", caplog.text)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == content

@@ -27,6 +27,7 @@ seeds = st.integers(0, 2**63 - 1)
 def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
     permutation = Permutation(size, seed)
     assert sorted(map(permutation, range(size))) == list(range(size))
+    assert [permutation.inverse(permutation(i)) for i in range(size)] == list(range(size))
 
 
 def test_a_permutation_mixes() -> None:
@@ -47,6 +48,21 @@ def test_every_element_comes_first_about_as_often() -> None:
     first = [Permutation(10, seed)(0) for seed in range(10_000)]
     counts = np.bincount(first, minlength=10)
     assert np.all(np.abs(counts - 1000) < 150)  # 5 standard deviations
+
+
+@pytest.mark.parametrize(("source_sizes", "weights"), [([40], [1.0]), ([5, 700, 31], [3.0, 5.0, 1.0])])
+def test_the_uses_of_a_sequence_are_found(source_sizes: list[int], weights: list[float]) -> None:
+    order = DataOrder(3, source_sizes, weights)
+    first, end = 37, 500
+    uses: dict[tuple[int, int], list[int]] = {}
+    for n in range(first, end):
+        location = order.locate(n)
+        uses.setdefault((location.source, location.number), []).append(n)
+    for source, size in enumerate(source_sizes):
+        for number in range(size):
+            assert order.find(source, [number], first, end) == uses.get((source, number), [])
+    both = sorted(uses.get((0, 1), []) + uses.get((0, 3), []))
+    assert order.find(0, [3, 1], first, end) == both
 
 
 def test_the_order_is_fixed() -> None:

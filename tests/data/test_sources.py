@@ -1,5 +1,7 @@
+import errno
 import io
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchllm.config import Source
+from torchllm.config import Data, Source
 from torchllm.data import records, sources
+from torchllm.data.cache import plan_corpus
 from torchllm.data.error import DataError
 from torchllm.data.records import TextRecord
 from torchllm.data.sources import ShardRange, open_raw_source, raw_mib, source_files
+from torchllm.data.tokenizer import load_tokenizer
 
 
 def read(source: Source, shards: int = 1) -> list[TextRecord]:
@@ -90,6 +94,37 @@ def test_hub_reads_whatever_datasets_loads(tmp_path: Path) -> None:
         read(Source(kind="hub", path=str(folder), text_key="body"))
     with pytest.raises(DataError, match="cannot load split 'nosuch'"):
         read(Source(kind="hub", path=str(folder), split="nosuch"))
+
+
+def test_the_key_of_a_hub_source_has_its_revision(tmp_path: Path) -> None:
+    folder = tmp_path / "local"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}')
+    source = Source(kind="hub", path=str(folder))
+    plan = plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
+    assert plan == plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
+    (folder / "train.jsonl").write_text('{"text": "another"}')
+    os.utime(folder / "train.jsonl", (1, 1))
+    assert plan_corpus(source, Data(), load_tokenizer("bytes"), 258).key != plan.key
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, code: int, tmp_path: Path) -> None:
+    import datasets
+
+    def load(*arguments: object, **options: object) -> None:
+        try:
+            raise OSError(code, os.strerror(code))
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("An error occurred while generating the data") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    message = (
+        rf"'a/b': An error .* data: .*{os.strerror(code)} \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
+    )
+    with pytest.raises(DataError, match=message):
+        read(Source(kind="hub", path="a/b"))
 
 
 def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, corpus_fingerprint, write_header
+from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
+from torchllm.data.records import UNREADABLE
 from torchllm.data.sources import ShardRange, open_raw_source
 from torchllm.data.tokenize_shard import FinishedShard, ShardTokenizer, id_dtype
 from torchllm.runtime.parent import end_with_starter
@@ -34,14 +36,27 @@ _WAITING_PER_PROCESS = 4
 def write_corpus(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1) -> CorpusHeader:
     """Write the corpus of a plan's source into `folder` and return its header.
 
-    Raises DataError if the source cannot be read or, naming the first bad record, if plan.on_bad_record is "error".
+    Raises DataError if the source cannot be read, the folder cannot be written or, naming the first bad record, if
+    plan.on_bad_record is "error".
     """
+    try:
+        return _write_shards_and_header(plan, tokenizer, folder, processes)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror or error}. Make room there, or choose another folder "
+            "(data.cache for the start of a run, prepare.folder for recipes/prepare.py)"
+        ) from error
+
+
+def _write_shards_and_header(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int) -> CorpusHeader:
+    """Write a corpus; raises OSError if that fails."""
     source = open_raw_source(plan.source, plan.files)
     shards = source.cut_shards(math.ceil(source.mib / shard_size_mib(source.mib, plan.shard_mib)) or 1)
     folder.mkdir(parents=True, exist_ok=True)
     table = ShardTableWriter()
     totals: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
+    unreadable: set[str] = set()
     largest_id = 0
     shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder)
     name = f"tokenizing {plan.source.kind}"
@@ -57,7 +72,10 @@ def write_corpus(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, proce
                 totals["tokens"] += split.tokens
             totals["text_bytes"] += finished.text_bytes
             skipped.update(finished.skipped)
+            unreadable.update(finished.unreadable)
             largest_id = max(largest_id, finished.max_token)
+    if unreadable:
+        skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards
     loaded = tokenizer.load()
     sums = table.write(folder)
     header = CorpusHeader(

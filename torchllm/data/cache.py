@@ -1,5 +1,6 @@
 """Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
 
+import logging
 import os
 import shlex
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 
 from torchllm.config import Data, Source
 from torchllm.data.build import write_corpus
+from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.sources import raw_mib, source_files
+from torchllm.data.sources import hub_revision, raw_mib, source_files
 from torchllm.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def available_cpus() -> int:
@@ -30,7 +34,7 @@ def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, sh
     """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
 
     Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
-    source has no file, or `vocab` is too small for the tokenizer's special tokens.
+    source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
     """
     if max(tokenizer.begin, tokenizer.end) >= vocab:
         raise DataError(
@@ -40,6 +44,7 @@ def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, sh
     return CorpusPlan(
         source=replace(source, weight=1.0),
         files=source_files(source),
+        revision=hub_revision(source) if source.kind == "hub" else "",
         tokenizer=tokenizer.fingerprint,
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
@@ -73,13 +78,16 @@ def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
 
 
 def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
-    """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached yet.
+    """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
 
     Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
     folder = cached_folder(data, plan)
     if (folder / HEADER).is_file():
-        return folder
+        damage = _find_damage(folder, data)
+        if damage is None:
+            return folder
+        log.warning("data.cache: %s; its source is tokenized again", damage)
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
         arguments = shlex.join(sys.argv[1:])
@@ -94,6 +102,24 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     return folder
 
 
+def _records(data: Data) -> Path:
+    """Return the folder that remembers which files of corpora were found whole."""
+    return cache_root(data) / "verified"
+
+
+def _find_damage(folder: Path, data: Data) -> str | None:
+    """Return what is wrong with a corpus in the cache, None if it is whole; what was verified earlier is not read."""
+    try:
+        corpus = Corpus(folder, _records(data))
+        for shard in corpus.check():
+            corpus.verify(*shard)
+    except DamagedFile as damage:
+        return f"{damage.path} {damage.fault}"
+    except DataError as error:
+        return str(error)
+    return None
+
+
 def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
     """Return an open source; `folder` is the cache folder of a raw source, and `vocab` is model.vocab.
 
@@ -104,7 +130,7 @@ def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | 
         return Synthetic(vocab)
     if source.kind == "synthetic":
         return Synthetic(min(vocab, tokenizer.vocab))
-    corpus = Corpus(folder if is_raw(source) else source.path)
+    corpus = Corpus(folder if is_raw(source) else source.path, _records(data))
     if corpus.header.tokenizer != tokenizer.fingerprint:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "

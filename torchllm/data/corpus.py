@@ -5,21 +5,34 @@ A corpus is a folder of shards (`shard.py` has the layout of their files) and a 
 stream[i S : i S + S + 1].
 
 Opening a corpus reads the description only. The file of a shard is opened when a sequence of it is read, and a process
-holds the last few open, whatever the number of shards, sources and epochs.
+holds the last few open, whatever the number of shards, sources and epochs. What is read is checked (`checked_file.py`).
 """
 
+import hashlib
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.data.checked_file import (
+    BLOCK,
+    BlockSums,
+    CheckedFile,
+    Checksums,
+    CorpusFile,
+    DamagedFile,
+    check_size,
+    damaged_blocks,
+)
 from torchllm.data.corpus_header import (
     check_fingerprint,
+    file_hashes_of_format_1,
     first_blocks,
     read_description,
     read_sums,
@@ -28,15 +41,15 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
     Begins,
-    BlockSums,
     Ids,
     OpenShard,
-    ShardFile,
     ShardSize,
+    ShardSplit,
     Split,
-    check_size,
     shard_files,
+    shard_of,
 )
+from torchllm.data.verified_files import VerifiedFiles, record_path
 
 _OPEN_SHARDS = 16
 """shards that a process holds open: one descriptor each, two in format 1"""
@@ -128,9 +141,13 @@ def close_shards() -> None:
 class Corpus:
     """A corpus folder; `header` is the content of its corpus.json."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read the description of a corpus. Raises DataError if it is missing or damaged; `check` looks at the rest."""
+    def __init__(self, folder: str | Path, records: Path | None = None) -> None:
+        """Read the description of a corpus. `records`: folder that remembers which files of corpora were found whole.
+
+        Raises DataError if the description is missing or damaged; `check` and `verify` look at the rest.
+        """
         self.folder = Path(folder).expanduser()
+        self._records = records
         self._description = read_description(self.folder)
         self.header = self._description.header
         self.fingerprint = self.header.fingerprint
@@ -139,39 +156,111 @@ class Corpus:
         for split in SPLITS:
             tokens = self._description.columns[split].tokens
             self._starts[split] = np.concatenate([[0], np.cumsum(tokens)])
+        record = record_path(records, self.folder, self.fingerprint) if records is not None else None
+        self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
+        self._checked_blocks: dict[ShardSplit, npt.NDArray[np.bool_]] = {}
+        """of the files that are not remembered as whole: the blocks that this process has checked"""
 
-    def __reduce__(self) -> tuple[Callable[[Path], "Corpus"], tuple[Path]]:
-        return Corpus, (self.folder,)  # the columns are read again, not sent
+    def __reduce__(self) -> tuple[Callable[[Path, Path | None], "Corpus"], tuple[Path, Path | None]]:
+        return Corpus, (self.folder, self._records)  # the columns are read again, not sent
 
-    def check(self, part: int = 0, parts: int = 1) -> None:
+    def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
         """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
 
         It takes O(shards): of a job, one process per node does it, and the nodes share the shards out. Raises DataError
-        that names a file that is missing or has another size.
+        that names a file that is missing or has another size. Returns the shards whose files have to be verified: no
+        run has found them whole since they were last changed.
         """
         check_fingerprint(self.folder)
         numbers = range(part, self.header.shards, parts)
         shares = [numbers[thread::_CHECKING_THREADS] for thread in range(_CHECKING_THREADS)]
+        unverified: list[ShardSplit] = []
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            for _ in threads.map(self._check_sizes, shares):
-                pass
+            for share in threads.map(self._check_sizes, shares):
+                unverified += share
+        return sorted(unverified, key=lambda shard: (shard.number, shard.split))
 
-    def _check_sizes(self, numbers: range) -> None:
+    def _check_sizes(self, numbers: range) -> list[ShardSplit]:
+        """Check the size of the files of these shards, and return those that have to be verified."""
+        unverified = []
         for number in numbers:
             for split in SPLITS:
-                for file in self._files(split, number):
-                    check_size(file)
+                changed_ns = [check_size(file) for file in self._files(split, number)]
+                if changed_ns and not self._verified.has(self._file_number(split, number), max(changed_ns)):
+                    unverified.append(ShardSplit(split, number))
+        return unverified
+
+    def bytes_of(self, split: Split, number: int) -> int:
+        """Return the size of the files of one split of a shard."""
+        return sum(file.size for file in self._files(split, number))
+
+    def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
+        """Read the files of one split of a shard, compare them with their checksums, and remember that they are whole.
+
+        `pace` is called with the number of bytes after each MiB. Raises DataError that names a damaged file.
+        """
+        files = [CheckedFile(file) for file in self._files(split, number)]
+        try:
+            for file in files:
+                if self.header.format == 1:
+                    self._verify_hash(file, self._hashes_of_format_1[number][file.file.path.name], pace)
+                else:
+                    self._verify_blocks(file, self.block_sums(split, number), pace)
+        finally:
+            for file in files:
+                file.close()
+        if files:
+            changed_ns = max(file.changed_ns for file in files)
+            self._verified.add(self._file_number(split, number), changed_ns)
+
+    def _verify_blocks(self, file: CheckedFile, sums: BlockSums, pace: Callable[[int], None]) -> None:
+        """Read all blocks of a file. Raises DamagedFile that names those without their checksum."""
+        damaged = []
+        for block, checksum in enumerate(sums):
+            content = file.read_block(block)
+            if zlib.crc32(content) != checksum:
+                damaged.append(block)
+            pace(len(content))
+        if damaged:
+            raise damaged_blocks(file.file, damaged)
+
+    def _verify_hash(self, file: CheckedFile, sha256: str, pace: Callable[[int], None]) -> None:
+        """Read a file of format 1. Raises DamagedFile if it does not have this sha256."""
+        digest = hashlib.sha256()
+        for block in range(-(-file.file.size // BLOCK)):
+            content = file.read_block(block)
+            digest.update(content)
+            pace(len(content))
+        if digest.hexdigest() != sha256:
+            raise DamagedFile(file.file.path, "is damaged: it does not have its sha256", [range(file.file.size)])
+
+    @cached_property
+    def _hashes_of_format_1(self) -> list[dict[str, str]]:
+        return file_hashes_of_format_1(self.folder)
+
+    def _file_number(self, split: Split, number: int) -> int:
+        """Return the place of a shard's split among the files of the corpus, in the order of `sums.bin`."""
+        return number * len(SPLITS) + SPLITS.index(split)
 
     def _size(self, split: Split, number: int) -> ShardSize:
         tokens, documents = self._description.columns[split]
         return ShardSize(int(tokens[number]), int(documents[number]), self.header.id_bytes)
 
-    def _files(self, split: Split, number: int) -> list[ShardFile]:
+    def _files(self, split: Split, number: int) -> list[CorpusFile]:
         return shard_files(self.folder, number, split, self._size(split, number), self.header.format)
 
     def open_shard(self, split: Split, number: int) -> OpenShard:
         """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
-        return OpenShard(self._files(split, number), self._size(split, number))
+        find_checksums = partial(self._checksums, split, number)
+        return OpenShard(self._files(split, number), self._size(split, number), self.header.max_token, find_checksums)
+
+    def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
+        """Return what the file of a shard, last changed at this time, is checked against; None if it is not."""
+        if self.header.format == 1 or self._verified.has(self._file_number(split, number), changed_ns):
+            return None
+        sums = self.block_sums(split, number)
+        is_checked = self._checked_blocks.setdefault(ShardSplit(split, number), np.zeros(len(sums), dtype=np.bool_))
+        return Checksums(sums, is_checked)
 
     def block_sums(self, split: Split, number: int) -> BlockSums:
         """Return the CRC-32 (zlib) of each MiB of the file of one split of a shard.
@@ -180,7 +269,7 @@ class Corpus:
         """
         if self.header.format == 1:
             raise DataError(f"{self.folder} has no checksums of blocks (format 1): prepare the corpus again")
-        file = number * len(SPLITS) + SPLITS.index(split)
+        file = self._file_number(split, number)
         first, end = self._first_blocks[file : file + 2]
         return read_sums(self.folder, int(first), int(end))
 
@@ -215,6 +304,27 @@ class Corpus:
                     document += end - earlier
                     document_begin = part.shard.read_begin(end - 1) + part.offset - first
         return Window(np.concatenate(ids), np.concatenate(begins), document, piece.start - document_begin)
+
+    def sequences_with(self, damage: DamagedFile, length: int) -> list[int]:
+        """Return which training sequences of `length` tokens depend on the wrong bytes of a file of this corpus.
+
+        These are all sequences of the shard if it is not ids that are wrong, but where documents begin.
+        """
+        if damage.path.parent != self.folder:
+            return []
+        split, shard = shard_of(damage.path)
+        if split != "train":
+            return []
+        tokens = int(self._description.columns[split].tokens[shard])
+        sequences: set[int] = set()
+        for wrong in damage.wrong_bytes:
+            first, last = wrong.start // self.header.id_bytes, (wrong.stop - 1) // self.header.id_bytes
+            if last >= tokens or damage.path.suffix != ".bin":
+                first, last = 0, tokens - 1
+            start = int(self._starts[split][shard])
+            # sequence i has the tokens i length ... (i + 1) length, its last label among them
+            sequences.update(range(max(0, (start + first - 1) // length), (start + last) // length + 1))
+        return sorted(number for number in sequences if number < self.count(split, length))
 
     def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
         """Yield what each shard holds of the tokens first <= i < end of a split's stream."""

@@ -8,8 +8,8 @@ made, totals, the number N of shards, its fingerprint, and the sha256 of the fil
                  2 x N x 32 bytes    sha256 of the files, likewise; zeros where a split of a shard is empty
     sums.bin     uint32 per MiB      CRC-32 of each MiB of the files: shard 0 train, shard 0 validation, shard 1 ...
 
-A process that opens a corpus reads `corpus.json` and the first 32 N bytes of `shards.bin`. `sums.bin` is read only to
-verify blocks of a file. 15T tokens in shards of 1 GiB of text are 60,000 shards: 2 MB of columns to read.
+A process that opens a corpus reads `corpus.json` and the first 32 N bytes of `shards.bin`. Of `sums.bin` it reads the
+sums of files that it checks. 15T tokens in shards of 1 GiB of text are 60,000 shards: 2 MB of columns to read.
 
 The fingerprint of a corpus is a hash of its tokens, their order, splits and document boundaries, through the sha256 of
 its files, and does not depend on the folder.
@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
-from torchllm.data.shard import BLOCK, SPLITS, BlockSums, ShardSize, Split, file_sums, replacing
+from torchllm.data.shard import SPLITS, ShardSize, Split, replacing
 
 HEADER = "corpus.json"
 SHARD_TABLE = "shards.bin"
@@ -118,7 +119,7 @@ def read_description(folder: Path) -> CorpusDescription:
     try:
         numbers = np.fromfile(table, dtype="<i8", count=4 * header.shards)
     except OSError as error:
-        raise DataError(f"{table} cannot be read ({error.strerror}): copy or prepare the corpus again") from None
+        raise _unreadable(table, error) from None
     if len(numbers) != 4 * header.shards:
         raise _changed(table)
     tokens, documents = numbers.reshape(2, len(SPLITS), header.shards)
@@ -142,14 +143,20 @@ def _describe_format_1(content: dict[str, Any]) -> CorpusDescription:
 
 
 def check_fingerprint(folder: Path) -> None:
-    """Raise DataError if the records of the shards are not those that the fingerprint was computed from. O(shards)."""
+    """Raise DataError if records or checksums of the shards are not those that were written. O(shards + MiB)."""
     content = _read_json(folder)
     if content["format"] == 1:
         records = [shard["files"] for shard in content["shards"]]
         if content["fingerprint"] != corpus_fingerprint(content["dtype"], content["tokenizer"], records):
             raise _changed(folder / HEADER)
-    elif content["table_sha256"] != file_sums(folder / SHARD_TABLE).sha256:
-        raise _changed(folder / SHARD_TABLE)
+        return
+    for name, sha256 in ((SHARD_TABLE, content["table_sha256"]), (SUMS, content["sums_sha256"])):
+        try:
+            is_as_written = file_sums(folder / name).sha256 == sha256
+        except OSError as error:
+            raise _unreadable(folder / name, error) from None
+        if not is_as_written:
+            raise _changed(folder / name)
 
 
 def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any]) -> str:
@@ -179,6 +186,18 @@ def _changed(path: Path) -> DataError:
     return DataError(f"{path} was changed after it was written: copy or prepare the corpus again")
 
 
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read ({error.strerror}): copy or prepare the corpus again")
+
+
+def file_hashes_of_format_1(folder: Path) -> list[dict[str, str]]:
+    """Return the sha256 of each file by its name, of each shard of a corpus of format 1."""
+    hashes = []
+    for shard in _read_json(folder)["shards"]:
+        hashes.append({name: record["sha256"] for name, record in shard["files"].items()})
+    return hashes
+
+
 def first_blocks(description: CorpusDescription) -> Column:
     """Return for each file, in the order of `sums.bin`, how many blocks the files before it have; then the total.
 
@@ -199,7 +218,7 @@ def read_sums(folder: Path, first: int, end: int) -> BlockSums:
     try:
         sums = np.fromfile(path, dtype="<u4", count=end - first, offset=4 * first)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): copy or prepare the corpus again") from None
+        raise _unreadable(path, error) from None
     if len(sums) != end - first:
         raise _changed(path)
     return sums

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -24,19 +24,21 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchllm.config import Data, Model, Source, Training, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.data.cache import cache_root, cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
 
 _ENDLESS = 2**62
 """steps; no run takes as many"""
 _PREFETCHED_STEPS = 2
 _LISTED = 5
-"""sources whose share is rounded that a message names"""
+"""sources whose share is rounded, or steps that have read damaged data, that a message names"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class DataRanks:
     """rank in the job of the process that prepares for this node"""
     pieces: SequencePieces = WHOLE_SEQUENCE
     """part of each sequence that this process trains on, and reads; ranks that share a sequence (cp) have others"""
+    mark_damage: Callable[[int, str], None] = lambda first_step, reason: None
+    """is told, before the run ends by it, from which step on it has trained on damaged data, and what is damaged"""
 
 
 def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
@@ -62,21 +66,31 @@ def build_loader(data: Data, training: Training, model: Model, seed: int, ranks:
 
     Call it on all ranks: an error on one rank is raised as the same DataError on all.
     """
-    sources = _open_on_all_ranks(data, training, model, ranks)
-    return TrainLoader(sources, data, training, seed, ranks)
+    opened = _open_on_all_ranks(data, training, model, ranks)
+    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification)
 
 
-def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> list[SequenceSource]:
+class _Opened(NamedTuple):
+    sources: list[SequenceSource]
+    verification: Verification | None
+    """on the rank that prepares for its node"""
+
+
+def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> _Opened:
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
     answers = _on_all_ranks(ranks, lambda: json.dumps(_prepare(data, model)) if ranks.prepares else "")
     folders: list[str] = json.loads(answers[ranks.preparing_rank])
     preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
     sources: list[SequenceSource] = []
+    verification: Verification | None = None
 
     def open_and_hash() -> str:
+        nonlocal verification
         sources.extend(_open(folders, data, training, model))
         if ranks.prepares:
-            _check(sources, part=preparing_ranks.index(ranks.preparing_rank), parts=len(preparing_ranks))
+            corpora = [source for source in sources if isinstance(source, Corpus)]
+            verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
+            verification.begin()
         return hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
 
     hashes = _on_all_ranks(ranks, open_and_hash)
@@ -84,7 +98,7 @@ def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: Data
         different = dict.fromkeys(ranks.gather_texts(_fingerprints(sources)))
         listed = " / ".join(map(str, different))
         raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
-    return sources
+    return _Opened(sources, verification)
 
 
 def _fingerprints(sources: Sequence[SequenceSource]) -> str:
@@ -147,13 +161,6 @@ def _open(folders: Sequence[str], data: Data, training: Training, model: Model) 
     return opened
 
 
-def _check(sources: Sequence[SequenceSource], part: int, parts: int) -> None:
-    """Check this node's part of the shards of all corpora. DataError if a file is missing or has another size."""
-    for source in sources:
-        if isinstance(source, Corpus):
-            source.check(part, parts)
-
-
 class _Reader:
     """Reads this rank's pieces of sequences of the sources and packs them."""
 
@@ -176,7 +183,7 @@ class _Reader:
         return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask)
 
 
-class _Steps(torch.utils.data.Dataset[Packed]):
+class _Steps(torch.utils.data.Dataset[Packed | DataError]):
     """The training data of one data rank: item k is what it reads in the k-th step from sequence `first` on.
 
     The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, from
@@ -192,23 +199,37 @@ class _Steps(torch.utils.data.Dataset[Packed]):
         self.micro_batch_size = training.micro_batch_size
         self.accumulation = gradient_accumulation(training, ranks.size)
 
-    def __getitem__(self, k: int) -> Packed:
-        """Return the step's micro batches, one after another."""
+    def __getitem__(self, k: int) -> Packed | DataError:
+        """Return the step's micro batches, one after another, or why they cannot be read.
+
+        Raised in a worker process, the error would reach the user below two tracebacks.
+        """
         locations: list[Location] = []
         for micro_batch in range(self.accumulation):
             offset = (micro_batch * self.ranks + self.rank) * self.micro_batch_size
             start = self.first + k * self.global_batch_size + offset
             locations += map(self.order.locate, range(start, start + self.micro_batch_size))
-        return self.reader.read("train", locations)
+        try:
+            return self.reader.read("train", locations)
+        except DataError as error:
+            return error
 
 
 class TrainLoader:
     """The run's training batches, and its held-out ones."""
 
     def __init__(
-        self, sources: list[SequenceSource], data: Data, training: Training, seed: int, ranks: DataRanks
+        self,
+        sources: list[SequenceSource],
+        data: Data,
+        training: Training,
+        seed: int,
+        ranks: DataRanks,
+        verification: Verification | None = None,
     ) -> None:
-        """Start at sequence 0 of `sources`, the opened data.sources."""
+        """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training."""
+        self._sources = sources
+        self._verification = verification
         self._data = data
         self._training = training
         self._workers = data.workers
@@ -220,6 +241,9 @@ class TrainLoader:
         self._held_out_locations: list[Location] = []
         """the first of them, as many as an evaluation has asked for: they never change"""
         self._consumed = 0
+        self._steps = 0
+        self._first_sequence = 0
+        """sequences that were consumed before this start"""
         self._batches: Iterator[Any] | None = None
         length = training.sequence_length
         sizes, fingerprints, tokenizers = [], [], set()
@@ -246,11 +270,19 @@ class TrainLoader:
         }
 
     def next_step(self) -> PackedBatches:
-        """Return the micro batches of this rank in the next optimizer step."""
+        """Return the micro batches of this rank in the next optimizer step.
+
+        Raises DataError, and marks what the run has trained on damaged data, if a file of the data turns out damaged.
+        """
         if self._batches is None:
             self._batches = self._start()
-        values = torch.as_tensor(next(self._batches))
+        self._check_verification()
+        item = next(self._batches)
+        if isinstance(item, DataError):
+            raise self._with_steps(item)
+        values = torch.as_tensor(item)
         self._consumed += self._training.global_batch_size
+        self._steps += 1
         accumulation = gradient_accumulation(self._training, self._ranks.size)
         return self._reader.packed_batches(values, accumulation, self._training.micro_batch_size)
 
@@ -270,7 +302,7 @@ class TrainLoader:
                 prefetch_factor=_PREFETCHED_STEPS if self._workers else None,
                 # On a GPU a tensor comes through shared memory and is pinned by a thread, off the step's path. Without
                 # that thread an array through the pipe is faster: 0.4 ms against 1.4 ms for 1,024 tokens.
-                collate_fn=torch.from_numpy if on_gpu else _unchanged,
+                collate_fn=_to_tensor if on_gpu else _unchanged,
                 pin_memory=on_gpu,
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 multiprocessing_context="fork" if self._workers and sys.platform == "linux" else None,
@@ -281,11 +313,45 @@ class TrainLoader:
         if self._workers:
             # At exit multiprocessing sends SIGTERM, which workers ignore, and waits without end: end them earlier.
             atexit.register(_end_workers, weakref.ref(batches))
+        if self._verification is not None:
+            self._verification.start()
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data."""
-        return {"sequences": self._consumed, "fingerprint": self._fingerprint}
+        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data.
+
+        Raises DataError, as `next_step` does, if a file of the data has turned out damaged: nothing is saved then.
+        """
+        self._check_verification()
+        return {"sequences": self._consumed, "steps": self._steps, "fingerprint": self._fingerprint}
+
+    def _check_verification(self) -> None:
+        """Raise DataError if the verification beside training has found a damaged file."""
+        if self._verification is not None and self._verification.problem is not None:
+            raise self._with_steps(self._verification.problem)
+
+    def _with_steps(self, error: DataError) -> DataError:
+        """Return an error that says in which steps this start has trained on wrong bytes, after marking the steps."""
+        if not isinstance(error, DamagedFile) or not error.wrong_bytes:
+            return error
+        sequences: list[int] = []
+        for index, source in enumerate(self._sources):
+            if isinstance(source, Corpus):
+                numbers = source.sequences_with(error, self._training.sequence_length)
+                sequences += self._order.find(index, numbers, self._first_sequence, self._consumed)
+        steps_before = self._steps - (self._consumed - self._first_sequence) // self._training.global_batch_size
+        step_of = [(n - self._first_sequence) // self._training.global_batch_size + 1 for n in sequences]
+        steps = sorted({steps_before + step for step in step_of})
+        if not steps:
+            return DataError(f"{error}. No step since the start of this run has trained on it")
+        listed = ", ".join(map(str, steps[:_LISTED]))
+        if len(steps) > _LISTED:
+            listed += f" and {len(steps) - _LISTED} others"
+        self._ranks.mark_damage(steps[0], f"it was trained on damaged data: {error.path} {error.fault}")
+        return DataError(
+            f"{error}. Since its start this run has trained on it in step {listed}: its checkpoints from step "
+            f"{steps[0]} on are marked as suspect, and an older one is used when it is started again"
+        )
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; O(1).
@@ -301,7 +367,8 @@ class TrainLoader:
             listed = "; ".join(differences)
             raise DataError(f"the checkpoint was trained on other data (its manifest.json has the config): {listed}")
         self.close()
-        self._consumed = state["sequences"]
+        self._consumed = self._first_sequence = state["sequences"]
+        self._steps = state.get("steps", self._consumed // self._training.global_batch_size)
 
     def _source_differences(self, saved: list[list[Any]]) -> list[str]:
         """Return a line for each difference from the saved sources; a source is [fingerprint, weight]."""
@@ -325,6 +392,8 @@ class TrainLoader:
         if self._batches is not None and self._workers:
             _end_workers(weakref.ref(self._batches))
         self._batches = None
+        if self._verification is not None:
+            self._verification.close()
         close_shards()
 
     def validation_sequences(self, sequences: int) -> int:
@@ -409,8 +478,12 @@ def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
     )
 
 
-def _unchanged(packed: Packed) -> Packed:
-    return packed
+def _unchanged(item: Packed | DataError) -> Packed | DataError:
+    return item
+
+
+def _to_tensor(item: Packed | DataError) -> torch.Tensor | DataError:
+    return item if isinstance(item, DataError) else torch.from_numpy(item)
 
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:

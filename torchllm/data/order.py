@@ -7,12 +7,12 @@ possible. Then each pass over a source (an epoch) visits its sequences in an ord
 """
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,21 @@ class Permutation:
         high, low = i >> self._half_bits, i & mask
         for key in self._round_keys:
             high, low = low, high ^ (_mix_word((low ^ key) & _WORD) & mask)
+        return high << self._half_bits | low
+
+    def inverse(self, i: int) -> int:
+        """Return what the permutation sends to i."""
+        i = self._inverse_feistel(i)
+        while i >= self._size:
+            i = self._inverse_feistel(i)
+        return i
+
+    def _inverse_feistel(self, i: int) -> int:
+        """Undo `_feistel`."""
+        mask = (1 << self._half_bits) - 1
+        high, low = i >> self._half_bits, i & mask
+        for key in reversed(self._round_keys):
+            high, low = low ^ (_mix_word((high ^ key) & _WORD) & mask), high
         return high << self._half_bits | low
 
 
@@ -200,6 +215,23 @@ class DataOrder:
         """Return how often the first `sequences` sequences of the run go through a source."""
         return sequences * self._counts[source] / len(self._table) / self._sizes[source]
 
+    def find(self, source: int, numbers: Iterable[int], first: int, end: int) -> list[int]:
+        """Return which of the sequences first <= n < end of the run are one of `numbers` of a source, ascending."""
+        entries = [index for index, slot in enumerate(self._table) if slot.source == source]
+        size = self._sizes[source]
+        first_epoch = first // len(self._table) * len(entries) // size
+        found = []
+        for number in numbers:
+            for epoch in itertools.count(first_epoch):
+                i = _permutation(size, self._seed, source, epoch).inverse(number)
+                block, entry = divmod(epoch * size + i, len(entries))
+                n = block * len(self._table) + entries[entry]
+                if n >= end:
+                    break
+                if n >= first:
+                    found.append(n)
+        return sorted(found)
+
     def first_epoch(self, count: int) -> list[Location]:
         """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
 
@@ -209,7 +241,7 @@ class DataOrder:
         for index, slot in enumerate(self._table):
             indices[slot.source].append(index)
         numbers = heapq.merge(*(self._first_numbers(source, indices[source]) for source in range(len(self._sizes))))
-        return [self.locate(n) for n in islice(numbers, count)]
+        return [self.locate(n) for n in itertools.islice(numbers, count)]
 
     def _first_numbers(self, source: int, indices: Sequence[int]) -> Iterator[int]:
         """Yield which sequences of the run are epoch 0 of a source, ascending. indices: its entries of the table."""

@@ -26,11 +26,16 @@ class CorpusPlan:
     on_bad_record: Literal["error", "skip"]
     shard_mib: float
     """approximate size of the part of the source that becomes a shard, in MiB; 0: see `build.shard_size_mib`"""
+    revision: str = ""
+    """of a data set of the hub (see `sources.hub_revision`)"""
 
     @cached_property
     def key(self) -> str:
         """Return a hash of the plan. It takes 1 s for 100,000 files, so it is computed once."""
-        return hashlib.sha256(json.dumps([FORMAT, asdict(self)]).encode()).hexdigest()[:16]
+        fields = asdict(self)
+        if not self.revision:
+            del fields["revision"]  # other sources have the key that they had before this field was added
+        return hashlib.sha256(json.dumps([FORMAT, fields]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ BLOCK = 2**18
 """bytes read, or characters handled, at a time"""
 IN_MEMORY = 2**19
 """a text of more bytes is tokenized in pieces; a text file of more bytes is not kept in memory, but read again"""
+UNREADABLE = "unreadable file"
+"""fault of a file that cannot be read; a file in several shards has it in each"""
 NO_PLACE_TO_CUT = "no place to cut"
 """fault of a long text that cannot be tokenized in pieces"""
 
@@ -175,7 +177,7 @@ def read_text_file(path: str) -> TextRecord:
 def unreadable_file(path: str, error: Exception) -> TextRecord:
     """Return the record of a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return TextRecord(Origin(path), fault="unreadable file", detail=f" ({reason})")
+    return TextRecord(Origin(path), fault=UNREADABLE, detail=f" ({reason})")
 
 
 def not_utf8(path: str, byte: int, value: int) -> TextRecord:

@@ -11,18 +11,11 @@ The index finds the documents of a sequence without a search: a sequence anywher
 and one of about 65,536 tokens' worth of begins. Ids and begins are in one file because a sequence drawn at random from
 many shards has to open a file, and on a parallel file system an open costs as much as a read.
 
-Files are read by `pread`, not memory-mapped. A map of a file that turns out to be truncated or unreadable kills the
-process by SIGBUS, a failed read is an error that names the file; a map reads page by page what is one request here; and
-before Python 3.13 each map keeps a descriptor of its own. What the processes of a node read is in the page cache once
-either way.
-
 Format 1 kept the begins in a file of their own and had no index; it is computed when such a shard is opened.
 """
 
-import hashlib
 import os
 import socket
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,28 +25,15 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchllm.data.error import DataError
+from torchllm.data.checked_file import CheckedFile, CorpusFile, DamagedFile, FindChecksums
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Begins = npt.NDArray[np.int64]
-BlockSums = npt.NDArray[np.uint32]
-"""CRC-32 of each block of a file"""
-
-BLOCK = 2**20
-"""bytes under one checksum; the last block of a file is shorter"""
 _INDEX_STRIDE = 2**16
 """tokens between two entries of the index"""
-
-
-class ShardFile(NamedTuple):
-    """A file of a shard, and the size that it must have."""
-
-    path: Path
-    size: int
-    """in bytes"""
 
 
 class ShardSize(NamedTuple):
@@ -85,20 +65,34 @@ class ShardSize(NamedTuple):
         return self.index_offset + 8 * self.index_entries if self.tokens else 0
 
 
+class ShardSplit(NamedTuple):
+    """One split of a shard of a corpus."""
+
+    split: Split
+    number: int
+    """of the shard"""
+
+
 def shard_path(folder: Path, number: int, split: Split) -> Path:
     """Return the path of the file of one split of a shard."""
     return folder / f"{number:05d}.{split}.bin"
 
 
-def shard_files(folder: Path, number: int, split: Split, size: ShardSize, corpus_format: int) -> list[ShardFile]:
+def shard_of(path: Path) -> ShardSplit:
+    """Return which split of which shard a file is of, from its name."""
+    number, split, _ = path.name.split(".")
+    return ShardSplit("train" if split == "train" else "validation", int(number))
+
+
+def shard_files(folder: Path, number: int, split: Split, size: ShardSize, corpus_format: int) -> list[CorpusFile]:
     """Return the files of one split of a shard: the one with the ids and, in format 1, the one with the begins."""
     if not size.tokens:
         return []
     path = shard_path(folder, number, split)
     if corpus_format > 1:
-        return [ShardFile(path, size.file_bytes)]
-    ids = ShardFile(path, size.tokens * size.id_bytes)
-    begins = ShardFile(path.with_suffix(".begins"), 8 * size.documents)
+        return [CorpusFile(path, size.file_bytes)]
+    ids = CorpusFile(path, size.tokens * size.id_bytes)
+    begins = CorpusFile(path.with_suffix(".begins"), 8 * size.documents)
     return [ids, begins]
 
 
@@ -161,65 +155,20 @@ class ShardFileWriter:
         self._file.write(index.astype("<i8").data)
 
 
-def check_size(file: ShardFile) -> None:
-    """Raise DataError if a file is missing or has another size than it must have."""
-    try:
-        size = os.stat(file.path).st_size
-    except OSError as error:
-        raise _cannot_open(file.path, error) from None
-    if size != file.size:
-        raise _wrong_size(file, size)
-
-
-def _cannot_open(path: Path, error: OSError) -> DataError:
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{path} is missing: copy or prepare the corpus again")
-    return DataError(f"{path} cannot be opened: {error.strerror}")
-
-
-def _wrong_size(file: ShardFile, size: int) -> DataError:
-    return DataError(
-        f"{file.path} is {size:,} bytes, the corpus says {file.size:,} bytes: copy or prepare the corpus again"
-    )
-
-
-class _OpenFile:
-    """A file that is open for reading. Its errors are DataErrors that name it."""
-
-    def __init__(self, file: ShardFile) -> None:
-        self._path = file.path
-        try:
-            self._descriptor = os.open(file.path, os.O_RDONLY)
-        except OSError as error:
-            raise _cannot_open(file.path, error) from None
-        size = os.fstat(self._descriptor).st_size
-        if size != file.size:
-            self.close()
-            raise _wrong_size(file, size)
-
-    def read(self, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
-        """Return `count` numbers from `offset` (in bytes) on."""
-        size = count * np.dtype(dtype).itemsize
-        try:
-            content = os.pread(self._descriptor, size, offset)
-        except OSError as error:
-            raise DataError(f"{self._path} cannot be read: {error.strerror}") from error
-        if len(content) != size:
-            raise DataError(f"{self._path} became shorter while it was open: copy or prepare the corpus again")
-        return np.frombuffer(content, dtype)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 class OpenShard:
     """The open files of one split of a shard: one descriptor, two in format 1."""
 
-    def __init__(self, files: Sequence[ShardFile], size: ShardSize) -> None:
-        """Open `files` (see `shard_files`). Raises DataError if one is missing or has another size."""
+    def __init__(
+        self, files: Sequence[CorpusFile], size: ShardSize, max_token: int, find_checksums: FindChecksums
+    ) -> None:
+        """Open `files` (see `shard_files`), whose ids are at most `max_token`.
+
+        Raises DataError if a file is missing or has another size; every method does if what it reads is damaged.
+        """
         self._size = size
+        self._max_token = max_token
         self._dtype = f"<u{size.id_bytes}"
-        self._files = [_OpenFile(file) for file in files]
+        self._files = [CheckedFile(file, find_checksums) for file in files]
         self._ids, self._begins = self._files[0], self._files[-1]
         self._begins_offset = size.begins_offset
         if self._ids is not self._begins:  # format 1
@@ -230,7 +179,17 @@ class OpenShard:
 
     def read_ids(self, first: int, end: int) -> Ids:
         """Return the ids of the tokens first <= i < end."""
-        return self._ids.read(self._dtype, end - first, first * self._size.id_bytes)
+        ids = self._ids.read(self._dtype, end - first, first * self._size.id_bytes)
+        if len(ids) and ids.max() > self._max_token:
+            raise self._unknown_id(ids, first)
+        return ids
+
+    def _unknown_id(self, ids: Ids, first: int) -> DamagedFile:
+        """Return the error of an id that the corpus does not have; ids[0] is token `first` of the shard."""
+        index = int(np.argmax(ids > self._max_token))
+        byte = (first + index) * self._size.id_bytes
+        fault = f"is damaged: at byte {byte:,} is token id {ids[index]}, but the corpus has none over {self._max_token}"
+        return DamagedFile(self._ids.file.path, fault, [range(byte, byte + self._size.id_bytes)])
 
     def read_begins(self, first: int, end: int) -> Begins:
         """Return which of the tokens first <= i < end begin a document, as indices in the shard, ascending."""
@@ -259,25 +218,6 @@ class OpenShard:
         """Close the files."""
         for file in self._files:
             file.close()
-
-
-class FileSums(NamedTuple):
-    """The checksums of a file."""
-
-    sha256: str
-    blocks: list[int]
-    """CRC-32 of each block"""
-
-
-def file_sums(path: Path) -> FileSums:
-    """Return the checksums of a file, reading it once."""
-    digest = hashlib.sha256()
-    blocks = []
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            blocks.append(zlib.crc32(block))
-    return FileSums(digest.hexdigest(), blocks)
 
 
 @contextmanager

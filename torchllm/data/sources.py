@@ -9,10 +9,12 @@ any process can read any shard of one large file.
 import glob
 import json
 import os
+import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
@@ -330,6 +332,8 @@ def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:
     return min(begin, size)
 
 
+_REVISION_FOLDERS = 3
+"""of the path of the copy of a data set: its configuration (with a hash of local files), its version, its commit"""
 _HUB_ROWS = 64
 """rows of a data set of the hub that are in memory at a time"""
 
@@ -371,6 +375,19 @@ def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
         return splits[source.split].num_bytes / 2**20 if source.split in splits else None
 
 
+def hub_revision(source: Source) -> str:
+    """Return what the data in a data set of the hub depends on: its configuration, version and commit.
+
+    It is asked of the hub; without network, of the copy that the library `datasets` has. Raises DataError if there is
+    neither.
+    """
+    import datasets
+
+    with _hub_errors(source):
+        builder = datasets.load_dataset_builder(source.path)
+    return "/".join(Path(builder.cache_dir).parts[-_REVISION_FOLDERS:])
+
+
 def _load_from_hub(source: Source) -> "datasets.Dataset":
     """Load the text column of a split of a data set of the hub."""
     import datasets
@@ -385,9 +402,35 @@ def _load_from_hub(source: Source) -> "datasets.Dataset":
 
 @contextmanager
 def _hub_errors(source: Source) -> Iterator[None]:
-    """Turn any error, from an unknown name to a missing network, into a DataError that names the source."""
+    """Turn any error, from an unknown name to a missing network, into a DataError that names source and cause."""
     try:
         yield
     except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = _first_line(error)
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if cause is not error:
+            reason += f": {_first_line(cause)}"
+        if type(cause) in (OSError, PermissionError):  # of the disk: those of the network are classes of their own
+            reason += f" ({_describe_hub_folders()})"
         raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _describe_hub_folders() -> str:
+    """Return where data sets of the hub are kept, and how to change that."""
+    import datasets
+    import huggingface_hub
+
+    folders = [datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE]
+    described = []
+    for folder in map(Path, folders):
+        existing = folder
+        while not existing.exists():
+            existing = existing.parent
+        described.append(f"{folder}, {shutil.disk_usage(existing).free / 2**20:,.0f} MiB free")
+    return f"data sets are kept in {' and '.join(described)}; HF_HOME=FOLDER in the environment names another place"

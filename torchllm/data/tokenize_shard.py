@@ -7,18 +7,19 @@ complete. What is in them depends on the plan and the records alone.
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus_header import SplitRecord
 from torchllm.data.error import DataError
 from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.records import NO_PLACE_TO_CUT, TextRecord
-from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, file_sums, replacing, shard_path
+from torchllm.data.records import NO_PLACE_TO_CUT, UNREADABLE, TextRecord
+from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, replacing, shard_path
 from torchllm.data.sources import RawSource, ShardRange
 from torchllm.data.tokenizer import Tokenizer
 
@@ -40,8 +41,10 @@ class FinishedShard:
     max_token: int
     """largest token id"""
     skipped: dict[str, int]
-    """records that were skipped, by their fault"""
+    """records that were skipped, by their fault; without `unreadable`"""
     splits: dict[Split, SplitRecord]
+    unreadable: list[str] = field(default_factory=list)
+    """files that could not be read; other shards may have them too"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class ShardTokenizer:
             max_token=max(split_writer.largest_id for split_writer in writer.splits),
             skipped=dict(writer.skipped),
             splits=splits,
+            unreadable=sorted(writer.unreadable),
         )
         with replacing([_marker(self.folder, shard.number)]) as (file,):
             file.write(json.dumps(asdict(content)).encode())
@@ -95,6 +99,7 @@ class _ShardWriter:
         """Write to `files`, one per split in the order of SPLITS."""
         self.splits = [ShardFileWriter(file, id_dtype(tokenizer)) for file in files]
         self.skipped: Counter[str] = Counter()
+        self.unreadable: set[str] = set()
         self.text_bytes = 0
         self._plan = plan
         self._tokenizer = tokenizer
@@ -176,7 +181,10 @@ class _ShardWriter:
     def _skip(self, record: TextRecord) -> None:
         """Count a bad record, or raise DataError."""
         if self._plan.on_bad_record == "skip":
-            self.skipped[record.fault] += 1
+            if record.fault == UNREADABLE:
+                self.unreadable.add(record.origin.name)
+            else:
+                self.skipped[record.fault] += 1
             return
         advice = _advice(record, self._tokenizer)
         raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")

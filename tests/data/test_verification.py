@@ -1,0 +1,133 @@
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.test_corpus import flip_bit, write_two_shards
+from torchllm.data import verification as module
+from torchllm.data.checked_file import BLOCK
+from torchllm.data.corpus import Corpus
+from torchllm.data.error import DataError
+from torchllm.data.shard import Split
+from torchllm.data.verification import Verification
+
+
+class CountedCorpus(Corpus):
+    """A corpus that lists what is verified of it."""
+
+    def __init__(self, folder: Path, records: Path | None = None) -> None:
+        super().__init__(folder, records)
+        self.verified: list[tuple[str, int]] = []
+
+    def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
+        super().verify(split, number, pace)
+        self.verified.append((split, number))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> CountedCorpus:
+    """Two shards with files of 4 MiB of training and some of held-out tokens each."""
+    write_two_shards(tmp_path)
+    return CountedCorpus(tmp_path / "c", tmp_path / "records")
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_nodes_share_out_the_files_and_verify_each_once(corpus: CountedCorpus) -> None:
+    Verification([corpus], 1, 2).begin()
+    assert corpus.verified == [("train", 1), ("validation", 1)]
+    Verification([corpus], 0, 2).begin()
+    assert corpus.verified[2:] == [("train", 0), ("validation", 0)]
+    Verification([corpus], 0, 1).begin()
+    assert len(corpus.verified) == 4
+
+
+def test_what_does_not_fit_into_the_start_is_verified_beside_training(
+    corpus: CountedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BYTES_AT_START", 5 * BLOCK)
+    verification = Verification([corpus], 0, 1)
+    verification.begin()
+    assert corpus.verified == [("train", 0), ("validation", 0)]
+    verification.start()
+    wait_for(lambda: len(corpus.verified) == 4)
+    verification.close()
+    assert verification.problem is None
+
+
+def test_it_reads_at_its_pace_and_ends_when_told(corpus: CountedCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BYTES_AT_START", 0)
+    monkeypatch.setattr(module, "_BYTES_PER_SECOND", BLOCK / 1000)
+    verification = Verification([corpus], 0, 1)
+    verification.begin()
+    for _ in range(2):  # it can be started again, as after a load_state
+        verification.start()
+        verification.close()
+    assert not corpus.verified
+
+
+def test_damage_is_found_at_the_start_and_beside_training(
+    corpus: CountedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_bit(corpus.folder / "00001.train.bin", 3 * BLOCK)
+    with pytest.raises(DataError, match=r"00001\.train\.bin is damaged: its bytes 3,145,728 to"):
+        Verification([corpus], 0, 1).begin()
+    monkeypatch.setattr(module, "_BYTES_AT_START", 0)
+    verification = Verification([corpus], 0, 1)
+    verification.begin()
+    verification.start()
+    wait_for(lambda: verification.problem)
+    verification.close()
+    assert "00001.train.bin is damaged" in str(verification.problem)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_file_that_changes_during_the_run_is_verified_again(corpus: CountedCorpus, damage: str) -> None:
+    verification = Verification([corpus], 0, 1)
+    verification.seconds_between_checks = 0.01
+    verification.begin()
+    verification.start()
+    path = corpus.folder / "00000.train.bin"
+    os.utime(path)
+    wait_for(lambda: len(corpus.verified) == 5)
+    assert verification.problem is None
+    if damage == "flip":
+        flip_bit(path, 5)
+    elif damage == "truncate":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+    wait_for(lambda: verification.problem)
+    verification.close()
+    problem = verification.problem
+    assert problem is not None
+    assert problem.path == path
+    # Of bytes that are missing nothing was read.
+    assert list(problem.wrong_bytes) == ([range(BLOCK)] if damage == "flip" else [])
+
+
+def test_a_file_that_cannot_be_opened_for_a_while_does_not_end_the_run(
+    corpus: CountedCorpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    verification = Verification([corpus], 0, 1)
+    verification.seconds_between_checks = 0.01
+    verification.begin()
+
+    def check(part: int, parts: int) -> Iterator[object]:
+        raise DataError("00000.train.bin cannot be opened: Stale file handle")
+
+    monkeypatch.setattr(corpus, "check", check)
+    verification.start()
+    wait_for(lambda: caplog.records)
+    verification.close()
+    assert verification.problem is None
+    assert "Stale file handle; the data is not verified any more" in caplog.text
+    assert np.all(corpus.window("train", 0, 100).ids < 258)

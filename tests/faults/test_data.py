@@ -1,0 +1,165 @@
+"""Damaged and wrong data: it is named and not trained on, and the run goes on from where it was once the data is whole.
+
+A trial damages a file of a prepared corpus, or of one in the cache, before or during a run, starts the run again with
+the file copied anew, and compares with the undisturbed run: losses of all steps and tensors of the last checkpoint.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.data.test_build import BYTES, plan_for
+from tests.recipes.warm import pretrain
+from tests.tiny_run import STEPS, curve, tensor_files
+from torchllm.config import Source
+from torchllm.data.build import write_corpus
+from torchllm.data.shard import shard_path
+
+ONE_RANK = "--parallel.dp_shard=1"
+Damage = Callable[[Path, Random], None]
+"""what is done to a file"""
+
+
+def flip_a_bit(path: Path, random: Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def write_an_unknown_id(path: Path, random: Random) -> None:
+    with path.open("r+b") as file:
+        file.seek(2 * random.randrange(1000))
+        file.write(b"\xff\xff")
+
+
+def truncate(path: Path, random: Random) -> None:
+    os.truncate(path, random.randrange(path.stat().st_size))
+
+
+def remove(path: Path, random: Random) -> None:
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of one shard."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(100):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 60)
+    source = Source(kind="text", path=f"{texts}/*.txt")
+    write_corpus(plan_for(source, validation_fraction=0.1), BYTES, folder / "tokens")
+    return folder / "tokens"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The folder of a run on the corpus without a fault."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(folder / "run", corpus) == ""
+    return folder / "run"
+
+
+def train(folder: Path, corpus: Path, *settings: str, change: Any = None) -> str:
+    """Train one rank on a corpus; returns its error, or ""."""
+    source = ["--data.sources.0.kind=tokens", f"--data.sources.0.path={corpus}", f"--data.cache={folder.parent}/cache"]
+    (error,) = pretrain(1, folder, ONE_RANK, *source, *settings, change=change)
+    return error
+
+
+def is_same_run(folder: Path, undisturbed: Path) -> bool:
+    same_tensors = tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
+    return same_tensors and curve(folder) == curve(undisturbed)
+
+
+class DamagedAt:
+    """A change of the recipe: after a step a file is damaged; the run looks for changed files all the time."""
+
+    def __init__(self, step: int, path: Path, damage: Damage, random: Random) -> None:
+        self.step = step
+        self.path = path
+        self.damage = damage
+        self.random = random
+
+    def __call__(self, recipe: Any, rank: int) -> None:
+        build_loader = recipe.build_loader
+
+        def build(*arguments: Any) -> Any:
+            loader = build_loader(*arguments)
+            loader._verification.seconds_between_checks = 0.01
+            next_step = loader.next_step
+            steps = iter(range(1, STEPS + 1))
+
+            def step_and_damage() -> Any:
+                if next(steps) == self.step + 1:
+                    self.damage(self.path, self.random)
+                    end = time.monotonic() + 30
+                    while loader._verification.problem is None and time.monotonic() < end:
+                        time.sleep(0.01)
+                return next_step()
+
+            loader.next_step = step_and_damage
+            return loader
+
+        recipe.build_loader = build
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
+def test_damage_before_the_run_is_named(
+    tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
+) -> None:
+    for trial in range(trials):
+        copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
+        shard = shard_path(copy, 0, "train")
+        damage(shard, Random(trial))
+        run = tmp_path / str(trial) / "run"
+        error = train(run, copy)
+        assert error.startswith(f"{shard} ")
+        assert error.endswith("copy or prepare the corpus again")
+        assert not list(run.glob("checkpoints/step-*"))
+        shutil.copyfile(shard_path(corpus, 0, "train"), shard)
+        assert train(run, copy) == ""
+        assert is_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
+def test_damage_during_the_run_is_named_with_the_steps_that_read_it(
+    tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
+) -> None:
+    for trial in range(trials):
+        copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
+        shard = shard_path(copy, 0, "train")
+        random = Random(trial)
+        step = random.randrange(4, STEPS)
+        run = tmp_path / str(trial) / "run"
+        error = train(run, copy, change=DamagedAt(step, shard, damage, random))
+        assert error.startswith(f"{shard} ")
+        steps_are_named = "this run has trained on it in step 1, 2, 3, 4" in error
+        assert steps_are_named == (damage in (flip_a_bit, write_an_unknown_id))
+        shutil.copyfile(shard_path(corpus, 0, "train"), shard)
+        assert (run / "checkpoints/step-00000004").exists()
+        assert train(run, copy) == ""
+        assert is_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, remove])
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: Damage, trials: int) -> None:
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 60)
+    source = ["--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.txt", f"--data.cache={tmp_path}/cache"]
+    source.append("--data.validation_fraction=0.1")
+    assert pretrain(1, tmp_path / "undisturbed", ONE_RANK, *source) == [""]
+    (folder,) = (tmp_path / "cache").glob("text-*")
+    for trial in range(trials):
+        shard = shard_path(folder, 0, "train")
+        damage(shard, Random(trial))
+        run = tmp_path / f"run-{trial}"
+        assert pretrain(1, run, ONE_RANK, *source) == [""]
+        assert is_same_run(run, tmp_path / "undisturbed")

@@ -1,0 +1,175 @@
+"""Files whose bytes are known beforehand: their checksums, and reading them without training on what is damaged.
+
+Files are read by `pread`, not memory-mapped. A map of a file that turns out to be truncated or unreadable kills the
+process by SIGBUS, a failed read is an error that names the file; a map reads page by page what is one request here; and
+before Python 3.13 each map keeps a descriptor of its own. What the processes of a node read is in the page cache once
+either way.
+
+A process checks a MiB of a file against its CRC-32 when it first reads from it. It reads the whole MiB for that, once.
+Files that were found whole earlier (see `verification.py`) are not checked again.
+"""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchllm.data.error import DataError
+
+BLOCK = 2**20
+"""bytes under one checksum; the last block of a file is shorter"""
+
+BlockSums = npt.NDArray[np.uint32]
+"""CRC-32 of each block of a file"""
+
+
+class CorpusFile(NamedTuple):
+    """A file of a corpus, and the size that it must have."""
+
+    path: Path
+    size: int
+    """in bytes"""
+
+    def block(self, number: int) -> range:
+        """Return which bytes are in a block."""
+        return range(number * BLOCK, min((number + 1) * BLOCK, self.size))
+
+
+class FileSums(NamedTuple):
+    """The checksums of a file."""
+
+    sha256: str
+    blocks: list[int]
+    """CRC-32 of each block"""
+
+
+def file_sums(path: Path) -> FileSums:
+    """Return the checksums of a file, reading it once."""
+    digest = hashlib.sha256()
+    blocks = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            blocks.append(zlib.crc32(block))
+    return FileSums(digest.hexdigest(), blocks)
+
+
+class DamagedFile(DataError):
+    """A file of a corpus is not what was written."""
+
+    def __init__(self, path: Path, fault: str, wrong_bytes: Sequence[range] = ()) -> None:
+        """`wrong_bytes`: where the file can be read, but has other bytes than were written."""
+        super().__init__(f"{path} {fault}: copy or prepare the corpus again")
+        self.path = path
+        self.fault = fault
+        self.wrong_bytes = wrong_bytes
+
+    def __reduce__(self) -> tuple[type["DamagedFile"], tuple[Path, str, Sequence[range]]]:
+        return DamagedFile, (self.path, self.fault, self.wrong_bytes)  # else it would be copied as its text alone
+
+
+def check_size(file: CorpusFile) -> int:
+    """Return when a file was last changed, in nanoseconds since 1970.
+
+    Raises DataError if it is missing or has another size than it must have.
+    """
+    try:
+        status = os.stat(file.path)
+    except OSError as error:
+        raise _cannot_open(file, error) from None
+    if status.st_size != file.size:
+        raise _wrong_size(file, status.st_size)
+    return status.st_mtime_ns
+
+
+def _cannot_open(file: CorpusFile, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DamagedFile(file.path, "is missing")
+    return DataError(f"{file.path} cannot be opened: {error.strerror}")
+
+
+def _wrong_size(file: CorpusFile, size: int) -> DamagedFile:
+    return DamagedFile(file.path, f"is {size:,} bytes, the corpus says {file.size:,} bytes")
+
+
+def damaged_blocks(file: CorpusFile, blocks: Sequence[int]) -> DamagedFile:
+    """Return the error of blocks that do not have their checksum."""
+    ranges = [file.block(number) for number in blocks]
+    fault = f"is damaged: its bytes {ranges[0].start:,} to {ranges[0].stop - 1:,} do not have their checksum"
+    if len(blocks) > 1:
+        fault += f", nor do {len(blocks) - 1} other MiB"
+    return DamagedFile(file.path, fault, ranges)
+
+
+class Checksums(NamedTuple):
+    """What the blocks of a file are checked against when they are first read."""
+
+    sums: BlockSums
+    is_checked: npt.NDArray[np.bool_]
+    """whether this process has checked a block, one entry per block; CheckedFile writes it"""
+
+
+FindChecksums = Callable[[int], Checksums | None]
+"""returns the checksums of a file, given the time of its last change (nanoseconds since 1970); None: do not check it"""
+
+
+def unchecked(changed_ns: int) -> None:
+    """Say that a file is not to be checked while it is read; a FindChecksums."""
+
+
+class CheckedFile:
+    """A file that is open for reading. Its errors are DataErrors that name it."""
+
+    def __init__(self, file: CorpusFile, find_checksums: FindChecksums = unchecked) -> None:
+        """Open `file`. Raises DataError if it is missing or has another size."""
+        self.file = file
+        try:
+            self._descriptor = os.open(file.path, os.O_RDONLY)
+        except OSError as error:
+            raise _cannot_open(file, error) from None
+        status = os.fstat(self._descriptor)
+        self.changed_ns = status.st_mtime_ns
+        if status.st_size != file.size:
+            self.close()
+            raise _wrong_size(file, status.st_size)
+        self._checksums = find_checksums(self.changed_ns)
+
+    def read(self, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
+        """Return `count` numbers from `offset` (in bytes) on. Raises DataError if they are damaged."""
+        size = count * np.dtype(dtype).itemsize
+        if self._checksums is not None:
+            self._check_blocks(self._checksums, offset, offset + size)
+        return np.frombuffer(self._read_bytes(size, offset), dtype)
+
+    def read_block(self, number: int) -> bytes:
+        """Return a block, unchecked."""
+        where = self.file.block(number)
+        return self._read_bytes(len(where), where.start)
+
+    def _check_blocks(self, checksums: Checksums, start: int, stop: int) -> None:
+        """Check the blocks that hold the bytes start <= i < stop, but for those that this process has checked."""
+        for number in range(start // BLOCK, -(-stop // BLOCK)):
+            if not checksums.is_checked[number]:
+                if zlib.crc32(self.read_block(number)) != checksums.sums[number]:
+                    raise damaged_blocks(self.file, [number])
+                checksums.is_checked[number] = True
+
+    def _read_bytes(self, size: int, offset: int) -> bytes:
+        path = self.file.path
+        try:
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read at byte {offset:,}: {error.strerror}") from error
+        if len(content) != size:
+            end = os.fstat(self._descriptor).st_size
+            raise DamagedFile(path, f"became shorter while it was open: it ends at byte {end:,}")
+        return content
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
