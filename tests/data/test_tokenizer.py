@@ -131,6 +131,15 @@ def test_json_tokenizer_takes_begin_and_end_from_the_config_in_its_folder(json_f
     assert (tokenizer.begin, tokenizer.end) == (0, 2)
 
 
+@pytest.mark.parametrize("content", ['{"eos_token": ', "[1]", '{"eos_token": {"id": 1}}'])
+def test_a_broken_tokenizer_config_is_named(json_file: Path, content: str) -> None:
+    config = json_file.with_name("tokenizer_config.json")
+    config.write_text(content)
+    load_tokenizer.cache_clear()
+    with pytest.raises(DataError, match=rf"data\.tokenizer: {config} cannot be read \(.*\): copy it again"):
+        load_tokenizer(str(json_file))
+
+
 def test_fingerprints_differ() -> None:
     tokenizers = [
         load_tokenizer("bytes"),

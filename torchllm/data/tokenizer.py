@@ -201,6 +201,31 @@ _PLACES_TRIED = 16
 """places at which a tokenizer.json is tried before a text is taken to have none"""
 
 
+class _TokenizerConfig(NamedTuple):
+    """What a tokenizer_config.json says; "" where it says nothing."""
+
+    begin: str
+    end: str
+
+
+def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
+    """Read a tokenizer_config.json, which need not exist. Raises DataError that names it if it is damaged."""
+    if not path.is_file():
+        return _TokenizerConfig("", "")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        names = []
+        for key in ("bos_token", "eos_token"):
+            token = content.get(key) or ""
+            names.append(str(token["content"] if isinstance(token, dict) else token))
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise DataError(
+            f"data.tokenizer: {path} cannot be read ({type(error).__name__}: {error}): copy it again, or delete it if "
+            "the tokens of the tokenizer have their usual names"
+        ) from error
+    return _TokenizerConfig(*names)
+
+
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json.
 
@@ -225,9 +250,9 @@ class HuggingFaceTokenizer:
         largest_id = max(self.encoding.get_vocab(with_added_tokens=True).values())
         self.vocab = max(size, largest_id + 1)  # the ids may have gaps
         config_file = path.with_name("tokenizer_config.json")
-        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-        end = self._special_id(config.get("eos_token"), _END_NAMES)
-        begin = self._special_id(config.get("bos_token"), _BEGIN_NAMES)
+        config = _read_tokenizer_config(config_file)
+        end = self._special_id(config.end, _END_NAMES)
+        begin = self._special_id(config.begin, _BEGIN_NAMES)
         if end is None:
             raise DataError(
                 f"data.tokenizer: {path} has none of the usual end-of-text tokens: name its own in {config_file} "
@@ -238,10 +263,9 @@ class HuggingFaceTokenizer:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.fingerprint = f"{path.name}-{self.begin}-{self.end}-{digest[:16]}"
 
-    def _special_id(self, configured: str | dict[str, str] | None, usual_names: Sequence[str]) -> int | None:
+    def _special_id(self, configured: str, usual_names: Sequence[str]) -> int | None:
         """Return the id of the token that the config names, else of the first usual name that exists."""
-        name = configured["content"] if isinstance(configured, dict) else configured
-        for candidate in [name] if name else usual_names:
+        for candidate in [configured] if configured else usual_names:
             token: int | None = self.encoding.token_to_id(candidate)
             if token is not None:
                 return token
