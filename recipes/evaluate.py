@@ -1,7 +1,8 @@
-"""Prints the validation loss of a checkpoint, on one device, or sharded over the ranks that torchrun starts.
+"""Prints the validation loss of a checkpoint, on one device, or sharded over several ranks.
 
     python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
-    torchrun --standalone --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml --parallel.dp_shard=8
+    python -m torchllm.runtime.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
+        --parallel.dp_shard=8
 
 The newest checkpoint of the run folder that verifies is used, unless another is named. On several ranks [parallel] is
 what it is for training, and may be another layout than the one that wrote the checkpoint.

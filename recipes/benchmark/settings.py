@@ -1,7 +1,7 @@
 """Measure speed: torchllm against plain PyTorch, tiktoken and the device's peak, both sides in one run.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
-    torchrun --standalone --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
+    python -m torchllm.runtime.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
 
 NAME is one of
 

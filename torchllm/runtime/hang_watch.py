@@ -76,7 +76,7 @@ class RankProcess(NamedTuple):
 
     host: str
     parent: int
-    """process id of the torchrun that started it"""
+    """process id of the launcher that started it"""
     pid: int
 
     def text(self) -> str:
@@ -282,7 +282,7 @@ class HangWatch:
             if process is None:
                 continue
             if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
-                with suppress(OSError, AttributeError):  # no pidfd on this system: torchrun kills them after its 30 s
+                with suppress(OSError, AttributeError):  # no pidfd on this system: the launcher kills them 10 s later
                     handles[rank] = os.pidfd_open(process.pid)
         return handles
 
@@ -302,7 +302,7 @@ class HangWatch:
     def _kill_silent_siblings(self) -> None:
         """Kill the ranks of this node that published nothing; the lowest rank of the node that did publish does it.
 
-        A stopped process, or one stuck outside Python, does not react to SIGTERM: torchrun would wait 30 s for it.
+        A stopped process, or one stuck outside Python, does not react to SIGTERM: the launcher would wait 10 s for it.
         """
         silent = []
         for rank in self.siblings:
