@@ -112,6 +112,7 @@ else
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
     fi
+    [ "$node_rank" != 0 ] || export TORCHLLM_TAKE_LEASE=$folder # no second job writes there
     command=("${launch[@]}" "$recipe" "$@")
 fi
 

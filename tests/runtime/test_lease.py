@@ -19,6 +19,7 @@ from torchllm.runtime import lease as leases
 from torchllm.runtime.lease import (
     HANDED_DOWN,
     RELEASED,
+    TAKE,
     Claim,
     FolderOwned,
     Lease,
@@ -27,6 +28,7 @@ from torchllm.runtime.lease import (
     Timing,
     check_owner,
     is_gone,
+    own_for_ranks,
     release_leases,
     take_lease,
     take_or_inherit,
@@ -445,6 +447,29 @@ def test_a_file_system_that_does_not_answer_is_no_lost_lease(tmp_path: Path, mon
         patched.setattr(os, "listdir", fail)
         check_owner(tmp_path, claim)
     check_owner(tmp_path, claim)
+
+
+def test_a_launcher_owns_the_folder_that_run_train_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HANDED_DOWN, raising=False)
+    own_for_ranks()
+    assert HANDED_DOWN not in os.environ
+    monkeypatch.setenv(TAKE, str(tmp_path / "run"))
+    own_for_ranks()
+    claim = Claim.parse(os.environ.pop(HANDED_DOWN))
+    assert claim is not None
+    assert TAKE not in os.environ  # the ranks are no launchers
+    check_owner(tmp_path / "run", claim)
+
+
+def test_a_launcher_that_may_not_own_ends_with_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").touch()
+    monkeypatch.setenv(TAKE, str(tmp_path / "run"))
+    with pytest.raises(SystemExit) as ended:
+        own_for_ranks()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith(f"error: run.folder = {str(tmp_path / 'run')!r} cannot be written: ")
 
 
 def test_ranks_inherit_the_claim_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

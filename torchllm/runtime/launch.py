@@ -1,20 +1,22 @@
 """Run torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
 
-There are five differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
+There are six differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
 it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
-end with it (parent.py). It reacts to SIGUSR2 only, by ending all ranks at once: after SIGTERM
-torchrun gives the ranks 30 s, too short for some saves, so run_train.sh asks for a stop through a file instead. And it
-prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that was
-killed could not, and is named here.
+end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGUSR2
+only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
+run_train.sh asks for a stop through a file instead. And it prints no traceback of its own when a rank ends the job: a
+rank that failed has printed its error; a rank that was killed could not, and is named here.
 """
 
 import sys
 
+from torchllm.runtime.lease import own_for_ranks
 from torchllm.runtime.parent import end_with_parent, tie_children
 
 if __name__ == "__main__":  # before torch is imported, for seconds
     end_with_parent()
     tie_children()
+    own_for_ranks()
 
 import logging
 import os

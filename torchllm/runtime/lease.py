@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "lease"
 """in the run folder"""
+TAKE = "TORCHLLM_TAKE_LEASE"
+"""environment variable of run_train.sh: the run folder that the launcher of node 0 takes"""
 HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for the ranks that it starts"""
 RELEASED = "released".ljust(10)
@@ -235,6 +237,23 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
             return Lease(run_folder, claim, owner, timing)
         if is_linked:  # the numbers had gone on, and this one had been removed, while this process was suspended
             _file(lease_folder, claim.number).unlink(missing_ok=True)
+
+
+def own_for_ranks() -> None:
+    """Take the run folder that run_train.sh names, if it does, and hand the claim down to the ranks of a launcher.
+
+    Raises SystemExit with 2, after a line on stderr, if the folder belongs to another job or cannot be written.
+    """
+    run_folder = os.environ.pop(TAKE, None)
+    if run_folder is None:
+        return
+    try:
+        lease = take_lease(Path(run_folder))
+    except RefusedStart as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    if lease is not None:
+        os.environ[HANDED_DOWN] = lease.claim.text()
 
 
 def take_or_inherit(run_folder: Path) -> Claim | None:
