@@ -33,9 +33,9 @@ runpy.run_path("recipes/pretrain.py", run_name="__main__")
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps in metrics.jsonl."""
+    """Return the logged steps in metrics.jsonl; profiled ones have a second record, without a loss."""
     try:
-        return [int(record["step"]) for record in metrics(folder)]
+        return [int(record["step"]) for record in metrics(folder) if "loss" in record]
     except (OSError, ValueError):  # it does not exist yet, or a line is being written
         return []
 

@@ -164,9 +164,7 @@ def names(folder: Path) -> list[str]:
 
 
 def take(folder: Path, timing: Timing = QUICK) -> Lease:
-    lease = take_lease(folder, timing)
-    assert lease is not None
-    return lease
+    return take_lease(folder, timing)
 
 
 # ---- several at once
@@ -245,16 +243,20 @@ def test_what_killed_takers_left_is_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["000004", "a note of the user"]
 
 
-def test_without_hard_links_it_is_said_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_hard_links_a_new_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
     def refuse(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert take_lease(tmp_path) is None
-    assert f"{tmp_path}: no hard links here" in caplog.text
-    assert names(tmp_path) == []
+    claim = take(tmp_path).claim
+    check_owner(tmp_path, claim)
+    assert names(tmp_path) == ["000001"]
+    assert not leases._link(tmp_path / "lease", 1, owner())
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(FolderOwned):
+        take_lease(tmp_path, QUICK)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -479,7 +481,6 @@ def test_ranks_inherit_the_claim_of_their_launcher(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "run") == ["000001"]
     # That of a job which this one was started from within.
     second = take_or_inherit(tmp_path / "another run")
-    assert second is not None
     assert second != claim
     assert Claim.parse("") is None
     assert Claim.parse("7:short") is None

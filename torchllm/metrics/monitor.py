@@ -103,6 +103,7 @@ class Monitor:
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config."""
         runtime, device, training = self.runtime, self.runtime.device, config.training
+        runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
         self.config, self.next_config = config, None
         self.skipped_steps = 0.0

@@ -67,10 +67,6 @@ class LeaseLost(UserError):
     """The run folder belongs to another job by now, or is gone: this job may not write there any more."""
 
 
-class _NoHardLinks(Exception):
-    """The file system of the run folder has no hard links."""
-
-
 class Timing(NamedTuple):
     """When an owner counts, and when a reader believes that it is dead. Tests pass shorter times."""
 
@@ -205,20 +201,16 @@ def release_leases() -> None:
         lease.release()
 
 
-def take_lease(run_folder: Path, timing: Timing | None = None) -> Lease | None:
+def take_lease(run_folder: Path, timing: Timing | None = None) -> Lease:
     """Make this process the owner of a run folder, which is created if it is missing.
 
-    Waits up to `Timing.limit` seconds for a sign of life of an owner, unless its process is known to have ended.
-    Returns None, with a warning, on a file system without hard links. Raises FolderOwned if another job owns the
-    folder, and RefusedStart if it cannot be written.
+    Waits up to `Timing.limit` seconds for a sign of life of an owner, unless its process is known to have ended. Raises
+    FolderOwned if another job owns the folder, and RefusedStart if it cannot be written.
     """
     try:
         lease_folder = run_folder / FOLDER
         lease_folder.mkdir(parents=True, exist_ok=True)
         return _take(run_folder, lease_folder, timing or Timing())
-    except _NoHardLinks:
-        log.warning("%s: no hard links here, so a second job cannot be kept out of the run folder", run_folder)
-        return None
     except OSError as error:
         raise RefusedStart(f"run.folder = {str(run_folder)!r} cannot be written: {error}") from error
 
@@ -252,21 +244,19 @@ def own_for_ranks() -> None:
     except RefusedStart as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    if lease is not None:
-        os.environ[HANDED_DOWN] = lease.claim.text()
+    os.environ[HANDED_DOWN] = lease.claim.text()
 
 
-def take_or_inherit(run_folder: Path) -> Claim | None:
+def take_or_inherit(run_folder: Path) -> Claim:
     """Return the claim that a launcher has handed down, or else that of a lease which this process takes.
 
-    None and errors are those of `take_lease`. A claim on another folder, in the environment of a job that was started
+    Errors are those of `take_lease`. A claim on another folder, in the environment of a job that was started
     from within a job, does not count.
     """
     claim = Claim.parse(os.environ.get(HANDED_DOWN, ""))
     if claim is not None and _claimant(run_folder, claim.number) == claim.nonce:
         return claim
-    lease = take_lease(run_folder)
-    return None if lease is None else lease.claim
+    return take_lease(run_folder).claim
 
 
 def check_owner(run_folder: Path, claim: Claim) -> None:
@@ -440,12 +430,22 @@ def _link(lease_folder: Path, number: int, owner: Owner) -> bool:
                 return os.fstat(file.fileno()).st_nlink == 2
             return False
         except OSError as error:
-            if error.errno in _NO_LINKS:
-                raise _NoHardLinks from error
-            raise
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create(_file(lease_folder, number), owner)
         return True
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _create(file: Path, owner: Owner) -> bool:
+    """Do the same without links: a reader may see the file before its content, and takes it for an unknown owner's."""
+    try:
+        with file.open("xb") as created:
+            created.write(owner.text().encode())
+    except FileExistsError:
+        return False
+    return True
 
 
 def _remove_older(lease_folder: Path, number: int) -> None:
