@@ -1,0 +1,128 @@
+"""Run all fault tests, and write the table fault x trials x outcome of docs/reliability.md.
+
+    python tests/faults/run.py --trials 3                     all parts, three trials per fault
+    python tests/faults/run.py --only launcher lease          parts: the test files, without "test_"
+
+A fault is a test function: its name says what is done and what must come of it. Exit status 1 if any trial failed; the
+table is written only where all parts ran.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])  # Python put this folder there
+
+import pytest
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs/reliability.md"
+BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
+
+
+@dataclass
+class Fault:
+    """What was tried of one test function, over all its parameters."""
+
+    part: str
+    text: str
+    trials: int = 0
+    failed: list[str] = field(default_factory=list)
+    """names of the cases that failed"""
+    skipped: list[str] = field(default_factory=list)
+    """reasons"""
+
+    @property
+    def outcome(self) -> str:
+        """Return the last cell of the table's row."""
+        if self.failed:
+            return f"**failed**: {', '.join(self.failed)}"
+        if self.skipped and not self.trials:
+            return f"not tried: {self.skipped[0]}"
+        return "as it should be"
+
+
+class Recorder:
+    """A plugin of pytest that notes what comes of each fault."""
+
+    def __init__(self, trials: int) -> None:
+        self.trials = trials
+        self.faults: dict[str, Fault] = {}
+        self._trials_of_case: dict[str, int] = {}
+
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        """Note which cases repeat their fault."""
+        for item in items:
+            repeats = "trials" in getattr(item, "fixturenames", ())
+            self._trials_of_case[item.nodeid] = self.trials if repeats else 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the outcome of a case."""
+        if report.when != "call" and report.passed:
+            return
+        file, _, case = report.nodeid.partition("::")
+        function, _, parameters = case.partition("[")
+        fault = self.faults.setdefault(f"{file}::{function}", Fault(part_of(file), sentence(function)))
+        if report.skipped:
+            fault.skipped.append(skip_reason(report))
+            return
+        fault.trials += self._trials_of_case[report.nodeid]
+        if report.failed:
+            fault.failed.append(parameters.rstrip("]") or report.when)
+
+
+def part_of(file: str) -> str:
+    """Return the part of a test file: "launcher" for tests/faults/test_launcher.py."""
+    return Path(file).stem.removeprefix("test_")
+
+
+def sentence(function: str) -> str:
+    """Return the name of a test function as words."""
+    return function.removeprefix("test_").replace("_", " ")
+
+
+def skip_reason(report: pytest.TestReport) -> str:
+    """Return why a case was skipped."""
+    return str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+
+
+def table(faults: Sequence[Fault]) -> str:
+    """Return the table in Markdown."""
+    lines = ["| part | fault, and what must come of it | trials | outcome |", "|---|---|--:|---|"]
+    for fault in faults:
+        lines.append(f"| {fault.part} | {fault.text} | {fault.trials} | {fault.outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table(page: Path, content: str) -> None:
+    """Put the table between its marks in a page."""
+    text = page.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(before + BEGIN + content + END + after)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts that the command line names; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=3, help="of each fault that can be repeated")
+    parts = sorted(part_of(file.name) for file in FOLDER.glob("test_*.py") if file.name != "test_run.py")
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
+    options = parser.parse_args(arguments)
+    files = [str(FOLDER / f"test_{part}.py") for part in options.only or parts]
+    recorder = Recorder(options.trials)
+    status = int(pytest.main([*files, f"--trials={options.trials}"], plugins=[recorder]))
+    content = table(list(recorder.faults.values()))
+    print(content)
+    if not options.only:
+        day = date.today().isoformat()
+        heading = f"`python tests/faults/run.py --trials {options.trials}`, {day}, 2 CPU cores, gloo:\n\n"
+        write_table(PAGE, heading + content)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
