@@ -1,10 +1,12 @@
 """recipes/pretrain.py with a probe: every few steps each rank notes what its process holds. `run.py` starts it.
 
 Environment: SOAK_SAMPLES is the folder for `rank_N.jsonl`; SOAK_EVERY the steps between two notes; SOAK_REBUILD=1
-builds model, mesh and optimizer anew at each checkpoint, as a run does that changes its own config.
+builds model, mesh and optimizer anew at each checkpoint, as a run does that changes its own config; SOAK_PROFILE=1
+profiles every step that `metrics.breakdown_interval` allows, whatever it costs.
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import torchllm.adapt.supervise
 from recipes import pretrain
 from torchllm.config import Config
+from torchllm.metrics import step_profiler
 from torchllm.metrics.monitor import Bottlenecks, Change, Monitor
 from torchllm.train.step import StepResult, TrainStep
 
@@ -78,8 +81,10 @@ class RebuildingMonitor(Monitor):
 def main() -> None:
     """Train, probed."""
     monitor = RebuildingMonitor if os.environ.get("SOAK_REBUILD") else Monitor
+    max_cost = math.inf if os.environ.get("SOAK_PROFILE") else step_profiler.MAX_COST
     with (
         mock.patch.object(pretrain, "TrainStep", ProbedStep),
+        mock.patch.object(step_profiler, "MAX_COST", max_cost),
         mock.patch.object(torchllm.adapt.supervise, "Monitor", monitor),
     ):
         pretrain.main(*CONFIGS)

@@ -47,6 +47,8 @@ class Scenario(NamedTuple):
     """steps between two samples"""
     rebuilds: bool = False
     """build everything anew at each checkpoint"""
+    profiles: bool = False
+    """profile at every interval: with the limit on its cost there would be a handful of profiles"""
 
 
 SCENARIOS = {
@@ -58,7 +60,7 @@ SCENARIOS = {
         1, ["--data.workers=0", "--checkpoint.interval=20", "--checkpoint.keep=2", "--checkpoint.asynchronous=true"]
     ),
     "evaluation": Scenario(1, ["--data.workers=0", "--evaluate.interval=10"]),
-    "profiling": Scenario(1, ["--data.workers=0", "--metrics.breakdown_interval=10"]),
+    "profiling": Scenario(1, ["--data.workers=0", "--metrics.breakdown_interval=10"], profiles=True),
     "rebuilds": Scenario(2, ["--data.workers=1", "--checkpoint.interval=25", "--checkpoint.keep=2"], 5, rebuilds=True),
 }
 QUIET = [
@@ -94,6 +96,7 @@ def soak(name: str, scenario: Scenario, seconds: float, folder: Path) -> dict[st
         "SOAK_SAMPLES": str(samples),
         "SOAK_EVERY": str(scenario.every),
         "SOAK_REBUILD": "1" if scenario.rebuilds else "",
+        "SOAK_PROFILE": "1" if scenario.profiles else "",
     }
     with (folder / "log.txt").open("w") as log:
         run = subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log)
