@@ -172,18 +172,46 @@ def test_a_late_state_is_resumed_as_fast_as_an_early_one() -> None:
 
 def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
     state = numbered_loader([10], seed=1).state()
-    with pytest.raises(ValueError, match=r"seed: saved 1, now 2$"):
+    with pytest.raises(ValueError, match=r"seed: 1 in the checkpoint, 2 now$"):
         numbered_loader([10], seed=2).load_state(state)
-    message = r"data\.sources\.0 \(synthetic\): fingerprint saved numbered-0-10, now numbered-0-11$"
+    message = r"data\.sources\.0 \(synthetic\): its tokens are others: its files have changed, or how they are read$"
     with pytest.raises(ValueError, match=message):
         numbered_loader([11], seed=1).load_state(state)
-    with pytest.raises(ValueError, match=r"data\.sources\.0 \(synthetic\): weight saved 1\.0, now 2\.0$"):
+    with pytest.raises(ValueError, match=r"data\.sources\.0 \(synthetic\): weight 1\.0 in the checkpoint, 2\.0 now$"):
         numbered_loader([10], seed=1, weights=[2.0]).load_state(state)
-    with pytest.raises(ValueError, match=r"data\.sources: 1 sources saved, now 2$"):
+    message = r"data\.sources: 1 in the checkpoint, 2 now\n  only now: data\.sources\.1 \(synthetic\)$"
+    with pytest.raises(ValueError, match=message):
         numbered_loader([10, 5], seed=1).load_state(state)
     changed = state | {"fingerprint": state["fingerprint"] | {"sequence_length": 7}}
-    with pytest.raises(ValueError, match="sequence_length: saved 7, now 3"):
+    with pytest.raises(ValueError, match="sequence_length: 7 in the checkpoint, 3 now"):
         numbered_loader([10], seed=1).load_state(changed)
+
+
+def record_of(*paths: str, tokenizer: str = "bytes") -> dict[str, Any]:
+    """The record of a checkpoint that has read text files."""
+    sources = [{"kind": "text", "path": path} for path in paths]
+    return {"config": {"data": {"sources": sources, "tokenizer": tokenizer}}}
+
+
+def test_other_data_is_refused_by_the_names_of_what_was_read() -> None:
+    state = numbered_loader([10], seed=1).state()
+    with pytest.raises(DataError, match=r"data\.sources\.0 \(synthetic\): in the checkpoint it is text 'a/\*\.txt'$"):
+        numbered_loader([11], seed=1).load_state(state, record_of("a/*.txt"))
+    numbered_loader([10], seed=1).load_state(state, record_of("a/*.txt"))  # the same tokens by another name
+    two = numbered_loader([10, 5], seed=1).state()
+    with pytest.raises(DataError, match=r"2 in the checkpoint, 1 now\n  only in the checkpoint: text 'b\.txt'$"):
+        numbered_loader([10], seed=1).load_state(two, record_of("a.txt", "b.txt"))
+
+
+def test_another_tokenizer_is_refused_by_its_name(tmp_path: Path) -> None:
+    loader = real(tmp_path, write_documents(tmp_path, 50))
+    state = loader.state()
+    other = state | {"fingerprint": state["fingerprint"] | {"tokenizer": ["tiktoken-1f2e"]}}
+    with pytest.raises(DataError, match=r"data\.tokenizer: 'a\.json' in the checkpoint, 'bytes' now$"):
+        loader.load_state(other, record_of("a.txt", tokenizer="a.json"))
+    for record in (record_of("a.txt"), None):
+        with pytest.raises(DataError, match=r"data\.tokenizer 'bytes' is another one than in the checkpoint: its file"):
+            loader.load_state(other, record)
 
 
 def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(tmp_path: Path) -> None:

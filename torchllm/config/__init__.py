@@ -3,6 +3,7 @@
 A recipe whose layout the planner may choose reads its config with `torchllm.start.load_configs`.
 """
 
+from torchllm.config.changes import log_config_changes
 from torchllm.config.load import load_config
 from torchllm.config.schema import (
     FAMILIES,
@@ -66,5 +67,6 @@ __all__ = [
     "Training",
     "gradient_accumulation",
     "load_config",
+    "log_config_changes",
     "write_config",
 ]

@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -353,38 +353,52 @@ class TrainLoader:
             f"{steps[0]} on are marked as suspect, and an older one is used when it is started again"
         )
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; O(1).
+    def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:
+        """Continue from a saved state; O(1). record: of its checkpoint; its config names the saved sources.
 
         Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
         """
         saved = state["fingerprint"]
-        differences = self._source_differences(saved["sources"])
-        for key, value in self._fingerprint.items():
-            if key != "sources" and saved.get(key) != value:
-                differences.append(f"{key}: saved {saved.get(key)}, now {value}")
+        saved_data = (record or {}).get("config", {}).get("data", {})
+        differences = self._source_differences(saved["sources"], saved_data.get("sources", []))
+        saved_tokenizers, tokenizers = saved["tokenizer"], self._fingerprint["tokenizer"]
+        if saved_tokenizers and tokenizers and saved_tokenizers != tokenizers:  # synthetic sources have none
+            differences.append(_tokenizer_difference(saved_data.get("tokenizer"), self._data.tokenizer))
+        for key in ("sequence_length", "seed"):
+            if saved[key] != self._fingerprint[key]:
+                differences.append(f"{key}: {saved[key]} in the checkpoint, {self._fingerprint[key]} now")
         if differences:
-            listed = "; ".join(differences)
-            raise DataError(f"the checkpoint was trained on other data (its manifest.json has the config): {listed}")
+            listed = "\n  ".join(differences)
+            raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
         self.close()
         self._consumed = self._first_sequence = state["sequences"]
         self._steps = state.get("steps", self._consumed // self._training.global_batch_size)
 
-    def _source_differences(self, saved: list[list[Any]]) -> list[str]:
-        """Return a line for each difference from the saved sources; a source is [fingerprint, weight]."""
+    def _source_differences(self, saved: list[list[Any]], saved_settings: list[dict[str, Any]]) -> list[str]:
+        """Return a line for each difference from the saved sources.
+
+        saved: [fingerprint, weight] of each. saved_settings: its table in the config; [] if that is not known.
+        """
         current = self._fingerprint["sources"]
+        saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
         lines = []
         common = zip(saved, current, strict=False)  # there may be more or fewer sources than when it was saved
         for index, ((saved_print, saved_weight), (fingerprint, weight)) in enumerate(common):
             name = self._names[index]
             if saved_print != fingerprint:
-                lines.append(f"{name}: fingerprint saved {saved_print}, now {fingerprint}")
-                if is_raw(self._data.sources[index]):
+                settings = self._data.sources[index]
+                if saved_names and saved_names[index] != _describe_source(settings.kind, settings.path):
+                    lines.append(f"{name}: in the checkpoint it is {saved_names[index]}")
+                else:
+                    lines.append(f"{name}: its tokens are others: its files have changed, or how they are read")
+                if is_raw(settings):
                     lines.append(_advise_earlier_corpus(index, self._data, saved_print))
             if saved_weight != weight:
-                lines.append(f"{name}: weight saved {saved_weight}, now {weight}")
+                lines.append(f"{name}: weight {saved_weight} in the checkpoint, {weight} now")
         if len(saved) != len(current):
-            lines.append(f"data.sources: {len(saved)} sources saved, now {len(current)}")
+            lines.append(f"data.sources: {len(saved)} in the checkpoint, {len(current)} now")
+            lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
+            lines += [f"only now: {name}" for name in self._names[len(saved) :]]
         return lines
 
     def close(self) -> None:
@@ -464,8 +478,19 @@ class TrainLoader:
 
 def _name_source(index: int, source: Source) -> str:
     """Return a source as an error names it: data.sources.0 (text 'a/*.txt')."""
-    description = f"{source.kind} {source.path!r}" if source.path else source.kind
-    return f"data.sources.{index} ({description})"
+    return f"data.sources.{index} ({_describe_source(source.kind, source.path)})"
+
+
+def _describe_source(kind: str, path: str) -> str:
+    """Return what a source is, in words: text 'a/*.txt'."""
+    return f"{kind} {path!r}" if path else kind
+
+
+def _tokenizer_difference(saved: str | None, current: str) -> str:
+    """Return how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
+    if saved is None or saved == current:
+        return f"data.tokenizer {current!r} is another one than in the checkpoint: its file or data.pattern has changed"
+    return f"data.tokenizer: {saved!r} in the checkpoint, {current!r} now"
 
 
 def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:

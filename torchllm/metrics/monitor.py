@@ -157,7 +157,12 @@ class Monitor:
     def warn(self, config: Config, data: TrainLoader, dtype: torch.dtype, start: int) -> None:
         """Log what a user should know about a config before its first step."""
         if start >= config.training.steps:
-            log.info("nothing to do: the run is at step %d of training.steps = %d", start, config.training.steps)
+            log.info(
+                "nothing to do: the run is at step %d of training.steps = %d; raise training.steps, or set another "
+                "run.folder",
+                start,
+                config.training.steps,
+            )
         if data.skipped:
             log.warning("records skipped by data.on_bad_record: %s", data.skipped)
         if rounded := data.describe_rounded_shares():

@@ -1,0 +1,89 @@
+import json
+import logging
+from dataclasses import asdict, dataclass, field, replace
+
+import pytest
+
+from torchllm.config import Config, Source, Training, log_config_changes
+from torchllm.config.changes import config_changes
+
+
+def saved(config: Config) -> dict[str, object]:
+    """A config as a checkpoint holds it."""
+    stored: dict[str, object] = json.loads(json.dumps(asdict(config)))
+    return stored
+
+
+def texts(before: Config, current: Config) -> list[str]:
+    return [str(change) for change in config_changes(saved(before), current)]
+
+
+def test_an_equal_config_has_no_changes() -> None:
+    config = replace(Config(), parallel=replace(Config().parallel, split=(1, 3)))
+    assert config_changes(saved(config), config) == []
+
+
+def test_every_key_that_differs_is_told_with_both_values() -> None:
+    before = Config()
+    current = replace(
+        before,
+        optimizer=replace(before.optimizer, learning_rate=3.1e-5),
+        schedule=replace(before.schedule, name="constant"),
+        parallel=replace(before.parallel, split=(1, 3)),
+        data=replace(before.data, sources=(Source(kind="text", path="a.txt"),)),
+    )
+    assert texts(before, current) == [
+        'data.sources.0.kind: "stdlib" in the checkpoint, "text" now',
+        'data.sources.0.path: "" in the checkpoint, "a.txt" now',
+        "optimizer.learning_rate: 0.0003 in the checkpoint, 3.1e-05 now",
+        "parallel.split: [] in the checkpoint, [1, 3] now",
+        'schedule.name: "cosine" in the checkpoint, "constant" now',
+    ]
+
+
+def test_a_source_more_and_a_source_fewer() -> None:
+    one, two = Config(), replace(Config(), data=replace(Config().data, sources=(Source(), Source(kind="synthetic"))))
+    assert 'data.sources.1.kind: no such key in the checkpoint, "synthetic" now' in texts(one, two)
+    assert 'data.sources.1.kind: "synthetic" in the checkpoint, no such key now' in texts(two, one)
+
+
+@dataclass(frozen=True)
+class Fork:
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    fork: Fork = field(default_factory=Fork)
+
+
+def test_a_key_that_the_checkpoint_does_not_know_is_told_unless_it_is_the_default() -> None:
+    assert texts(Config(), ForkConfig()) == []
+    assert texts(Config(), ForkConfig(fork=Fork(0.25))) == ["fork.rate: no such key in the checkpoint, 0.25 now"]
+    assert texts(ForkConfig(), Config()) == ["fork.rate: 0.5 in the checkpoint, no such key now"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_told"),
+    [("rope_theta", 5e5, True), ("norm_epsilon", 1e-6, True), ("heads", 4, True), ("attention", "eager", False)],
+)
+def test_a_model_that_computes_something_else_is_a_warning(
+    caplog: pytest.LogCaptureFixture, key: str, value: object, is_told: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    changed: dict[str, object] = {key: value}
+    current = replace(Config(), model=replace(Config().model, **changed))  # type: ignore[arg-type]
+    log_config_changes({"config": saved(Config())}, current)
+    differs, *warnings = caplog.records
+    assert f"model.{key}: " in differs.getMessage()
+    assert differs.getMessage().startswith("the config is not the checkpoint's in 1 key(s):\n  model.")
+    assert [record.levelno for record in warnings] == [logging.WARNING] * is_told
+    if is_told:
+        assert f"model.{key} changes what the model computes" in warnings[0].getMessage()
+
+
+def test_nothing_is_said_where_nothing_differs_or_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_config_changes({"config": saved(Config())}, Config())
+    log_config_changes({}, replace(Config(), training=Training(steps=3)))
+    assert caplog.records == []

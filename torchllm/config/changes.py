@@ -1,0 +1,89 @@
+"""Which keys of a run's config are not those of the checkpoint that it resumes from."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from torchllm.config.schema import Config
+from torchllm.config.toml import KeyPath, dotted, toml_value
+
+NO_OTHER_FUNCTION = ("model.attention", "model.initial_std", "model.max_sequence_length")
+"""keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit"""
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigChange(NamedTuple):
+    """A key whose value is not the checkpoint's."""
+
+    key: str
+    saved: str | None
+    """as TOML; None: the config of the checkpoint has no such key"""
+    current: str | None
+    """as TOML; None: this run's config has no such key"""
+
+    def __str__(self) -> str:
+        """Return the key with both values."""
+        saved = "no such key" if self.saved is None else self.saved
+        current = "no such key" if self.current is None else self.current
+        return f"{self.key}: {saved} in the checkpoint, {current} now"
+
+    @property
+    def changes_function(self) -> bool:
+        """Whether the model computes something else, although all tensors of the checkpoint fit."""
+        return self.key.startswith("model.") and self.key not in NO_OTHER_FUNCTION
+
+
+def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChange]:
+    """Return the keys of `config` that differ from those of `saved`, a config as a checkpoint holds it.
+
+    A key that the checkpoint's version of torchllm did not have yet is one only if it has not its default.
+    """
+    saved_values = _values(saved)
+    current_values = _values(asdict(config))
+    defaults = _values(asdict(type(config)()))
+    changes = []
+    for key in sorted(saved_values.keys() | current_values.keys()):
+        saved_value, current_value = saved_values.get(key), current_values.get(key)
+        is_new_key = key not in saved_values and current_value == defaults.get(key)
+        if saved_value != current_value and not is_new_key:
+            changes.append(ConfigChange(key, saved_value, current_value))
+    return changes
+
+
+def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
+    """Log every key that differs from the config in `record`, which a checkpoint holds: a run resumes from it."""
+    if "config" not in record:
+        return
+    changes = config_changes(record["config"], config)
+    if changes:
+        listed = "\n  ".join(map(str, changes))
+        logger.info("the config is not the checkpoint's in %d key(s):\n  %s", len(changes), listed)
+    for change in changes:
+        if change.changes_function:
+            logger.warning(
+                "%s changes what the model computes, although every tensor of the checkpoint fits: if that is not what "
+                "you want, set it to %s",
+                change.key,
+                change.saved,
+            )
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a config as TOML, by dotted key: data.sources.0.kind."""
+    values: dict[str, str] = {}
+
+    def collect(value: Any, path: KeyPath) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                collect(item, (*path, key))
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+            for index, item in enumerate(value):
+                collect(item, (*path, str(index)))
+        else:
+            # JSON has no tuples, which are what a config has.
+            values[dotted(path)] = toml_value(tuple(value) if isinstance(value, list) else value)
+
+    collect(config, ())
+    return values
