@@ -213,6 +213,25 @@ def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path, eve
     assert workers.run(votes, 2, str(tmp_path), {}) == [[False] * 4] * 2
 
 
+def save_votes(folder: str, event: int) -> list[tuple[bool, bool]]:
+    """What should_stop() and should_save are at steps 1 to 4, with a file that appears before step `event`."""
+    rank = dist.get_rank()
+    runtime = make_runtime(Path(folder), rank, dist.new_group(backend="gloo"))
+    answers = []
+    for step in range(1, 5):
+        if step == event and rank == 0:
+            (runtime.folder / "save").touch()
+        answers.append((runtime.should_stop(), runtime.should_save))
+    runtime.close()
+    return answers
+
+
+def test_the_file_save_asks_all_ranks_for_one_checkpoint(tmp_path: Path) -> None:
+    once = [(False, False), (False, False), (False, True), (False, False)]
+    assert workers.run(save_votes, 2, str(tmp_path), 2) == [once] * 2
+    assert not (tmp_path / "save").exists()  # or it would ask again
+
+
 def test_a_second_signal_ends_the_process_unless_it_is_the_same_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

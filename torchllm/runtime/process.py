@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 STOPPED = "stopped.json"
 """marker in the run folder: the run was asked to stop, has saved a checkpoint, and can be resumed from it"""
+SAVE = "save"
+"""file in the run folder that asks for a checkpoint now; anybody may create it, and the run deletes it"""
 STOP = "stop"
 """file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
 IGNORE_REPEATED_SIGNALS_FOR = 5.0
@@ -72,7 +74,9 @@ class Runtime:
     """proves that this job owns the run folder; rank 0's"""
     _stop_requested_at: float | None = None
     """time.monotonic() of the first request to stop on this rank"""
-    _stop_vote: "_StopVote | None" = None
+    _vote: "_Vote | None" = None
+    should_save: bool = False
+    """whether the file `SAVE` has asked for a checkpoint, by the last `should_stop`: the same on all ranks"""
     _is_frozen: bool = False
     """later collections skip the objects that have survived the first one"""
 
@@ -97,10 +101,12 @@ class Runtime:
         Call it once per step. It reads the vote that the previous call started and starts the next one, which runs
         beside the step, so the answer comes one step late and no step waits for it.
         """
-        stop = self._stop_vote is not None and self._stop_vote.wait()
-        flag = torch.tensor(int(failed or self._stop_requested()))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
-        self._stop_vote = _StopVote(flag, work)
+        stop = False
+        if self._vote is not None:
+            stop, self.should_save = self._vote.wait()
+        flags = torch.tensor([failed or self._stop_requested(), self._save_requested()], dtype=torch.uint8)
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+        self._vote = _Vote(flags, work)
         return stop
 
     def _stop_requested(self) -> bool:
@@ -109,6 +115,15 @@ class Runtime:
             self._stop_requested_at = time.monotonic()
             log.warning("%s: saving at the next step boundary", self.folder / STOP)
         return self._stop_requested_at is not None
+
+    def _save_requested(self) -> bool:
+        """Return whether the file `SAVE` has asked rank 0 for a checkpoint since the last call; it is deleted."""
+        file = self.folder / SAVE
+        if not self.is_main or not file.exists():
+            return False
+        file.unlink()
+        log.info("%s: saving at the next step boundary", file)
+        return True
 
     def gather_texts(self, text: str | None) -> list[str | None]:
         """Return the text of every rank, by rank; all ranks must call it. It is cheap if all pass the same text.
@@ -170,8 +185,8 @@ class Runtime:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
         if self.is_main:
             (self.folder / STOP).unlink(missing_ok=True)
-        if self._stop_vote is not None:
-            self._stop_vote.wait()
+        if self._vote is not None:
+            self._vote.wait()
         if self.hang_watch is not None:
             self.hang_watch.close()
         release_leases()
@@ -179,19 +194,27 @@ class Runtime:
         drop_unwritten_output()
 
 
-class _StopVote(NamedTuple):
-    """A vote of all ranks on stopping, which goes on in the background."""
+class _Decision(NamedTuple):
+    """What a vote has decided."""
 
-    flag: Tensor
-    """1 if this rank votes for stopping; after the vote, if any rank does"""
+    stop: bool
+    save: bool
+
+
+class _Vote(NamedTuple):
+    """A vote of all ranks on stopping and on saving, which goes on in the background."""
+
+    flags: Tensor
+    """(2): 1 if this rank votes for stopping, and for saving; after the vote, if any rank does"""
     work: dist.Work | None
     """None when torch has finished the reduction at once"""
 
-    def wait(self) -> bool:
-        """Wait for the vote and return whether any rank wants to stop."""
+    def wait(self) -> _Decision:
+        """Wait for the vote and return what any rank wants."""
         if self.work is not None:
             self.work.wait()
-        return bool(self.flag.item())
+        stop, save = self.flags.tolist()
+        return _Decision(bool(stop), bool(save))
 
 
 def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
