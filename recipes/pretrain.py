@@ -8,7 +8,7 @@ To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.p
 
 import sys
 
-from torchllm.config import Config, write_config
+from torchllm.config import Config, log_config_changes, write_config
 from torchllm.start import load_configs
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
@@ -33,7 +33,7 @@ from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
 from torchllm.train.evaluate import evaluate
-from torchllm.train.step import TrainStep, check_finite
+from torchllm.train.step import TrainStep, read_health
 
 
 def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
@@ -80,12 +80,14 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         host_group=runtime.host_group,
         record={"config": asdict(config)},
         check_owner=runtime.check_owner,
+        evaluates=config.evaluate.interval > 0,
     )
     start = 0
     restored = checkpoints.resume()
     if restored is not None:
         start = restored.step
-        data.load_state(restored.data)
+        log_config_changes(restored.record, config)
+        data.load_state(restored.data, restored.record)
 
     monitor.begin(config, mesh, stages, data, start)
     stopping = False
@@ -107,9 +109,11 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
                     validation_loss = evaluate(forward_backward, held_out, device, mesh)
 
             if monitor.log(n, result, validation_loss, force=last):
-                check_finite(config.training, n, result)
+                health = read_health(config.training, n, result, validation_loss)
+                checkpoints.judge(health)  # those before this step are proven, or suspect
+                health.check()
 
-            saving = last or due(n, config.checkpoint.interval, config.training.steps)
+            saving = last or runtime.should_save or due(n, config.checkpoint.interval, config.training.steps)
             if saving:
                 with monitor.pause("checkpoint"):
                     checkpoints.save(n, data.state())

@@ -21,17 +21,22 @@ from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.checkpoint.state import model_tensors
+from torchllm.checkpoint.marks import mark_suspect, read_suspects
+from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.runtime.lease import LeaseLost
+from torchllm.train.step import Health
 
 
-def checkpointer(folder: Path, model: nn.Linear | None = None, **settings: Any) -> Checkpointer:
+def checkpointer(
+    folder: Path, model: nn.Linear | None = None, *, evaluates: bool = False, **settings: Any
+) -> Checkpointer:
     model = model or nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(model.in_features)).sum().backward()
     optimizer.step()
-    return Checkpointer(config.Checkpoint(**settings), folder, [model], optimizer, record={"run": "test"})
+    settings_ = config.Checkpoint(**settings)
+    return Checkpointer(settings_, folder, [model], optimizer, record={"run": "test"}, evaluates=evaluates)
 
 
 def steps(folder: Path) -> list[int]:
@@ -295,9 +300,9 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
     allowed = threading.Event()
     rmtree = shutil.rmtree
 
-    def rmtree_when_allowed(path: Path) -> None:
+    def rmtree_when_allowed(path: Path, **options: Any) -> None:
         assert allowed.wait(20)
-        rmtree(path)
+        rmtree(path, **options)
 
     monkeypatch.setattr(retention.shutil, "rmtree", rmtree_when_allowed)
     saving = checkpointer(tmp_path, keep=1)
@@ -313,20 +318,55 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_deleted_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(f"cannot touch {path}")
+    unlink = os.unlink
+
+    def refuse(path: Any, **options: Any) -> None:
+        if Path(path).name == "__0_0.distcp":
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path, **options)
 
     saving = checkpointer(tmp_path, keep=1)
     saving.save(1, {})
-    monkeypatch.setattr(retention.shutil, "rmtree", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     saving.save(2, {})
     saving.close()
-    assert "which is no checkpoint any more: cannot touch" in caplog.text
+    [leftover] = manifests.hidden_folders(tmp_path / "checkpoints")
+    assert [path.name for path in leftover.iterdir()] == ["__0_0.distcp"]  # all else of it is gone
+    for _ in range(2):  # it stops no start
+        resuming = checkpointer(tmp_path)
+        assert resuming.resume() is not None
+        resuming.close()
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(messages) == 3
+    for message in messages:
+        assert message.startswith(f"warning: cannot delete {leftover}, which is no checkpoint any more")
+        assert "Operation not permitted: '__0_0.distcp'" in message
     monkeypatch.undo()
     resuming = checkpointer(tmp_path)
     resuming.resume()
     resuming.close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name == "step-00000001":
+            raise PermissionError(1, "Operation not permitted", str(source))
+        rename(source, target)
+
+    saving = checkpointer(tmp_path, keep=1)
+    saving.save(1, {})
+    monkeypatch.setattr(os, "rename", refuse)
+    saving.save(2, {})
+    saving.save(3, {})
+    saving.close()
+    assert steps(tmp_path) == [3, 1]
+    assert "cannot delete the old checkpoint" in caplog.text
+    assert "step-00000001" in caplog.text
 
 
 def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
@@ -488,7 +528,7 @@ def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> Non
         saving.resume()
     damage(tmp_path, 1)
     with pytest.raises(CheckpointError, match="the folder belongs to another job"):
-        saving._set_damaged_aside(manifests.step_folder(root, 1))
+        saving._make_way(manifests.step_folder(root, 1))
     saving.close()
     assert steps(tmp_path) == [1]
     assert manifests.hidden_folders(root) == [hidden]
@@ -509,3 +549,182 @@ def test_a_run_that_loses_its_folder_after_a_save_deletes_nothing(tmp_path: Path
         saving.save(2, {})
     saving.close()
     assert steps(tmp_path) == [2, 1]
+
+
+NAN = float("nan")
+
+
+def poison(saving: Checkpointer, key: str) -> None:
+    saving._model_parts()[key].local.view(-1)[0] = NAN
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize("key", ["model.weight", "optimizer.bias.exp_avg_sq"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_value_that_is_not_finite_is_not_saved_and_nothing_is_deleted(
+    tmp_path: Path, key: str, value: float, asynchronous: bool
+) -> None:
+    saving = checkpointer(tmp_path, keep=1, asynchronous=asynchronous)
+    saving.save(1, {})
+    saving._model_parts()[key].local.view(-1)[-1] = value
+    with pytest.raises(
+        CheckpointError, match=rf"step 2 is not saved: values are not finite in {key}\. They would stay"
+    ):
+        saving.save(2, {})
+    saving.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert checkpointer(tmp_path).resume() is not None
+
+
+def test_of_many_tensors_that_are_not_finite_some_are_named(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path)
+    for key in saving._model_parts():
+        poison(saving, key)
+    with pytest.raises(
+        CheckpointError, match=r"in model\.bias, model\.weight, optimizer\.bias\.exp_avg and 5 other tensors\."
+    ):
+        saving.save(1, {})
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_nan_is_found_wherever_it_is(size: int, dtype: torch.dtype) -> None:
+    for position in {0, size // 2, size - 1}:
+        tensor = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+        parts = parts_of({"large": tensor, "empty": tensor[:0], "whole number": torch.zeros(3, dtype=torch.int64)})
+        assert nonfinite_keys(parts) == []
+        tensor[position] = NAN
+        assert nonfinite_keys(parts) == ["large"]
+
+
+def well(step: int, validation_loss: float | None = None) -> Health:
+    return Health(step, 0, validation_loss, is_lost=False, problem="")
+
+
+def ill(step: int, since: int) -> Health:
+    """The health of a run of which no step after `since` was applied."""
+    return Health(step, step - since, None, is_lost=True, problem="too many in a row")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_newest_checkpoint_that_ten_finite_steps_have_followed_stays(tmp_path: Path, asynchronous: bool) -> None:
+    saving = checkpointer(tmp_path, keep=2, asynchronous=asynchronous)
+    for step in range(1, 31):
+        if step <= 21:  # after that, none is applied
+            saving.judge(well(step))
+        else:
+            saving.judge(ill(step, 21)._replace(is_lost=False))
+        if step % 4 == 0:
+            saving.save(step, {})
+    saving.close()
+    assert steps(tmp_path) == [28, 24, 12, 8]  # ten steps were applied after step 11; 12 waits for its tenth
+    assert (manifests.step_folder(tmp_path / "checkpoints", 8) / "proven.json").exists()
+    verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 8))  # a mark is no damage
+    resuming = checkpointer(tmp_path, keep=1)
+    assert resuming.resume() is not None
+    resuming.judge(ill(29, 28))
+    assert set(read_suspects(manifests.step_folders(tmp_path / "checkpoints"))) == {
+        manifests.step_folder(tmp_path / "checkpoints", 28)  # from which it has started; it has seen no other
+    }
+    resuming.save(32, {})
+    resuming.save(36, {})
+    resuming.close()
+    assert steps(tmp_path) == [36, 8]  # although this process has not seen what followed step 8
+
+
+def test_a_run_with_evaluations_keeps_the_newest_that_one_has_followed(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=1, evaluates=True)
+    for step in range(1, 41):
+        saving.judge(well(step, validation_loss=1.5 if step == 8 else None))
+        if step % 4 == 0:
+            saving.save(step, {})
+    assert steps(tmp_path) == [40, 8]
+    saving.judge(well(41, validation_loss=1.5))
+    saving.save(44, {})
+    assert steps(tmp_path) == [44, 40]
+
+
+def test_before_its_first_evaluation_a_run_keeps_one_that_ten_finite_steps_have_followed(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=1, evaluates=True)
+    for step in range(1, 21):
+        saving.judge(well(step))
+        if step % 4 == 0:
+            saving.save(step, {})
+    assert steps(tmp_path) == [20, 12, 4]
+
+
+def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = checkpointer(tmp_path, keep=0)
+    for step in range(1, 41):
+        saving.judge(well(step) if step <= 31 else ill(step, 31)._replace(is_lost=False))
+        if step % 4 == 0:
+            saving.save(step, {})
+    saving.judge(ill(41, 31))
+    suspects = read_suspects(manifests.step_folders(tmp_path / "checkpoints"))
+    assert [manifests.step_of(folder) for folder in suspects] == [40, 36, 32, 28, 24]  # ten steps followed step 21
+    assert set(suspects.values()) == {"too many steps in a row were not finite up to step 41"}
+    assert caplog.text.count("is marked as suspect") == 5
+    caplog.clear()
+
+    resuming = checkpointer(tmp_path, keep=0)
+    manifest = resuming.resume()
+    assert manifest is not None
+    assert manifest.step == 20
+    assert caplog.text.count("SUSPECT CHECKPOINT") == 5
+    assert "step-00000040 is skipped, an older one is used instead: too many steps in a row" in caplog.text
+    assert load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)]).step == 20
+    resuming.save(24, {"again": True})  # the suspect one makes way
+    assert verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 24)).data == {"again": True}
+    assert list(read_suspects([manifests.step_folder(tmp_path / "checkpoints", 24)])) == []
+    resuming.close()
+    assert manifests.hidden_folders(tmp_path / "checkpoints") == []
+
+
+def test_an_evaluation_that_is_not_finite_makes_suspects(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=2, evaluates=True)
+    saving.judge(well(4, validation_loss=1.5))
+    for step in (4, 5, 6):
+        saving.save(step, {})
+    for step in range(7, 14):
+        saving.judge(well(step, validation_loss=NAN))
+        saving.save(step, {})
+    suspects = read_suspects(manifests.step_folders(tmp_path / "checkpoints"))
+    assert [manifests.step_of(folder) for folder in suspects] == [13, 12]  # they do not fill the disk,
+    assert steps(tmp_path) == [13, 12, 4]  # nor do they drive the good one out
+    saving.judge(well(14, validation_loss=1.5))
+    saving.save(14, {})
+    assert steps(tmp_path) == [14, 13, 4]
+    assert list(read_suspects(manifests.step_folders(tmp_path / "checkpoints"))) == [
+        manifests.step_folder(tmp_path / "checkpoints", 13)
+    ]
+
+
+def test_a_suspect_is_loaded_only_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = checkpointer(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+    first, second = (manifests.step_folder(tmp_path / "checkpoints", step) for step in (1, 2))
+    mark_suspect(second, "NaN")
+    named = checkpointer(tmp_path, resume=str(first)).resume()  # the newer one is not in the way
+    assert named is not None
+    assert named.step == 1
+    assert not caplog.records
+    named = checkpointer(tmp_path, resume=str(second)).resume()
+    assert named is not None
+    assert named.step == 2
+    assert "step-00000002 is loaded because checkpoint.resume names it, but is marked as suspect: NaN" in caplog.text
+    mark_suspect(first, "NaN")
+    for load in (checkpointer(tmp_path).resume, lambda: load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)])):
+        with pytest.raises(CheckpointError, match=r"every checkpoint in .* is marked as suspect"):
+            load()
+
+
+def test_every_nth_checkpoint_is_kept_for_good(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, keep=1, keep_every=6)
+    for step in range(2, 21, 2):
+        saving.save(step, {})
+    assert steps(tmp_path) == [20, 18, 12, 6]
+    later = checkpointer(tmp_path, keep=1, keep_every=12)
+    later.resume()
+    later.save(22, {})
+    assert steps(tmp_path) == [22, 12]

@@ -5,7 +5,9 @@ import os
 import resource
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,68 @@ def test_full_disk_of_one_rank_reaches_all(tmp_path: Path, asynchronous: bool) -
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (1, {"sequences": 8}, saved[0])
+
+
+def save_with_nan_on(rank: int, key: str, checkpoints: Checkpointer) -> None:
+    local = checkpoints._model_parts()[key].local
+    if dist.get_rank() == rank and local.numel():
+        local.view(-1)[-1] = float("nan")
+    checkpoints.save(2, {})
+
+
+@pytest.mark.parametrize(("layout", "asynchronous"), [("fsdp2", True), ("tp2", False), ("fsdp2xtp2", False)])
+@pytest.mark.parametrize("key", ["model.up.weight", "optimizer.embed.weight.exp_avg"])
+def test_a_nan_in_one_ranks_part_is_saved_by_none(tmp_path: Path, layout: str, asynchronous: bool, key: str) -> None:
+    action = partial(save_with_nan_on, 1, key)
+    settings = {"asynchronous": asynchronous, "keep": 1}
+    messages = workers.run(messages_of, ranks(layout), layout, str(tmp_path), action, 1, settings)
+    assert messages == [messages[0]] * ranks(layout)
+    assert f"step 2 is not saved: values are not finite in rank 1: {key}. They" in messages[0]
+    assert list((tmp_path / "checkpoints").glob("*")) == []
+
+
+def count_checked(layout: str, folder: str) -> Counter[str]:
+    """Elements that this rank looks at before a save, and what it sends to other ranks, by name."""
+    counts: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _, _, checkpoints = build(layout, folder, 1)
+        checkpoints.save(1, {})  # later saves do not plan any more
+        aminmax = torch.aminmax
+        refuse = checkpoints._refuse_nonfinite
+        all_reduce, broadcast = dist.all_reduce, dist.broadcast_object_list
+
+        def looks(tensor: Tensor) -> Any:
+            counts["elements"] += tensor.numel()
+            return aminmax(tensor)
+
+        def refuse_and_count(*arguments: Any) -> None:
+            with monkeypatch.context() as inside:
+                inside.setattr(dist, "all_reduce", sends("numbers", all_reduce))
+                inside.setattr(dist, "broadcast_object_list", sends("texts", broadcast))
+                refuse(*arguments)
+
+        def sends(name: str, function: Any) -> Any:
+            def sending(*arguments: Any, **options: Any) -> Any:
+                counts[name] += 1
+                return function(*arguments, **options)
+
+            return sending
+
+        monkeypatch.setattr(torch, "aminmax", looks)
+        monkeypatch.setattr(checkpoints, "_refuse_nonfinite", refuse_and_count)
+        checkpoints.save(2, {})
+        checkpoints.close()
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp2x2", "tp2"])
+def test_each_saved_value_is_looked_at_by_one_rank_and_one_number_agreed_on(tmp_path: Path, layout: str) -> None:
+    counts = workers.run(count_checked, ranks(layout), layout, str(tmp_path))
+    model = Tiny()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps_of_adamw = len(list(model.parameters()))
+    assert sum(count["elements"] for count in counts) == 3 * parameters + steps_of_adamw
+    assert [(count["numbers"], count["texts"]) for count in counts] == [(1, 0)] * ranks(layout)
 
 
 def resume(checkpoints: Checkpointer) -> None:

@@ -26,6 +26,7 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),
     "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.final_fraction": (0.0, {"schedule.name": "constant"}, {}),
+    "checkpoint.keep_every": (500, {"checkpoint.keep": 0}, {"checkpoint.keep": 3}),
     "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),
 }
 PIPELINE: Keys = {"parallel.pp": 2}

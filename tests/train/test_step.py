@@ -23,7 +23,7 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.train.step import StepResult, TrainStep, check_finite
+from torchllm.train.step import Health, StepResult, TrainStep, read_health
 
 CPU = torch.device("cpu")
 SMALL: Settings = {"model.layers": 1, "training.global_batch_size": 8, "training.sequence_length": 8}
@@ -323,16 +323,21 @@ def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResu
 
 def test_the_policy_stop() -> None:
     training = Training(on_nonfinite="stop")
-    check_finite(training, 20, result(2.0, 1.0, 0, 0))
-    bad = result(NAN, INFINITY, 2, 1)
+    well = read_health(training, 20, result(2.0, 1.0, 0, 0), 1.5)
+    assert well == Health(step=20, skipped=0, validation_loss=1.5, is_lost=False, problem="")
+    well.check()
+    bad = read_health(training, 20, result(NAN, INFINITY, 2, 1), None)
+    assert not bad.is_lost  # one bad step says nothing of the weights
     with pytest.raises(UserError, match=r"2 step\(s\) up to step 20 \(loss nan, gradient norm inf\); none was applied"):
-        check_finite(training, 20, bad)
+        bad.check()
 
 
 def test_the_policy_skip_gives_up_after_too_many_in_a_row() -> None:
     training = Training(on_nonfinite="skip", max_consecutive_nonfinite=3)
-    two_in_a_row = result(NAN, 1.0, 7, 2)
-    check_finite(training, 20, two_in_a_row)
-    three_in_a_row = result(2.0, 1.0, 7, 3)
+    two_in_a_row = read_health(training, 20, result(NAN, 1.0, 7, 2), None)
+    two_in_a_row.check()
+    assert not two_in_a_row.is_lost
+    three_in_a_row = read_health(training, 20, result(2.0, 1.0, 7, 3), None)
+    assert three_in_a_row.is_lost
     with pytest.raises(UserError, match=r"3 steps in a row up to step 20, the limit of training.max_consecutive_nonf"):
-        check_finite(training, 20, three_in_a_row)
+        three_in_a_row.check()

@@ -83,6 +83,23 @@ def any_rank(group: Group, condition: bool) -> bool:
     return bool(flag)
 
 
+def first_problem(group: Group, problem: str) -> str:
+    """Return the problem of the first rank that has one, with its rank, on every rank; "" if none has.
+
+    Only where there is one is a text sent, and only that of one rank.
+    """
+    if group is None:
+        return problem
+    ranks = size_of(group)
+    first = torch.tensor(rank_of(group) if problem else ranks)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if int(first) == ranks:
+        return ""
+    texts = [problem]
+    dist.broadcast_object_list(texts, group_src=int(first), group=group)
+    return f"rank {int(first)}: {texts[0]}"
+
+
 def gather_rows(group: Group, row: Tensor) -> Tensor:
     """Return the rows (n) of all ranks as (ranks, n), on every rank."""
     if group is None:

@@ -1,10 +1,14 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
+Values that are not finite are never saved, and the newest checkpoint from which the run has gone on well is never
+deleted (`proof.py`, `marks.py`): a run that goes wrong keeps a checkpoint from before that.
+
 All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
 learning rate nor the optimizer's settings are stored: the one is a function of the step, the others are in the config.
 """
 
 import logging
+import math
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +26,33 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import state as run_state
 from torchllm.checkpoint import tensors as tensor_io
-from torchllm.checkpoint.agreement import Group, log_on_first, on_first, rank_of, size_of
+from torchllm.checkpoint.agreement import Group, first_problem, log_on_first, on_first, rank_of, size_of
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
+from torchllm.checkpoint.marks import find_proven, mark_proven, mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
-from torchllm.checkpoint.retention import BackgroundDeletion, folders_to_delete, share_of
+from torchllm.checkpoint.proof import Proof
+from torchllm.checkpoint.retention import BackgroundDeletion, folders_to_delete, hide_all, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified
+from torchllm.train.step import Health
+
+LISTED = 3
+"""tensors with values that are not finite that an error lists at most"""
+
+
+class Judgement(NamedTuple):
+    """What the run knows of its checkpoints when it saves one."""
+
+    proven_until: int
+    """checkpoints up to this step are proven"""
+    finite_until: int
+    """checkpoints up to this step were followed by ten finite steps"""
+    waiting: range
+    """steps whose checkpoints wait for their tenth finite step"""
+    suspicion: str
+    """why the one that is saved is suspect; empty: it is not"""
+
 
 T = TypeVar("T")
 
@@ -46,11 +70,13 @@ class Checkpointer:
         host_group: Group = None,
         record: Mapping[str, Any] | None = None,
         check_owner: Callable[[], None] = lambda: None,
+        evaluates: bool = False,
     ) -> None:
         """Save and load `stages` (this rank's part of the model) and `optimizer`, whose state must exist.
 
         `record` is JSON stored in every checkpoint, such as the resolved config. `check_owner` raises, on rank 0, if
-        another job has taken the run folder; it is called before a checkpoint is published, moved or deleted.
+        another job has taken the run folder; it is called before a checkpoint is published, moved, marked or deleted.
+        evaluates: the run has evaluations, and a checkpoint is proven by them.
         """
         self._settings = settings
         self._root = Path(run_folder) / "checkpoints"
@@ -61,6 +87,13 @@ class Checkpointer:
         self._own_group: Group = None
         self._is_whole: dict[Path, bool] = {}
         """whether a step folder is what was written: as far as this run has written, read or looked at it"""
+        self._proof = Proof(0, evaluates=evaluates)
+        self._suspects: dict[Path, str] = {}
+        """step folders that are marked as suspect, and why"""
+        self._proven: Path | None = None
+        """the newest step folder that is marked as proven"""
+        self._suspicion = ""
+        """why the run has gone wrong, since its last evaluation; empty: it has not"""
         self._plan: SavePlan | None = None
         """of the last save"""
         self._deletion = BackgroundDeletion()
@@ -76,13 +109,24 @@ class Checkpointer:
         """Load the checkpoint that `checkpoint.resume` asks for into model and optimizer, and return its manifest.
 
         The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch. Where
-        the newest checkpoint turns out damaged while it is read, the one before it is loaded instead.
+        the newest checkpoint is marked as suspect, or turns out damaged while it is read, the one before it is loaded
+        instead.
         """
         self._delete(self._change_on_first(lambda: manifests.hidden_folders(self._root)))
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
+        self._suspects = on_first(self._group, lambda: read_suspects(folders))
+        manifest = self._load_asked_for(folders)
+        good = [folder for folder in folders if self._may_be_good(folder)]
+        self._proven = on_first(self._group, lambda: find_proven(good))
+        if manifest is not None:
+            self._proof = Proof(manifest.step, evaluates=self._proof.evaluates)
+        return manifest
+
+    def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
+        """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one."""
+        warn = partial(log_on_first, self._group, level=logging.WARNING)
         if self._settings.resume == "auto":
-            warn = partial(log_on_first, self._group, level=logging.WARNING)
-            newest = newest_verified(folders, self._load, warn)
+            newest = newest_verified(without_suspects(folders, self._suspects, warn), self._load, warn)
             if newest is None:
                 log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
             return None if newest is None else newest[1]
@@ -95,11 +139,15 @@ class Checkpointer:
             return None
         folder = Path(self._settings.resume)
         step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
-        if folders and manifests.step_of(folders[0]) > step:
+        newer = [path for path in folders if manifests.step_of(path) > step and path not in self._suspects]
+        if newer:
             raise CheckpointError(
-                f"checkpoint.resume names step {step}, but {folders[0]} is newer and would be in the way: "
+                f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
                 "set another run.folder, or move the newer ones away"
             )
+        suspicion = on_first(self._group, lambda: read_suspects([folder])).get(folder)
+        if suspicion is not None:
+            warn(f"{folder} is loaded because checkpoint.resume names it, but is marked as suspect: {suspicion}")
         return self._load(folder)
 
     def _load(self, folder: Path) -> Manifest:
@@ -126,12 +174,15 @@ class Checkpointer:
         """Write the checkpoint of `step`, in the background if the config says so; `data` is the loader's JSON state.
 
         Waits for an earlier background save and raises its error. A checkpoint is never rewritten: if one of this step
-        exists, it is an error if it verifies; else it is moved aside.
+        exists, it is an error if it verifies; else it is moved aside. One that is marked as suspect is replaced.
+
+        Raises CheckpointError, and writes and deletes nothing, if a value that would be saved is not finite.
         """
         self._finish()
         folder = manifests.step_folder(self._root, step)
         parts = self._parts()
         self._plan = agree_on_plan(self._group, parts, self._plan)
+        self._refuse_nonfinite(step, {key: parts[key] for key in self._plan.written})
         needed = run_state.size_in_bytes(parts)
 
         def begin() -> Path | None:
@@ -139,14 +190,64 @@ class Checkpointer:
 
         temporary = on_first(self._group, begin)
         if temporary is None:
-            self._set_damaged_aside(folder)
+            self._make_way(folder)
             return self.save(step, data)
+        proof = self._proof
+        judgement = Judgement(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
         if self._executor is None:
-            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts)
+            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgement)
         else:
             copies = self._snapshot.take(parts)
-            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies)
+            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies, judgement)
             self._pending = self._executor.submit(self._write, *arguments)
+
+    def judge(self, health: Health) -> None:
+        """Note what a logged step says of the checkpoints before it: they are proven, or suspect and marked as such.
+
+        Call it on all ranks at each logged step. Where it finds suspects it waits for a background save.
+        """
+        self._proof.note(health.step, health.skipped, health.validation_loss)
+        if health.validation_loss is not None:
+            self._suspicion = ""
+            if not math.isfinite(health.validation_loss):
+                self._suspicion = f"the validation loss of step {health.step} was not finite"
+                self._suspect_since(self._proof.suspect_since(evaluation=True), self._suspicion)
+        if health.is_lost:
+            reason = f"too many steps in a row were not finite up to step {health.step}"
+            self._suspect_since(self._proof.suspect_since(evaluation=False), reason)
+
+    def _suspect_since(self, step: int, reason: str) -> None:
+        """Mark the checkpoints of `step` and later ones, but those that are proven, as suspect."""
+        self._finish()
+        if self._proven is not None:
+            step = max(step, manifests.step_of(self._proven) + 1)
+
+        def mark() -> list[Path]:
+            folders = [folder for folder in manifests.step_folders(self._root) if manifests.step_of(folder) >= step]
+            folders = [folder for folder in folders if folder not in self._suspects]
+            for folder in folders:
+                mark_suspect(folder, reason)
+            return folders
+
+        for folder in self._change_on_first(mark):
+            self._suspects[folder] = reason
+            log_on_first(
+                self._group,
+                f"{folder} is marked as suspect: {reason}; a run that starts again takes an older one",
+                logging.WARNING,
+            )
+
+    def _refuse_nonfinite(self, step: int, parts: Mapping[str, Part]) -> None:
+        """Raise CheckpointError on all ranks if one of them would write a value that is not finite."""
+        keys = run_state.nonfinite_keys(parts)
+        listed = ", ".join(keys[:LISTED]) + f" and {len(keys) - LISTED} other tensors" * (len(keys) > LISTED)
+        problem = first_problem(self._group, listed)
+        if problem:
+            raise CheckpointError(
+                f"step {step} is not saved: values are not finite in {problem}. They would stay so, and the run ends "
+                "here; all checkpoints are kept. The same command goes on from the newest one that is not marked as "
+                "suspect; if it happens again, lower optimizer.learning_rate"
+            )
 
     @property
     def failed(self) -> bool:
@@ -171,7 +272,13 @@ class Checkpointer:
             pending.result()
 
     def _write(
-        self, temporary: Path, step: int, data: dict[str, Any], plan: SavePlan, parts: Mapping[str, Part]
+        self,
+        temporary: Path,
+        step: int,
+        data: dict[str, Any],
+        plan: SavePlan,
+        parts: Mapping[str, Part],
+        judgement: Judgement,
     ) -> None:
         """Write the tensors and their index, publish the checkpoint, delete old ones; also in the background."""
         folder = manifests.step_folder(self._root, step)
@@ -203,19 +310,77 @@ class Checkpointer:
             ) from error
         self._is_whole[folder] = True
         log_on_first(self._group, f"saved {folder}")
-        self._delete_old(step)
-
-    def _delete_old(self, step: int) -> None:
-        """Delete checkpoints but the newest `checkpoint.keep` whole ones up to `step`, just saved, in the background.
-
-        Those that this run has found damaged do not count, and stay.
-        """
+        folders = on_first(self._group, lambda: manifests.step_folders(self._root))
+        folders = [older for older in folders if manifests.step_of(older) <= step]  # with the one just saved
+        self._apply(judgement, folders)
         if self._settings.keep:
-            folders = on_first(self._group, lambda: manifests.step_folders(self._root))
-            folders = [folder for folder in folders if manifests.step_of(folder) <= step]
-            old = folders_to_delete(folders, self._settings.keep, self._seems_whole)
-            old = [folder for folder in old if self._is_whole.get(folder, True)]
-            self._delete(self._change_on_first(lambda: [manifests.hide(folder) for folder in old]))
+            self._delete_old(folders, judgement)
+
+    def _apply(self, judgement: Judgement, folders: Sequence[Path]) -> None:
+        """Mark the newest folder as suspect, and the newest proven one as proven, if the judgement says so."""
+        if judgement.suspicion:
+            self._suspects[folders[0]] = judgement.suspicion
+        proven = self._newest_good(folders, judgement.proven_until)
+        is_new = proven is not None and proven != self._proven
+        if is_new:
+            self._proven = proven
+
+        def mark() -> None:
+            if judgement.suspicion:
+                mark_suspect(folders[0], judgement.suspicion)
+            if proven is not None and is_new:
+                mark_proven(proven, f"training and evaluation were finite after step {manifests.step_of(proven)}")
+
+        if judgement.suspicion or is_new:
+            self._change_on_first(mark)
+
+    def _newest_good(self, folders: Sequence[Path], step: int) -> Path | None:
+        """Return the newest folder up to `step` that may be good, None if there is none."""
+        for folder in folders:
+            if manifests.step_of(folder) <= step and self._may_be_good(folder):
+                return folder
+        return None
+
+    def _may_be_good(self, folder: Path) -> bool:
+        """Return whether a step folder is neither suspect nor known to be damaged, without looking into it."""
+        return folder not in self._suspects and self._is_whole.get(folder, True)
+
+    def _delete_old(self, folders: Sequence[Path], judgement: Judgement) -> None:
+        """Delete all folders but the newest `checkpoint.keep` good ones in the background.
+
+        Suspect ones do not count, and go where they are not among the newest `checkpoint.keep` of all. Those that this
+        run has found damaged do not count, and stay. Those of every `checkpoint.keep_every`-th step stay, and those
+        that `_good_ones` returns.
+        """
+        keep = self._settings.keep
+        old = folders_to_delete(folders, keep, self._counts)
+        old += [folder for folder in folders[keep:] if folder in self._suspects and folder not in old]
+        good = self._good_ones(folders, judgement)
+
+        def may_go(folder: Path) -> bool:
+            every = self._settings.keep_every
+            kept_for_good = every > 0 and manifests.step_of(folder) % every == 0
+            return folder not in good and not kept_for_good and self._is_whole.get(folder, True)
+
+        self._delete(self._change_on_first(lambda: hide_all(filter(may_go, old))))
+
+    def _good_ones(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
+        """Return the step folders that stay so that the run always has a proven one.
+
+        The newest proven one, or where none is yet, the newest that ten finite steps have followed. Where steps prove
+        them, the oldest that waits for its tenth too: with `checkpoint.interval` under 10, all that wait would go.
+        """
+        good = []
+        if proven := self._proven or self._newest_good(folders, judgement.finite_until):
+            good.append(proven)
+        if self._proven is None or not self._proof.evaluates:
+            waiting = [folder for folder in folders if manifests.step_of(folder) in judgement.waiting]
+            good += [folder for folder in waiting if self._may_be_good(folder)][-1:]
+        return good
+
+    def _counts(self, folder: Path) -> bool:
+        """Return whether a step folder is one of the `checkpoint.keep` that stay."""
+        return folder not in self._suspects and self._seems_whole(folder)
 
     def _delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
@@ -233,8 +398,17 @@ class Checkpointer:
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
         return self._is_whole[folder]
 
-    def _set_damaged_aside(self, folder: Path) -> None:
-        """Rename a step folder that is in the way of a save. Raises CheckpointError if it is a good checkpoint."""
+    def _make_way(self, folder: Path) -> None:
+        """Delete a suspect step folder that is in the way of a save, or move a damaged one aside.
+
+        Raises CheckpointError if it is a good checkpoint.
+        """
+        if folder in self._suspects:
+            log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
+            self._delete(self._change_on_first(lambda: [manifests.hide(folder)]))
+            del self._suspects[folder]
+            self._is_whole.pop(folder, None)
+            return
         if self._is_whole.get(folder, True):
             try:
                 verify_in_parallel(self._group, folder)

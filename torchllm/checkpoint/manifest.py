@@ -3,8 +3,8 @@
 A run's `checkpoints/` holds step folders such as `step-00000100/`: a file of tensors per rank (`data_file.py`), their
 index (`index.py`), and `manifest.json` with the size and a sha256 of each: of a file of tensors, that of its table of
 sums; else, that of the content. A step folder is written under a hidden temporary name, forced to disk and renamed, and
-it is renamed before it is deleted (`retention.py`), so that at any moment it exists whole or not at all. It is never
-written to again.
+it is renamed before it is deleted (`retention.py`), so that at any moment it exists whole or not at all. None of its
+files is written to again; what the run learns of it later is a file of its own (`marks.py`).
 """
 
 import hashlib

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from torchllm.checkpoint.manifest import hide
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,17 @@ def share_of(folders: Sequence[Path], rank: int, ranks: int) -> list[Path]:
     return list(folders[(rank - first_rank) % ranks :: ranks])
 
 
+def hide_all(folders: Iterable[Path]) -> list[Path]:
+    """Hide step folders that are to be deleted, and return them; what cannot be renamed is a warning, and stays."""
+    hidden = []
+    for folder in folders:
+        try:
+            hidden.append(hide(folder))
+        except OSError as error:
+            logger.warning("cannot delete the old checkpoint %s: %s", folder, error)
+    return hidden
+
+
 class BackgroundDeletion:
     """Deletes folders that are hidden already, one after the other, in a thread of its own."""
 
@@ -50,7 +63,12 @@ class BackgroundDeletion:
         self._executor.shutdown()
 
     def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # all of it that can be deleted
         try:
-            shutil.rmtree(folder)
+            if folder.exists():
+                shutil.rmtree(folder)
         except OSError as error:
-            logger.warning("cannot delete %s, which is no checkpoint any more: %s", folder, error)
+            # An error by its level, for of the other ranks' messages than rank 0's only errors are shown.
+            logger.error(
+                "warning: cannot delete %s, which is no checkpoint any more; delete it by hand: %s", folder, error
+            )

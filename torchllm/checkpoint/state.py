@@ -160,6 +160,26 @@ def size_in_bytes(parts: Mapping[str, Part]) -> int:
     return sum(math.prod(part.sharding.shape) * part.local.element_size() for part in parts.values())
 
 
+def nonfinite_keys(parts: Mapping[str, Part]) -> list[str]:
+    """Return the keys of the parts that hold a NaN or an infinity.
+
+    Each part is read once where it is, and nothing of its size is allocated; then this waits for the device.
+    """
+    keys: dict[torch.device, list[str]] = {}
+    extremes: dict[torch.device, list[Tensor]] = {}
+    for key, part in parts.items():
+        local = part.local
+        if local.is_floating_point() and local.numel():
+            smallest, largest = torch.aminmax(local)  # both are NaN if one element is
+            keys.setdefault(local.device, []).append(key)
+            extremes.setdefault(local.device, []).append(torch.stack([smallest, largest]).double())
+    nonfinite = []
+    for device, keys_on_device in keys.items():
+        finite = torch.stack(extremes[device]).isfinite().all(dim=1).tolist()
+        nonfinite += [key for key, is_finite in zip(keys_on_device, finite, strict=True) if not is_finite]
+    return nonfinite
+
+
 class Snapshot:
     """A copy of this rank's parts on the host, for a save in the background.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
 from torchllm.checkpoint.manifest import CheckpointError, Manifest
+from torchllm.checkpoint.marks import read_suspects, without_suspects
 from torchllm.checkpoint.state import fill_tied_copies, model_tensors, parts_of
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified
@@ -20,14 +21,17 @@ def load_newest_weights(
 ) -> Manifest:
     """Load the weights of a run, and return the manifest of their checkpoint.
 
-    It is the step folder that `resume` names, else the newest of which all that is read verifies; a newer one that is
-    damaged is a warning. The other arguments and the errors are those of `load_weights`.
+    It is the step folder that `resume` names, else the newest that is not suspect and of which all that is read
+    verifies; a newer one that is suspect or damaged is a warning. The other arguments and the errors are those of
+    `load_weights`.
     """
     if resume not in ("auto", "none"):
         return load_weights(Path(resume), stages, group=group, cast=cast)
     root = Path(run_folder) / "checkpoints"
     folders = on_first(group, lambda: manifests.step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
+    suspects = on_first(group, lambda: read_suspects(folders))
+    folders = without_suspects(folders, suspects, warn)
     newest = newest_verified(folders, partial(load_weights, stages=stages, group=group, cast=cast), warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")

@@ -36,6 +36,7 @@ def value_problems(config: Config) -> list[Problem]:
         *_data_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
+        *_checkpoint_problems(config),
         *_metrics_problems(config),
         *_event_problems(config.run),
         *(Problem(inert.key, inert.message) for inert in contradictions(config)),
@@ -141,6 +142,15 @@ def _recompute_problems(config: Config) -> Iterator[Problem]:
     recompute = config.recompute
     if recompute.k > config.model.layers:
         yield Problem("recompute.k", f"{recompute.k} is over model.layers {config.model.layers}")
+
+
+def _checkpoint_problems(config: Config) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    if checkpoint.interval and checkpoint.keep_every % checkpoint.interval:
+        yield Problem(
+            "checkpoint.keep_every",
+            f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
+        )
 
 
 def _metrics_problems(config: Config) -> Iterator[Problem]:

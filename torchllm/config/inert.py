@@ -109,6 +109,11 @@ CONTRADICTIONS = (
         "a schedule.name that is not constant",
     ),
     Need(
+        "checkpoint.keep_every",
+        lambda config: config.checkpoint.keep > 0 and config.checkpoint.interval > 0,
+        "checkpoint.keep and checkpoint.interval over 0",
+    ),
+    Need(
         "recompute.k",
         lambda config: config.recompute.mode in ("segment", "every_k"),
         'recompute.mode = "segment" or "every_k"',

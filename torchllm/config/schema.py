@@ -373,7 +373,9 @@ class Checkpoint:
     resume: str = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
     keep: Natural = 3
-    """newest verified checkpoints that are kept; 0: all"""
+    """newest verified checkpoints that are kept, and the newest that is proven to be good; 0: all"""
+    keep_every: Natural = 0
+    """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
     asynchronous: bool = False
     """write in the background while training goes on; needs host memory for a copy of the rank's state"""
 

@@ -100,18 +100,40 @@ class TrainStep:
         return tokens, pairs
 
 
-def check_finite(training: Training, step: int, result: StepResult) -> None:
-    """Raise UserError where the run's policy for steps that are not finite says to stop. Waits for the device."""
+class Health(NamedTuple):
+    """Whether a run goes well, as all ranks know it alike at a logged step."""
+
+    step: int
+    skipped: int
+    """steps since the start of this process that were not applied, for loss or gradient was not finite"""
+    validation_loss: float | None
+    """nats per token; None: nothing was evaluated in this step"""
+    is_lost: bool
+    """so many steps in a row were not finite that the weights are suspect"""
+    problem: str
+    """why the run must end, for the user; empty: it goes on"""
+
+    def check(self) -> None:
+        """Raise UserError if the run must end."""
+        if self.problem:
+            raise UserError(self.problem)
+
+
+def read_health(training: Training, step: int, result: StepResult, validation_loss: float | None) -> Health:
+    """Return how the run goes, by its policy for steps that are not finite. Waits for the device."""
     skipped, consecutive = int(result.skipped), int(result.consecutive)
+    is_lost = consecutive >= training.max_consecutive_nonfinite
+    problem = ""
     if training.on_nonfinite == "stop" and skipped:
-        raise UserError(
+        problem = (
             f"loss or gradient was not finite in {skipped} step(s) up to step {step} (loss {float(result.loss):g}, "
             f"gradient norm {float(result.grad_norm):g}); none was applied. Lower optimizer.learning_rate, check the "
             'data of these steps, or set training.on_nonfinite = "skip".'
         )
-    if consecutive >= training.max_consecutive_nonfinite:
-        raise UserError(
+    elif is_lost:
+        problem = (
             f"loss or gradient was not finite in {consecutive} steps in a row up to step {step}, the limit of "
-            "training.max_consecutive_nonfinite; none was applied. Resume from an earlier checkpoint with a lower "
-            "optimizer.learning_rate."
+            "training.max_consecutive_nonfinite; none was applied. The same command goes on from the newest checkpoint "
+            "that is not marked as suspect; if it happens again, lower optimizer.learning_rate."
         )
+    return Health(step, skipped, validation_loss, is_lost, problem)

@@ -1,0 +1,191 @@
+"""Weights that go bad: what is saved, what is kept, what a run that starts again loads, and what it says."""
+
+import logging
+import random
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.recipes.warm import pretrain
+from tests.tiny_run import curve, tensor_files
+from torchllm.checkpoint.manifest import step_folders, step_of
+from torchllm.checkpoint.marks import read_suspects
+
+LAYOUTS = {
+    "fsdp": [],
+    "asynchronous": ["--checkpoint.asynchronous=true"],
+    "tp": ["--parallel.dp_shard=1", "--parallel.tp=2"],
+    "pp": ["--parallel.dp_shard=1", "--parallel.pp=2"],
+}
+
+
+def spoil_weights(recipe: Any, rank: int, *, spoiled: int, value: float, on_rank: int, elements: int) -> None:
+    """Let one rank set elements of its last weight after a step, as a broken device or a far too high rate would."""
+
+    class SpoiledStep(recipe.TrainStep):
+        def __call__(self, step: int, batches: Any) -> Any:
+            result = super().__call__(step, batches)
+            if step == spoiled and rank == on_rank:
+                *_, weight = self.stages[-1].parameters()
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                with torch.no_grad():
+                    local.view(-1)[:elements] = value
+            return result
+
+    recipe.TrainStep = SpoiledStep
+
+
+def saved(folder: Path) -> list[int]:
+    return [step_of(path) for path in step_folders(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
+    undisturbed: Path, tmp_path: Path, layout: str, trials: int
+) -> None:
+    for trial in range(trials):
+        folder = tmp_path / f"trial-{trial}"
+        spoiled = random.Random(trial).choice([4, 5])
+        settings = [*LAYOUTS[layout], "--checkpoint.interval=2", "--checkpoint.keep=1"]
+        spoil = partial(spoil_weights, spoiled=spoiled, value=float("nan"), on_rank=1, elements=1)
+        first, second = pretrain(2, folder, *settings, change=spoil)
+        unsaved = 4 if spoiled == 4 else 6
+        assert first == second
+        assert re.search(rf"step {unsaved} is not saved: values are not finite in rank 1: model\.", first)
+        assert saved(folder)[0] == unsaved - 2
+        assert all(path.name.startswith("step-") for path in (folder / "checkpoints").iterdir())  # nothing half written
+
+        assert pretrain(2, folder, *settings) == ["", ""]
+        if layout in ("fsdp", "asynchronous"):
+            assert curve(folder) == curve(undisturbed)
+            assert tensor_files(folder, 8) == tensor_files(undisturbed, 8)
+        else:
+            for resumed, whole in zip(curve(folder), curve(undisturbed), strict=True):
+                assert resumed == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
+
+
+def test_finite_weights_that_are_lost_drive_no_good_checkpoint_out(tmp_path: Path, trials: int) -> None:
+    """Weights of 3e38 are finite and saved, and no loss is finite after them: the run keeps one from before."""
+    steps = ["--training.steps=36", "--evaluate.interval=0", "--parallel.dp_shard=1", "--metrics.breakdown_interval=0"]
+    settings = [*steps, "--checkpoint.interval=2", "--checkpoint.keep=2"]
+    assert pretrain(1, tmp_path / "undisturbed", *settings) == [""]
+    for trial in range(trials):
+        folder = tmp_path / f"trial-{trial}"
+        spoiled = random.Random(trial).randrange(15, 24)
+        spoil = partial(spoil_weights, spoiled=spoiled, value=3e38, on_rank=0, elements=10**9)
+        [error] = pretrain(1, folder, *settings, change=spoil)
+        assert f"10 steps in a row up to step {spoiled + 10}" in error
+        suspects = [step_of(path) for path in read_suspects(step_folders(folder / "checkpoints"))]
+        good = [step for step in saved(folder) if step not in suspects]
+        assert min(suspects) > max(good)
+        # The newest that ten finite steps have followed, or one before it.
+        assert spoiled - 14 <= max(good) <= spoiled - 10
+
+        assert pretrain(1, folder, *settings) == [""]
+        assert curve(folder) == curve(tmp_path / "undisturbed")
+        assert tensor_files(folder, 36) == tensor_files(tmp_path / "undisturbed", 36)
+        assert not read_suspects(step_folders(folder / "checkpoints"))
+
+
+def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
+    """Write what rank 0 logs, and what other ranks show of it, to a file."""
+    supervise = recipe.supervise
+
+    def logged(*arguments: Any) -> None:
+        handler = logging.FileHandler(file)
+        handler.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        logger = logging.getLogger("torchllm")
+        logger.addHandler(handler)
+        try:
+            supervise(*arguments)
+        finally:
+            logger.removeHandler(handler)
+            handler.close()
+
+    recipe.supervise = logged
+
+
+def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None:
+    """Let no rank delete a folder, as if a file in it were another user's."""
+    from torchllm.checkpoint import retention
+
+    log_to_file(recipe, rank, file=file)
+    supervise = recipe.supervise
+
+    def refusing(*arguments: Any) -> None:
+        rmtree = retention.shutil.rmtree
+
+        def refuse(path: Path, ignore_errors: bool = False) -> None:
+            if path != folder:
+                rmtree(path, ignore_errors)
+            elif not ignore_errors:
+                raise PermissionError(1, "Operation not permitted", "__0_0.distcp")
+
+        retention.shutil.rmtree = refuse
+        try:
+            supervise(*arguments)
+        finally:
+            retention.shutil.rmtree = rmtree
+
+    recipe.supervise = refusing
+
+
+def started_from_step_4(undisturbed: Path, folder: Path) -> Path:
+    shutil.copytree(undisturbed / "checkpoints/step-00000004", folder / "checkpoints/step-00000004")
+    return folder
+
+
+def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    folder = started_from_step_4(undisturbed, tmp_path / "run")
+    leftover = folder / "checkpoints" / f".step-00000002.{'0' * 32}.tmp"
+    leftover.mkdir()
+    log = tmp_path / "log"
+    changed = ["--optimizer.learning_rate=1e-3", "--model.rope_theta=5e5"]
+    assert pretrain(2, folder, *changed, change=partial(refuse_deletion, folder=leftover, file=log)) == ["", ""]
+    text = log.read_text()
+    assert text.count(f"warning: cannot delete {leftover}, which is no checkpoint any more") == 1
+    assert saved(folder) == [8, 4]
+    # The same run says in what its config is not the checkpoint's.
+    assert "optimizer.learning_rate: 0.003 in the checkpoint, 0.001 now" in text
+    assert "model.rope_theta: 10000.0 in the checkpoint, 500000.0 now" in text
+    assert "model.rope_theta changes what the model computes" in text
+    assert f'run.folder: "{undisturbed}" in the checkpoint, "{folder}" now' in text
+    assert text.count(" in the checkpoint, ") == 3
+
+
+def test_other_data_is_refused_by_the_names_of_the_sources(undisturbed: Path, tmp_path: Path) -> None:
+    folder = started_from_step_4(undisturbed, tmp_path)
+    text_file = tmp_path / "other.txt"
+    text_file.write_text("another text\n" * 5000)
+    source = ["--data.sources.0.kind=text", f"--data.sources.0.path={text_file}", "--evaluate.interval=0"]
+    first, second = pretrain(2, folder, *source)
+    assert first == second
+    expected = f"data.sources.0 (text '{text_file}'): in the checkpoint it is stdlib\n"
+    assert first.startswith(f"the checkpoint was trained on other data:\n  {expected}")
+    assert saved(folder) == [4]
+
+
+def touch_save(recipe: Any, rank: int, *, file: Path, at_step: int) -> None:
+    step_type: Callable[..., Any] = recipe.TrainStep
+
+    class TouchingStep(step_type):  # type: ignore[valid-type, misc]
+        def __call__(self, step: int, batches: Any) -> Any:
+            if step == at_step:
+                file.touch()
+            return super().__call__(step, batches)
+
+    recipe.TrainStep = TouchingStep
+
+
+def test_a_file_asks_for_a_checkpoint_now(tmp_path: Path) -> None:
+    settings = ["--checkpoint.interval=0", "--parallel.dp_shard=1", "--evaluate.interval=0"]
+    assert pretrain(1, tmp_path, *settings, change=partial(touch_save, file=tmp_path / "save", at_step=3)) == [""]
+    assert saved(tmp_path) == [8, 4]
+    assert not (tmp_path / "save").exists()
