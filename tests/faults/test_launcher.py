@@ -216,6 +216,18 @@ def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_
     assert nodes[1 - victim].err.read_text().splitlines()[-1].startswith(line)
 
 
+def test_ranks_that_do_not_react_are_killed_when_one_has_failed(start: Callable[..., Started], tmp_path: Path) -> None:
+    """In a third of the 30 s that torch gives them."""
+    mark = str(uuid.uuid4())
+    (tmp_path / "stuck.py").write_text(STUCK.replace("HANDLER", "SIG_IGN"))
+    run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "stuck.py"), **{MARK: mark})
+    run.until(lambda: run.out.read_text().count("stuck") == 2)
+    os.kill(family_of(run).ranks[1], signal.SIGKILL)
+    assert seconds_until_gone(mark) < 20
+    assert run.wait() == 1
+    assert run.err.read_text().splitlines()[-1] == "rank 1 was killed: SIGKILL"
+
+
 def test_a_node_that_is_lost_before_it_has_joined_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
     """Without ranks torchrun only waits, for 15 minutes."""
     port = free_port()

@@ -11,7 +11,7 @@ rank that failed has printed its error; a rank that was killed could not, and is
 import sys
 
 from torchllm.runtime.lease import own_for_ranks
-from torchllm.runtime.parent import end_with_parent, tie_children
+from torchllm.runtime.parent import end_with_parent, find_children, tie_children
 
 if __name__ == "__main__":  # before torch is imported, for seconds
     end_with_parent()
@@ -21,6 +21,9 @@ if __name__ == "__main__":  # before torch is imported, for seconds
 import logging
 import os
 import signal
+import threading
+import time
+from contextlib import suppress
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,14 +34,16 @@ from torch.distributed.run import main
 from torchllm.runtime import rendezvous
 from torchllm.runtime.descriptors import raise_descriptor_limit
 
-SECONDS_TO_END = "10"
-"""that the ranks of a node have, after one of them has failed, from SIGTERM to SIGKILL; torch 2.13 reads it"""
+SECONDS_TO_END = 10
+"""that the other ranks of a node have, after one has failed, from SIGTERM to SIGKILL"""
 
 
 def launch(arguments: list[str]) -> None:
     """Run torchrun with `arguments`. Raises SystemExit with 1 if a rank failed, 128 + N if signal N ended the job."""
     raise_descriptor_limit()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS_TO_END)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))  # of a launcher that ends
+    if hasattr(os, "pidfd_open"):  # Linux
+        threading.Thread(target=_limit_ends, name="end of the ranks", daemon=True).start()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     rendezvous.register()
     ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}"]
@@ -61,6 +66,36 @@ def launch(arguments: list[str]) -> None:
             ending = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             print(f"rank {rank} {ending}", file=sys.stderr)
         sys.exit(1)
+
+
+def _limit_ends() -> None:
+    """Kill the ranks of this node that are still there `SECONDS_TO_END` after one of them has failed.
+
+    torch sends them SIGTERM and waits for 30 s, a number that cannot be set: those that start up ignore the signal, and
+    those in a collective do not get to it.
+    """
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # torch asks for the exit status, not this thread
+        except ChildProcessError:  # there are no ranks yet
+            ended = None
+        if ended is None or ended.si_status == 0 or not _is_rank(ended.si_pid):
+            time.sleep(0.02)  # or a rank may end, and torch ask for its status, meanwhile
+            continue
+        others = [os.pidfd_open(pid) for pid in find_children() if _is_rank(pid)]
+        time.sleep(SECONDS_TO_END)
+        for handle in others:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+
+
+def _is_rank(pid: int) -> bool:
+    """Return whether a child is a rank: torchrun starts each in a session of its own."""
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 PARENT = "TORCHLLM_PARENT"
 """environment variable: process id of the process that a new one shall end with"""
@@ -55,6 +57,17 @@ def tie_children() -> None:
     os.close(reading)
     os.environ[PARENT] = str(os.getpid())
     os.environ[PARENT_PIPE] = "stdin"
+
+
+def find_children() -> list[int]:
+    """Return the ids of the processes that this one has started and that have not ended. Needs /proc."""
+    pids = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                pids.append(int(status.parent.name))
+    return pids
 
 
 def _request_death_signal() -> None:
