@@ -19,7 +19,6 @@ ROOMS = [
     "config",
     "spec",
     "planner",
-    "start",
     "runtime",
     "models",
     "data",
@@ -30,12 +29,14 @@ ROOMS = [
     "metrics",
     "dry_run",
     "adapt",
+    "preflight",
+    "start",
     "bug_report",
     "cli",
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
-TORCH_FREE = {"resources", "config", "spec", "planner", "start", "bug_report", "cli"}
+TORCH_FREE = {"resources", "config", "spec", "planner", "preflight", "start", "bug_report", "cli"}
 TORCH_FREE_MODULES = {"runtime.lease"}
 """in rooms that import torch; a launcher imports them before it"""
 

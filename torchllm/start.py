@@ -1,11 +1,13 @@
-"""Read the config of a run and plan its layout: what a recipe calls first, before it imports torch.
+"""Read the config of a run, plan its layout and look at its files: what a recipe calls before it imports torch.
 
-    CONFIGS = load_configs(sys.argv[1:])
+    CONFIGS = load_configs(sys.argv[1:])          a recipe that trains
+    CONFIG = load_run(sys.argv[1:], one_device=True)    a recipe that uses the weights of a run
 
 `parallel.layout = "auto"` leaves the layout to the planner, for the machine that the run is started on; with "tune" the
-run measures the planner's best few. A recipe that runs in one process needs neither: it calls `config.load_config`.
+run measures the planner's best few. A recipe that needs neither, nor a look at the files, calls `config.load_config`.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -13,6 +15,7 @@ from typing import Any, TypeVar, overload
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.load import Draft, finish, read_draft
+from torchllm.preflight import Inspection, inspect_trained_run, inspect_training
 
 C = TypeVar("C", bound=Config)
 
@@ -28,13 +31,41 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
-    output and exit status are those of `torchllm.config.load_config`; the cluster's file is checked too.
+    output and exit status are those of `torchllm.config.load_config`. The cluster's file is checked too, and, before
+    the processes of the run are started, the files that it reads and the folders that it writes.
     """
     draft: Draft[Any] = read_draft(arguments, schema)
     check_cluster(draft)
     alternatives = plan_layout(draft)
+    is_rank_of_launcher = "WORLD_SIZE" in os.environ and not draft.arguments.check
+    if not is_rank_of_launcher and not draft.config.run.dry_run and _is_readable(draft):
+        _report(inspect_training(draft.config), draft)
     config = finish(draft)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
+
+
+def load_run(arguments: Sequence[str], *, one_device: bool = False) -> Config:
+    """Return the config of a run whose weights a recipe uses: that of its run folder, as a rule.
+
+    A forked recipe may have written it: its own keys are printed and not used. Before torch is imported it is checked
+    that the run has a checkpoint, and that the tokenizer is there. The rest is as in `torchllm.config.load_config`.
+    """
+    draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
+    if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
+        _report(inspect_trained_run(draft.config), draft)
+    return finish(draft)
+
+
+def _is_readable(draft: Draft[Any]) -> bool:
+    """Return whether each key of a draft has a value that somebody has chosen, or its default."""
+    return draft.layer.is_complete and not draft.wrong
+
+
+def _report(inspection: Inspection, draft: Draft[Any]) -> None:
+    """Add what was found to a draft."""
+    for problem in inspection.problems:
+        draft.report(tuple(problem.key.split(".")), problem.message)
+    draft.notes += [f"not checked: {line}" for line in inspection.unchecked]
 
 
 def check_cluster(draft: Draft[Any]) -> None:

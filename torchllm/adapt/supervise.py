@@ -11,7 +11,7 @@ from typing import Any
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.data.cache import cache_root
+from torchllm.data.cache_root import cache_root
 from torchllm.metrics.bottlenecks import STARVED_SECONDS
 from torchllm.metrics.monitor import Bottlenecks, Change, Monitor
 from torchllm.runtime.process import Runtime

@@ -31,6 +31,8 @@ from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
 
 C = TypeVar("C", bound=Config)
 
+TRAINING_ONLY = ("optimizer", "schedule")
+"""sections that a recipe does not read which only uses the weights of a run"""
 MOST_LOWERED = 1024
 """processes per node from which run.lower_ranks tries fewer"""
 
@@ -123,10 +125,14 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     return finish(draft)
 
 
-def read_draft(words: Sequence[str], schema: type[C], *, one_device: bool = False) -> Draft[C]:
+def read_draft(
+    words: Sequence[str], schema: type[C], *, one_device: bool = False, uses_weights: bool = False
+) -> Draft[C]:
     """Read the command line, the files and the environment. What is wrong is in the draft's `errors`.
 
     Each key is checked for itself. SystemExit(0) after printing the help text if the command line asks for it.
+    `uses_weights`: the recipe only uses the weights of a run, which a fork with keys of its own may have trained. What
+    the run's config.toml has more than `schema` is in the `notes`, and TRAINING_ONLY is not read.
     """
     errors: list[str] = []
     arguments = parse_arguments(words, errors)
@@ -137,6 +143,9 @@ def read_draft(words: Sequence[str], schema: type[C], *, one_device: bool = Fals
         raise SystemExit(0)
 
     layer = read_files(arguments.file, errors) if arguments.file else Layer({}, {})
+    for section in TRAINING_ONLY if uses_weights else ():
+        layer.table.pop(section, None)
+        layer.forget((section,))
     for key, text in arguments.overrides.items():
         override(layer, schema, tuple(key.split(".")), text, errors)
         if one_device and key.startswith("parallel."):
@@ -153,8 +162,12 @@ def read_draft(words: Sequence[str], schema: type[C], *, one_device: bool = Fals
 
     draft = Draft(arguments, layer, config, ranks, one_device, errors=errors)
     for fault in faults:
-        draft.report(fault.path, fault.message)
-        draft.wrong.add(dotted(fault.path))
+        is_in_file = draft.is_resolved and not draft.is_overridden(fault.path)
+        if uses_weights and fault.is_unknown and is_in_file:
+            draft.notes.append(draft.located(fault.path, "of a forked recipe, not read here"))
+        else:
+            draft.report(fault.path, fault.message)
+            draft.wrong.add(dotted(fault.path))
     return draft
 
 

@@ -25,6 +25,8 @@ class Fault(NamedTuple):
     path: KeyPath
     message: str
     """what is wrong with it"""
+    is_unknown: bool = False
+    """the schema has no such key"""
 
 
 def read_table(schema: type, table: dict[str, Any], faults: list[Fault]) -> Any:
@@ -77,7 +79,7 @@ class _TableReader:
         kind_of_key = "section or key" if len(path) == 1 else "key"
         nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
         hint = f"did you mean {dotted(nearest)}?" if nearest else "--help lists all keys"
-        self.faults.append(Fault(path, f"unknown {kind_of_key}; {hint}"))
+        self.faults.append(Fault(path, f"unknown {kind_of_key}; {hint}", is_unknown=True))
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchllm.config import Data, Source
 from torchllm.data.build import write_corpus
+from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.corpus_header import HEADER
@@ -53,12 +54,6 @@ def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, sh
     )
 
 
-def cache_root(data: Data) -> Path:
-    """Return the cache folder: data.cache if it is set, else torchllm in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
-    return Path(data.cache or default).expanduser()
-
-
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
     """Return the folder in which the corpus of a plan is cached."""
     return cache_root(data) / f"{plan.source.kind}-{plan.key}"
@@ -77,6 +72,24 @@ def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
     return folders
 
 
+def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
+    """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
+    size = raw_mib(plan.source, plan.files)
+    if size is None or size > data.max_raw_mib:
+        arguments = shlex.join(_arguments_of_the_config())
+        size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
+        raise DataError(
+            f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
+            "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
+            f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
+        )
+
+
+def _arguments_of_the_config() -> list[str]:
+    """Return the words of the command line that recipes/prepare.py needs too."""
+    return [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
+
+
 def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
 
@@ -88,15 +101,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
         if damage is None:
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
-    size = raw_mib(plan.source, plan.files)
-    if size is None or size > data.max_raw_mib:
-        arguments = shlex.join(sys.argv[1:])
-        size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
-        raise DataError(
-            f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
-            "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
-            f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
-        )
+    refuse_large_source(plan, data)
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, available_cpus())
     write_corpus(plan, tokenizer, folder)
     return folder

@@ -23,7 +23,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Model, Source, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.cache import cache_root, cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.cache import cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.error import DataError
