@@ -11,11 +11,12 @@ what it is for training, and may be another layout than the one that wrote the c
 import os
 import sys
 
-from torchllm.config import Config, load_config
+from torchllm.config import Config
+from torchllm.start import load_run
 
 if __name__ == "__main__":
     ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    CONFIG = load_config(sys.argv[1:], one_device=ALONE)
+    CONFIG = load_run(sys.argv[1:], one_device=ALONE)
 
 import logging
 import math
@@ -30,7 +31,8 @@ from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
-from torchllm.runtime.process import choose_device, compute_dtype, report_errors, start_runtime
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import choose_device, compute_dtype, start_runtime
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.train.evaluate import evaluate
 
@@ -56,7 +58,7 @@ def main(config: Config) -> float:
 
 def evaluate_sharded(config: Config) -> float:
     """Do the same on all ranks together, each with its part of the weights and of the sequences."""
-    runtime = start_runtime(config.run, reads_only=True)
+    runtime = start_runtime(config.run, [config], reads_only=True)
     device = runtime.device
     dtype = compute_dtype(config.training, device)
     mesh = build_mesh(config.parallel, device)

@@ -7,10 +7,11 @@ The newest checkpoint of the run folder that verifies is used, unless another is
 
 import sys
 
-from torchllm.config import Config, Generate, load_config
+from torchllm.config import Config, Generate
+from torchllm.start import load_run
 
 if __name__ == "__main__":
-    CONFIG = load_config(sys.argv[1:], one_device=True)
+    CONFIG = load_run(sys.argv[1:], one_device=True)
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
-from torchllm.runtime.process import choose_device, compute_dtype, report_errors
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import choose_device, compute_dtype
 
 
 def main(config: Config) -> str:

@@ -24,7 +24,8 @@ from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
-from torchllm.runtime.process import choose_device, compute_dtype, report_errors
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import choose_device, compute_dtype
 
 
 def main(config: Config) -> list[float]:

@@ -137,7 +137,7 @@ def due(step: int, interval: int, steps: int) -> bool:
 
 def main(config: Config, *candidates: Config) -> None:
     """Train. candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`)."""
-    runtime = start_runtime(config.run)
+    runtime = start_runtime(config.run, [config, *candidates])
     supervise(train, [config, *candidates], runtime)  # train, and again where the run changes its own config
     runtime.close()
 

@@ -19,7 +19,7 @@ from torchllm.runtime.process import start_runtime
 
 def main(name: str, config: BenchmarkConfig) -> None:
     """Run one benchmark; rank 0 prints."""
-    runtime = start_runtime(config.run)
+    runtime = start_runtime(config.run, [config])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     facts = environment(config, runtime)

@@ -12,7 +12,7 @@ import pytest
 from tests.metrics.test_sinks import RECORD
 from tests.tiny_run import process_as_it_was
 from torchllm.metrics.console import Console
-from torchllm.runtime.process import report_errors
+from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.terminal import ERASE_LINE
 
 

@@ -1,8 +1,6 @@
 import gc
-import logging
 import os
 import signal
-import sys
 import time
 import weakref
 from collections import Counter
@@ -25,7 +23,6 @@ from torchllm.runtime.process import (
     choose_device,
     compute_dtype,
     raise_first_error,
-    report_errors,
     start_runtime,
 )
 from torchllm.runtime.torch_compat import flight_records
@@ -103,9 +100,9 @@ def collectives_at_start(folder: str, port: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_the_ranks_exchange_five_hashes_and_a_secret_at_the_start_and_no_objects(tmp_path: Path, ranks: int) -> None:
+def test_the_ranks_exchange_six_hashes_and_a_secret_at_the_start_and_no_objects(tmp_path: Path, ranks: int) -> None:
     for collectives in workers.run(collectives_at_start, ranks, str(tmp_path), free_port()):
-        assert collectives == {"gloo:all_reduce": 5, "gloo:broadcast": 1}
+        assert collectives == {"gloo:all_reduce": 6, "gloo:broadcast": 1}
 
 
 class Alone(NamedTuple):
@@ -327,34 +324,3 @@ def test_compute_dtype() -> None:
     assert [compute_dtype(Training(), device) for device in (cpu, cuda)] == [torch.float32, torch.bfloat16]
     assert compute_dtype(Training(dtype="bfloat16"), cpu) == torch.bfloat16
     assert compute_dtype(Training(dtype="float32"), cuda) == torch.float32
-
-
-def end_with(error: Exception, rank: int, local_rank: int) -> None:
-    """Do what Python does at the end of a process with an uncaught error."""
-    report_errors(rank, local_rank)
-    sys.excepthook(type(error), error, None)
-
-
-def test_errors_are_printed_once_and_bugs_name_their_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    end_with(UserError("no such file"), rank=0, local_rank=0)
-    assert capsys.readouterr().err == "error: no such file\n"
-    assert not slept
-    # Rank 0 ends the job with the same error meanwhile; if it has none, the first rank of the node prints it.
-    for rank, local_rank in ((8, 0), (9, 1)):
-        end_with(UserError("no such file"), rank, local_rank)
-        assert capsys.readouterr().err == f"rank {rank}: error: no such file\n"
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert 1 < slept[0] < slept[1] < 10
-    end_with(ValueError("a bug"), rank=3, local_rank=3)
-    assert capsys.readouterr().err == "rank 3: failed:\nValueError: a bug\n\n"
-
-
-def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (0, 1):
-        report_errors(rank)
-        logging.getLogger("torchllm").info("logged by %d", rank)
-    assert capsys.readouterr().err == "logged by 0\n"

@@ -11,6 +11,8 @@ from torchllm.config.toml import shown
 
 LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable: when run_train.sh, or a later attempt of its job, was started, in seconds since 1970"""
+REFUSAL_FILE = "TORCHLLM_REFUSAL_FILE"
+"""environment variable: the file that a rank creates if it refuses to start; the launcher then ends with status 2"""
 
 
 class Ranks(NamedTuple):

@@ -21,7 +21,8 @@ from torchllm.dry_run.replay import Key, ReplayedStep, Traced, action_keys, repl
 from torchllm.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.dry_run.trace import CPU, fake_ranks, trace, true_orders
 from torchllm.parallel.mesh import build_mesh
-from torchllm.runtime.process import compute_dtype, report_errors
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import compute_dtype
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.spec.cluster import read_cluster
 from torchllm.spec.flops import recompute_interval

@@ -37,18 +37,23 @@ def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]
     If all ranks pass the same text, or None, as they do unless something is wrong, they exchange only its hash: 32
     bytes in one all-reduce, whatever the number of ranks. Otherwise each rank gets the texts of all ranks.
     """
+    ranks = dist.get_world_size(group)
+    if same_on_all_ranks(text, group):
+        return [text] * ranks
+    texts: list[str | None] = [None] * ranks
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def same_on_all_ranks(text: str | None, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks pass the same text: they exchange its hash, in one all-reduce of 32 bytes."""
     digest = hashlib.sha256(repr(text).encode()).digest()[:16]
     hashes = torch.frombuffer(bytearray(digest), dtype=torch.int64)
     # The largest of all ~x is the inverse of the smallest x: one reduction finds both.
     bounds = torch.cat([hashes, ~hashes])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     largest, smallest = bounds[:2], ~bounds[2:]
-    ranks = dist.get_world_size(group)
-    if torch.equal(largest, smallest):
-        return [text] * ranks
-    texts: list[str | None] = [None] * ranks
-    dist.all_gather_object(texts, text, group=group)
-    return texts
+    return torch.equal(largest, smallest)
 
 
 def _as_bytes(record: npt.NDArray[Any]) -> torch.Tensor:

@@ -21,9 +21,11 @@ if __name__ == "__main__":  # before torch is imported, for seconds
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,15 +33,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
+from torchllm.config.environment import REFUSAL_FILE
 from torchllm.runtime import rendezvous
 from torchllm.runtime.descriptors import raise_descriptor_limit
 
+REFUSED = 2
+"""exit status of a rank that refuses to start, and of its job"""
 SECONDS_TO_END = 10
 """that the other ranks of a node have, after one has failed, from SIGTERM to SIGKILL"""
 
 
 def launch(arguments: list[str]) -> None:
-    """Run torchrun with `arguments`. Raises SystemExit with 1 if a rank failed, 128 + N if signal N ended the job."""
+    """Run torchrun with `arguments`.
+
+    Raises SystemExit with 1 if a rank failed, 2 if it refused to start, 128 + N if signal N ended the job.
+    """
     raise_descriptor_limit()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))  # of a launcher that ends
     if hasattr(os, "pidfd_open"):  # Linux
@@ -49,23 +57,33 @@ def launch(arguments: list[str]) -> None:
     ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}"]
     # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
     ours += ["--rdzv-endpoint=none", "--node-rank=0"]
-    try:
-        main([*ours, *arguments])
-    except SignalException as ended:
-        sys.exit(128 + ended.sigval)
-    except RendezvousError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except DistError as error:
-        print(f"error: the launchers of all nodes could not begin together: {error}", file=sys.stderr)
-        sys.exit(1)
-    except ChildFailedError as error:
+    with tempfile.TemporaryDirectory(prefix="torchllm-") as folder:
+        refusal = Path(folder) / "refused"
+        os.environ[REFUSAL_FILE] = str(refusal)
+        try:
+            main([*ours, *arguments])
+        except SignalException as ended:
+            sys.exit(128 + ended.sigval)
+        except (RendezvousError, DistError, ChildFailedError) as error:
+            if refusal.exists():  # a rank has said why; torchrun knows only that it, or another node, has ended
+                sys.exit(REFUSED)
+            if reason := describe_failure(error):
+                print(reason, file=sys.stderr)
+            sys.exit(1)
+
+
+def describe_failure(error: Exception) -> str:
+    """Return what to say of an error of torchrun; "" if a rank has said it."""
+    if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
         status = failure.exitcode
-        if status != 1:
-            ending = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            print(f"rank {rank} {ending}", file=sys.stderr)
-        sys.exit(1)
+        if status == 1:
+            return ""
+        ending = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"rank {rank} {ending}"
+    if isinstance(error, RendezvousError):
+        return f"error: {error}"
+    return f"error: the launchers of all nodes could not begin together: {error}"
 
 
 def _limit_ends() -> None:

@@ -13,12 +13,11 @@ import secrets
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,17 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchllm.config import Run, Training
+from torchllm.config import Config, Run, Training
 from torchllm.config.environment import LAUNCHED
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
+from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
 from torchllm.runtime.on_event import call_on_event
 from torchllm.runtime.parent import end_with_parent
+from torchllm.runtime.same_start import refuse_different_starts
 from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
-from torchllm.runtime.terminal import LogHandler, RankFormatter, drop_unwritten_output
+from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger(__name__)
@@ -217,12 +218,13 @@ class _Vote(NamedTuple):
         return _Decision(bool(stop), bool(save))
 
 
-def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
+def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool = False) -> Runtime:
     """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
 
-    reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise RefusedStart is
-    raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees another
-    run folder than rank 0.
+    configs: what the job may train with. RefusedStart is raised on all ranks if they, or the code, are not the same on
+    all. reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise RefusedStart
+    is raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees
+    another run folder than rank 0.
     """
     end_with_parent()
     rank = int(os.environ.get("RANK", 0))
@@ -254,6 +256,7 @@ def start_runtime(run: Run, *, reads_only: bool = False) -> Runtime:
         collect_interval=run.collect_garbage_interval,
         claim=ownership.claim,
     )
+    refuse_different_starts(configs, runtime.host_group)
     raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
     raise_first_error(runtime.gather_texts, device_error)
     device_types = runtime.gather_texts(device.type)
@@ -378,33 +381,6 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def report_errors(rank: int = 0, local_rank: int = 0) -> None:
-    """Set up logging and what happens to an uncaught error.
-
-    Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
-    plain line, once per job; any other error is a bug and keeps its traceback.
-    """
-    main = rank == 0
-    handler = LogHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s") if main else RankFormatter(rank, sys.stderr))
-    logging.basicConfig(level=logging.INFO if main else logging.ERROR, handlers=[handler], force=True)
-    logging.captureWarnings(True)  # Python's warnings too are lines of the log, and rank 0's only
-
-    def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError):
-            subject = "rank 0 failed" if main else "failed"  # the lines of other ranks begin with their rank
-            log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)))
-            return
-        if not main:
-            # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which sleep
-            # here. If only this node has it, its first rank prints it.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(3.0 if local_rank == 0 else 6.0)
-        log.error("error: %s", error)
-
-    sys.excepthook = print_error
 
 
 def _handle_signals(runtime: Runtime) -> None:

@@ -1,0 +1,65 @@
+"""What is wrong before the first step is found before processes start, or on all nodes alike."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.test_run_train import QUICK, clean
+from tests.tiny_run import DEBUG, ROOT, SMALL, free_port
+
+SCRIPT = str(ROOT / "run_train.sh")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--data.sources.0.kind=text", "--data.sources.0.path=/nowhere/a.txt"], "no file matches '/nowhere/a.txt'"),
+        (["--data.tokenizer=/nowhere/tokenizer.json"], "there is no file '/nowhere/tokenizer.json'"),
+        (["--model.vocab=257"], "257 is less than the 258 ids of data.tokenizer 'bytes'"),
+        (["--checkpoint.resume=/nowhere/step-00000004"], "/nowhere/step-00000004: there is no such checkpoint folder"),
+    ],
+)
+def test_what_a_run_lacks_ends_it_before_a_process_is_started(arguments: list[str], line: str, tmp_path: Path) -> None:
+    command = [SCRIPT, DEBUG, *arguments, f"--run.folder={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, env=clean({}), capture_output=True, text=True)
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(arguments[-1].partition("=")[0])
+    assert line in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_written_ends_it_before_a_process_is_started(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [SCRIPT, DEBUG, f"--run.folder={tmp_path / 'file/run'}"]
+    done = subprocess.run(command, cwd=ROOT, env=clean({}), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("--run.folder: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_path: Path, trials: int) -> None:
+    """Two nodes of one process, as Kubernetes starts them; the second has other keys."""
+    for trial in range(trials):
+        folder = tmp_path / str(trial)
+        pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+        pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        arguments = [*SMALL, *QUICK, f"--run.folder={folder}"]
+        nodes = []
+        for rank, own in enumerate([[], ["--optimizer.learning_rate=0.01", "--schedule.final_fraction=0.5"]]):
+            command = [SCRIPT, DEBUG, *arguments, *own]
+            environment = clean(pod | {"PET_NODE_RANK": str(rank)})
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True))
+        said = [node.communicate(timeout=120) for node in nodes]
+        assert [node.returncode for node in nodes] == [2, 2], said
+        lines = said[0][1].splitlines()
+        assert lines[-3:] == [
+            "error: not all ranks were started alike: start every node with the same config, code and torch",
+            "  optimizer.learning_rate: 0.003 on rank 0, 0.01 on rank 1",
+            "  schedule.final_fraction: 0.0 on rank 0, 0.5 on rank 1",
+        ]
+        assert not [line for _, err in said for line in err.splitlines() if "Traceback" in line or "terminate" in line]
+        assert not os.path.exists(folder / "metrics.jsonl")
+        assert not os.path.exists(folder / "config.toml")

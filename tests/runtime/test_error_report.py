@@ -1,0 +1,123 @@
+"""Who prints an error that nothing has caught, how, and the exit status."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.tiny_run import ROOT, process_as_it_was
+from torchllm.config.errors import UserError
+from torchllm.runtime import error_report
+from torchllm.runtime.error_report import lost_connection, report_errors
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(error_report, "_ending", error_report._Ending())
+    with process_as_it_was():
+        yield
+
+
+def end_with(error: Exception, rank: int, local_rank: int) -> None:
+    """Do what Python does at the end of a process with an uncaught error."""
+    report_errors(rank, local_rank)
+    sys.excepthook(type(error), error, None)
+
+
+def test_errors_are_printed_once_and_bugs_name_their_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    end_with(UserError("no such file"), rank=0, local_rank=0)
+    assert capsys.readouterr().err == "error: no such file\n"
+    assert not slept
+    # Rank 0 ends the job with the same error meanwhile; if it has none, the first rank of the node prints it.
+    for rank, local_rank in ((8, 0), (9, 1)):
+        end_with(UserError("no such file"), rank, local_rank)
+        assert capsys.readouterr().err == f"rank {rank}: error: no such file\n"
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert 1 < slept[0] < slept[1] < 10
+    end_with(ValueError("a bug"), rank=3, local_rank=3)
+    assert capsys.readouterr().err == "rank 3: failed:\nValueError: a bug\n"
+
+
+def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        report_errors(rank)
+        logging.getLogger("torchllm").info("logged by %d", rank)
+    assert capsys.readouterr().err == "logged by 0\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:43211",
+        "[pair.cc:526] Read error [127.0.0.1]:1234: Connection reset by peer",
+        "[pair.cc:444] writev [127.0.0.1]:1234: Broken pipe",
+        "[pair.cc:1] connect [127.0.0.1]:1234: Connection refused",
+        "NCCL error: remote process exited or there was a network error\nLast error:",
+        "failed to recv, got 0 bytes",
+    ],
+)
+def test_a_rank_that_has_lost_a_peer_lets_that_peer_speak_first(
+    said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    error = ValueError("while another error was handled")
+    error.__context__ = RuntimeError(said)
+    for rank in (0, 1):
+        end_with(error, rank, local_rank=rank)
+        printed = capsys.readouterr().err
+        assert printed.endswith(f"another rank, whose own error is the cause: {said.splitlines()[0]}\n")
+        assert len(printed.splitlines()) == 1
+    assert slept == [error_report.OTHERS_WAIT] * 2
+
+
+def test_other_errors_are_no_lost_peers() -> None:
+    assert not lost_connection(ConnectionResetError("Connection reset by peer"))  # of a download
+    assert not lost_connection(RuntimeError("shape mismatch"))
+
+
+ENDING = """
+import sys, threading, time
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.error_report import report_errors
+
+class Aborts:
+    def __del__(self):
+        print("destructor")
+
+def save():
+    time.sleep(0.5)
+    print("saved")
+
+report_errors()
+kept = Aborts()
+threading.Thread(target=save).start()
+raise ERROR
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        ("UserError('no GPU')", 1, "error: no GPU"),
+        ("RefusedStart('no')", 2, "error: no"),
+        ("ValueError('a bug')", 1, "ValueError: a bug"),
+    ],
+)
+def test_a_process_with_an_error_ends_after_its_threads_without_destructors(error: str, status: int, line: str) -> None:
+    """A save in the background is completed; torch's threads abort in their destructors."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ENDING.replace("ERROR", error)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "saved\n"
+    assert done.stderr.strip().splitlines()[-1] == line
+    assert done.returncode == status

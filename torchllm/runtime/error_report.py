@@ -1,0 +1,132 @@
+"""What becomes of an error that nothing has caught: which rank prints it, how, and the exit status.
+
+One rank's error breaks the connections of all others, which then have errors of their own. The cause is to be the last
+thing that a reader sees: a rank that has lost a peer waits for the launcher to end it, and has one line to say if it
+does not.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from torchllm.config.environment import REFUSAL_FILE
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.terminal import LogHandler, RankFormatter
+
+log = logging.getLogger(__name__)
+
+FIRST_ON_NODE_WAITS = 3.0
+"""seconds that the first rank of a node gives rank 0 to print an error that all ranks have"""
+OTHERS_WAIT = 6.0
+"""seconds that a rank waits for the launcher to end it before it prints an error that another rank may have printed"""
+LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket closed|closed by (remote )?peer"
+    r"|remote process exited|failed to recv",
+    re.IGNORECASE,
+)
+"""what gloo, NCCL and the store say on a rank whose peer has ended"""
+
+
+class _Ending:
+    """How this process ends after an error."""
+
+    status: int | None = None
+    """exit status; None: no error"""
+
+
+_ending = _Ending()
+
+
+def report_errors(rank: int = 0, local_rank: int = 0) -> None:
+    """Set up logging and what happens to an uncaught error.
+
+    Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
+    plain line, once per job; a lost connection to another rank as one line, later than that rank's error; any other
+    error is a bug and keeps its traceback. The exit status is 2 after a RefusedStart, else 1.
+    """
+    main = rank == 0
+    handler = LogHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s") if main else RankFormatter(rank, sys.stderr))
+    logging.basicConfig(level=logging.INFO if main else logging.ERROR, handlers=[handler], force=True)
+    logging.captureWarnings(True)  # Python's warnings too are lines of the log, and rank 0's only
+
+    def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            _ending.status = 1
+        if isinstance(error, RefusedStart):
+            _ending.status = 2
+            _tell_launcher_of_refusal()
+        if isinstance(error, UserError):
+            if not main:
+                # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which
+                # sleep here. If only this node has it, its first rank prints it.
+                _let_launcher_end_this(FIRST_ON_NODE_WAITS if local_rank == 0 else OTHERS_WAIT)
+            log.error("error: %s", error)
+        elif lost := lost_connection(error):
+            _let_launcher_end_this(OTHERS_WAIT)
+            log.error("lost the connection to another rank, whose own error is the cause: %s", lost)
+        else:
+            subject = "rank 0 failed" if main else "failed"  # the lines of other ranks begin with their rank
+            log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)).rstrip())
+
+    sys.excepthook = print_error
+    atexit.unregister(_end_process)
+    atexit.register(_end_process)
+
+
+def lost_connection(error: BaseException) -> str:
+    """Return the first line of what a broken connection to another rank says; "" if `error` comes from something else.
+
+    `error` may have been raised while another one was handled.
+    """
+    for cause in _with_causes(error):
+        if isinstance(cause, RuntimeError) and LOST_PEER.search(str(cause)):
+            return str(cause).partition("\n")[0]
+    return ""
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _tell_launcher_of_refusal() -> None:
+    """Write the file that gives the whole job this status: the launcher may end this process before it ends itself."""
+    if file := os.environ.get(REFUSAL_FILE):
+        with suppress(OSError):
+            Path(file).touch()
+
+
+def _let_launcher_end_this(seconds: float) -> None:
+    """Sleep; a SIGTERM of the launcher ends the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
+def _end_process() -> None:
+    """End a process that had an error, after its threads have ended, without C++ destructors.
+
+    The threads of a process group that is still connected would abort in theirs: "terminate called without an active
+    exception", and SIGABRT instead of the exit status.
+    """
+    if _ending.status is None:
+        return
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(_ending.status)
