@@ -47,6 +47,16 @@ from torchllm.resources import find_config, name_base, resource
 from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
 
 MODELS = resource("train_configs/models")
+DEFAULT_DATA = [
+    "",
+    "# Python's standard library as bytes, to try the layout. Put your corpus and tokenizer in its place.",
+    "[data]",
+    'tokenizer = "bytes"',
+    "",
+    "[[data.sources]]",
+    'kind = "stdlib"',
+]
+"""section of a written run whose model's file names no data"""
 
 
 class PlannedModel(NamedTuple):
@@ -119,8 +129,8 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
     rank.add_argument("--model", required=True, help="a name in train_configs/models, or a TOML file")
     rank.add_argument("--cluster", required=True, help="a name in train_configs/clusters, or a TOML file")
     rank.add_argument("--gpus", required=True, type=counts, help="number of GPUs; 64,128,256 prints a scaling table")
-    rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file, else 2048)")
-    rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file, else 8)")
+    rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file's)")
+    rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file's)")
     rank.add_argument(
         "--objective",
         choices=get_args(Objective),
@@ -151,8 +161,8 @@ def run_rank(options: argparse.Namespace) -> None:
     model = read_model(options.model)
     hardware = read_hardware(options.cluster)
     training = Training(
-        sequence_length=options.sequence_length or model.config.training.sequence_length,
-        global_batch_size=options.global_batch_size or model.config.training.global_batch_size,
+        sequence_length=planned_size("sequence_length", options, model),
+        global_batch_size=planned_size("global_batch_size", options, model),
         loss_chunk=model.config.training.loss_chunk,
     )
     results = []
@@ -170,7 +180,7 @@ def run_rank(options: argparse.Namespace) -> None:
         if len(results) > 1:
             bests = [(result.job, result.best) for result in results]
             print_lines(*scaling(bests, options.tokens), "")
-        print_lines(*heading(model, options.cluster, results[0].job), *assumed_sizes(model, options))
+        print_lines(*heading(model, options.cluster, results[0].job))
         print_ranking(results[0], options.tokens)
     if options.write:
         write_run(Path(options.write), model, options.cluster, results[0], options.tokens)
@@ -180,6 +190,19 @@ def run_rank(options: argparse.Namespace) -> None:
         plot(
             results[0].job, results[0].outcome, options.plot, "\n".join(heading(model, options.cluster, results[0].job))
         )
+
+
+def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
+    """Return a size of the batch from the command line, else from the model's file. UserError if neither has it."""
+    given: int | None = getattr(options, key)
+    if given is not None:
+        return given
+    written = model.table.get("training", {})
+    if key not in written:
+        flag = "--" + key.replace("_", "-")
+        raise UserError(f"{flag} is missing: {model.file} has no training.{key}")
+    size: int = getattr(model.config.training, key)
+    return size
 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
@@ -204,17 +227,6 @@ def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
         f"sequences of {training.sequence_length:,} tokens, {training.global_batch_size:,} per step "
         f"({tokens:,} tokens)",
     ]
-
-
-def assumed_sizes(model: PlannedModel, options: argparse.Namespace) -> list[str]:
-    """Name the sizes that the command line does not give, and where their values come from."""
-    lines = []
-    for option in ("sequence_length", "global_batch_size"):
-        if getattr(options, option) is None:
-            source = f"from {model.file}" if option in model.table.get("training", {}) else "the default"
-            flag = "--" + option.replace("_", "-")
-            lines.append(f"{flag} is not given: assumed {getattr(model.config.training, option):,} ({source})")
-    return lines
 
 
 def print_lines(*lines: str) -> None:
@@ -293,12 +305,14 @@ def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchRes
     lines += toml_section("parallel", parallel)
     lines += toml_section("recompute", {"mode": run.recompute.mode})
     lines += toml_section("compile", compile)
+    if "data" not in model.table:
+        lines += DEFAULT_DATA
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"wrote {target}", file=sys.stderr)
     if "data" not in model.table:
         print(
-            f"{target} has no [data]: the run trains on Python's standard library as bytes, the default text. "
-            "Add [data] with your corpus and tokenizer.",
+            f"{target}: [data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer "
+            "in its place.",
             file=sys.stderr,
         )
 

@@ -20,7 +20,7 @@ usage: torchllm COMMAND [ARGUMENTS]
   torchllm train [CONFIG.toml] [--section.key=value ...]
       Train on all GPUs of this machine, or on all nodes of a Slurm or Kubernetes job. Same as ./run_train.sh in a
       checkout: NPROC, NNODES and RECIPE mean the same. Without a config it trains train_configs/debug.toml.
-  torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64
+  torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64 --sequence-length 8192 --global-batch-size 512
       Predict the fastest layouts. Same as python recipes/plan.py.
   torchllm copy NAME [TARGET]
       Copy a recipe, a config or run_train.sh to edit it. Without a NAME: list what can be copied.

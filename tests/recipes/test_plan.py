@@ -62,14 +62,23 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert f"{plan['best'][0]['step_seconds']:.4g} s per step" in header
 
 
-def test_sizes_that_are_assumed_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "8", "--sequence-length", "1024"])
-    lines = capsys.readouterr().out.splitlines()
-    assert "--global-batch-size is not given: assumed 8 (the default)" in lines
-    assert not any(line.startswith("--sequence-length") for line in lines)
+@pytest.mark.parametrize("option", ["--sequence-length", "--global-batch-size"])
+def test_a_size_that_nobody_gave_is_an_error(option: str) -> None:
+    place = RANK.index(option)
+    with pytest.raises(UserError, match=rf"^{option} is missing: .*llama_13b\.toml has no training\."):
+        main([*RANK[:place], *RANK[place + 2 :]])
 
 
-def test_a_written_run_names_a_cluster_file_and_the_default_data(
+def test_sizes_may_be_in_the_models_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ROOT / "train_configs/models/llama_13b.toml"
+    sizes = "[training]\nsequence_length = 1024\nglobal_batch_size = 64\n"
+    (tmp_path / "mine.toml").write_text(f"base = {str(base)!r}\n{sizes}")
+    main(["rank", "--model", str(tmp_path / "mine.toml"), *RANK[3:7]])
+    batch = capsys.readouterr().out.splitlines()[1]
+    assert batch == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
+
+
+def test_a_written_run_has_data_and_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clusters = ROOT / "train_configs" / "clusters"
@@ -78,9 +87,24 @@ def test_a_written_run_names_a_cluster_file_and_the_default_data(
     arguments = list(RANK)
     arguments[arguments.index("dgx_a100")] = "mine.toml"
     main([*arguments, "--write", "run.toml"])
-    assert "run.toml has no [data]: the run trains on Python's standard library" in capsys.readouterr().err
+    assert "run.toml: [data] is Python's standard library as bytes, to try the layout." in capsys.readouterr().err
     config = load_config(["run.toml", "--run.dry_run=true"])
     assert config.cluster.name == str(tmp_path / "mine.toml")
+    assert '[data]\ntokenizer = "bytes"\n\n[[data.sources]]\nkind = "stdlib"\n' in Path("run.toml").read_text()
+
+
+def test_a_written_run_keeps_the_data_of_the_models_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ROOT / "train_configs/models/llama_13b.toml"
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(f"base = {str(base)!r}\n[[data.sources]]\nkind = 'text'\npath = 'a.txt'\n")
+    arguments = list(RANK)
+    arguments[arguments.index("llama_13b")] = "mine.toml"
+    main([*arguments, "--write", "run.toml"])
+    assert capsys.readouterr().err == "wrote run.toml\n"
+    (source,) = load_config(["run.toml", "--run.dry_run=true"]).data.sources
+    assert source.path == "a.txt"
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
