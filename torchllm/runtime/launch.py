@@ -100,9 +100,9 @@ def _limit_ends() -> None:
         if ended is None or ended.si_status == 0 or not _is_rank(ended.si_pid):
             time.sleep(0.02)  # or a rank may end, and torch ask for its status, meanwhile
             continue
-        others = [os.pidfd_open(pid) for pid in find_children() if _is_rank(pid)]
+        survivors = [os.pidfd_open(pid) for pid in find_children() if _is_rank(pid)]
         time.sleep(SECONDS_TO_END)
-        for handle in others:
+        for handle in survivors:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
