@@ -82,6 +82,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         check_owner=runtime.check_owner,
         evaluates=config.evaluate.interval > 0,
     )
+    data.on_damage = checkpoints.mark_damaged_data
     start = 0
     restored = checkpoints.resume()
     if restored is not None:

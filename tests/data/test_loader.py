@@ -707,10 +707,11 @@ def test_an_error_on_one_rank_stops_all(tmp_path: Path, case: str) -> None:
 def damaged_run(tmp_path: Path, source: Source, workers: int = 0) -> "tuple[TrainLoader, list[tuple[int, str]]]":
     """A loader with sequences of 1,000 tokens, and the list of what it marks."""
     marks: list[tuple[int, str]] = []
-    ranks = replace(data_ranks(), mark_damage=lambda step, reason: marks.append((step, reason)))
     data = Data(sources=(source,), cache=str(tmp_path / "cache"), workers=workers)
     training = Training(micro_batch_size=2, global_batch_size=4, sequence_length=1000)
-    return build_loader(data, training, Model(), 0, ranks), marks
+    loader = build_loader(data, training, Model(), 0, data_ranks())
+    loader.on_damage = lambda step, reason: marks.append((step, reason))
+    return loader, marks
 
 
 def take_steps(loader: TrainLoader, steps: int) -> None:

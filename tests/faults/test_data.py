@@ -5,9 +5,11 @@ the file copied anew, and compares with the undisturbed run: losses of all steps
 """
 
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +22,7 @@ from tests.tiny_run import STEPS, curve, tensor_files
 from torchllm.config import Source
 from torchllm.data.build import write_corpus
 from torchllm.data.shard import shard_path
+from torchllm.runtime.process import STOP, STOPPED
 
 ONE_RANK = "--parallel.dp_shard=1"
 Damage = Callable[[Path, Random], None]
@@ -79,14 +82,13 @@ def is_same_run(folder: Path, undisturbed: Path) -> bool:
     return same_tensors and curve(folder) == curve(undisturbed)
 
 
-class DamagedAt:
-    """A change of the recipe: after a step a file is damaged; the run looks for changed files all the time."""
+class After:
+    """A change of the recipe: after a step something happens. The run looks for changed files all the time."""
 
-    def __init__(self, step: int, path: Path, damage: Damage, random: Random) -> None:
+    def __init__(self, step: int, happen: Callable[[], None], waits_for_a_find: bool = False) -> None:
         self.step = step
-        self.path = path
-        self.damage = damage
-        self.random = random
+        self.happen = happen
+        self.waits_for_a_find = waits_for_a_find
 
     def __call__(self, recipe: Any, rank: int) -> None:
         build_loader = recipe.build_loader
@@ -95,20 +97,24 @@ class DamagedAt:
             loader = build_loader(*arguments)
             loader._verification.seconds_between_checks = 0.01
             next_step = loader.next_step
-            steps = iter(range(1, STEPS + 1))
 
-            def step_and_damage() -> Any:
-                if next(steps) == self.step + 1:
-                    self.damage(self.path, self.random)
-                    end = time.monotonic() + 30
+            def happen_and_step() -> Any:
+                if loader._steps == self.step:
+                    self.happen()
+                    end = time.monotonic() + 30 * self.waits_for_a_find
                     while loader._verification.problem is None and time.monotonic() < end:
                         time.sleep(0.01)
                 return next_step()
 
-            loader.next_step = step_and_damage
+            loader.next_step = happen_and_step
             return loader
 
         recipe.build_loader = build
+
+
+def steps_of(paths: Iterable[Path]) -> list[int]:
+    """The steps of step folders, or of files in them, ascending."""
+    return sorted(int(re.findall(r"step-(\d+)", str(path))[0]) for path in paths)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
@@ -130,22 +136,30 @@ def test_damage_before_the_run_is_named(
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
-def test_damage_during_the_run_is_named_with_the_steps_that_read_it(
+def test_damage_during_the_run_marks_the_checkpoints_since_its_start(
     tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
 ) -> None:
     for trial in range(trials):
         copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
         shard = shard_path(copy, 0, "train")
         random = Random(trial)
-        step = random.randrange(4, STEPS)
+        step = random.randrange(5, STEPS)
         run = tmp_path / str(trial) / "run"
-        error = train(run, copy, change=DamagedAt(step, shard, damage, random))
+        every_step = ["--checkpoint.interval=1", "--checkpoint.keep=0"]
+        assert train(run, copy, *every_step, change=After(2, (run / STOP).touch)) == ""
+        (run / STOPPED).unlink()
+        saved = steps_of(run.glob("checkpoints/step-*"))
+        assert saved[-1] == 4
+        error = train(run, copy, *every_step, change=After(step, partial(damage, shard, random), waits_for_a_find=True))
         assert error.startswith(f"{shard} ")
-        steps_are_named = "this run has trained on it in step 1, 2, 3, 4" in error
-        assert steps_are_named == (damage in (flip_a_bit, write_an_unknown_id))
+        trained = list(range(5, step + 1))
+        assert steps_of(run.glob("checkpoints/step-*")) == saved + trained
+        # A file that is too short or missing is not read, so nothing was trained on damaged data.
+        is_wrong = damage in (flip_a_bit, write_an_unknown_id)
+        assert (f"trained on it in step {', '.join(map(str, trained))}" in error) == is_wrong
+        assert steps_of(run.glob("checkpoints/*/suspect.json")) == trained * is_wrong
         shutil.copyfile(shard_path(corpus, 0, "train"), shard)
-        assert (run / "checkpoints/step-00000004").exists()
-        assert train(run, copy) == ""
+        assert train(run, copy, *every_step) == ""
         assert is_same_run(run, undisturbed)
 
 

@@ -13,6 +13,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,18 @@ class Checkpointer:
         if health.is_lost:
             reason = f"too many steps in a row were not finite up to step {health.step}"
             self._suspect_since(self._proof.suspect_since(evaluation=False), reason)
+
+    def mark_damaged_data(self, step: int, reason: str) -> None:
+        """Mark the checkpoints of `step` and later ones as suspect: the run has trained on damaged data since then.
+
+        For the rank that finds the damage, before it ends the run by an error: no other rank has to call it. Proven
+        ones are marked too, for a loss may be finite on wrong data. Waits for a background save, which may publish one.
+        """
+        with suppress(CheckpointError):  # the run ends by another error already
+            self._finish()
+        for folder in manifests.step_folders(self._root):
+            if manifests.step_of(folder) >= step:
+                mark_suspect(folder, reason)
 
     def _suspect_since(self, step: int, reason: str) -> None:
         """Mark the checkpoints of `step` and later ones, but those that are proven, as suspect."""

@@ -1,7 +1,7 @@
 """What a run has learnt of a checkpoint after it was published: a small file in the step folder. No torch.
 
     proven.json     the run went on well from there: the newest of these is never deleted
-    suspect.json    the run went wrong after it: a run that starts again takes an older one
+    suspect.json    the run went wrong after it, or on wrong data before: a run that starts again takes an older one
 
 A mark is that the file exists; its content tells a person why. A mark goes where its folder goes: with a copy of it,
 and with its deletion.

@@ -58,8 +58,6 @@ class DataRanks:
     """rank in the job of the process that prepares for this node"""
     pieces: SequencePieces = WHOLE_SEQUENCE
     """part of each sequence that this process trains on, and reads; ranks that share a sequence (cp) have others"""
-    mark_damage: Callable[[int, str], None] = lambda first_step, reason: None
-    """is told, before the run ends by it, from which step on it has trained on damaged data, and what is damaged"""
 
 
 def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
@@ -229,6 +227,8 @@ class TrainLoader:
         verification: Verification | None = None,
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training."""
+        self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
+        """is told, before the run ends by it, since which step it has trained on damaged data, and what is damaged"""
         self._sources = sources
         self._verification = verification
         self._data = data
@@ -348,7 +348,7 @@ class TrainLoader:
         listed = ", ".join(map(str, steps[:_LISTED]))
         if len(steps) > _LISTED:
             listed += f" and {len(steps) - _LISTED} others"
-        self._ranks.mark_damage(steps[0], f"it was trained on damaged data: {error.path} {error.fault}")
+        self.on_damage(steps[0], f"it was trained on damaged data: {error.path} {error.fault}")
         return DataError(
             f"{error}. Since its start this run has trained on it in step {listed}: its checkpoints from step "
             f"{steps[0]} on are marked as suspect, and an older one is used when it is started again"
