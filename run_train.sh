@@ -14,8 +14,10 @@
 #
 # Exit status: 0 done, or stopped with a checkpoint; 1 failed; 2 refused before anything was touched.
 set -euo pipefail
+trap '' PIPE # an output that nobody reads any more is no reason to end: `echo` fails, and says nothing
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
+say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
 
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
 launched=${EPOCHREALTIME:-$(date +%s)}
@@ -76,17 +78,18 @@ done
 status=0
 report=$(env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check 2>&1) || status=$?
 if [ "$status" != 0 ]; then
-    echo "$report" >&2
+    say "$report" >&2
     exit "$status"
 fi
-sample=0 folder="" dry_run=0
+sample=0 folder="" dry_run=0 on_event=""
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
-        *) [ "$node_rank" != 0 ] || echo "$line" >&2 ;;
+        ON_EVENT=*) on_event=${line#*=} ;;
+        *) [ "$node_rank" != 0 ] || say "$line" >&2 ;;
     esac
 done <<<"$report"
 if [ "$dry_run" = 1 ]; then # one process examines all ranks
@@ -125,7 +128,7 @@ stop() {
     if [ -z "$stopping_since" ]; then
         stopping_since=$SECONDS
         mkdir -p "$folder" && : >"$request"
-        [ "$node_rank" != 0 ] || echo "stopping: the ranks save at the next step boundary; a second signal ends them at once" >&2
+        [ "$node_rank" != 0 ] || say "stopping: the ranks save at the next step boundary; a second signal ends them at once" >&2
     elif [ $((SECONDS - stopping_since)) -gt 5 ]; then
         kill -USR2 "$child"
     fi
@@ -140,8 +143,9 @@ while [ "$signals_before" != "$signals" ]; do # a signal ends `wait`, not the ch
     wait "$child" || status=$?
 done
 trap - TERM INT HUP
+if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
 if [ -e "$marker" ]; then
-    [ "$node_rank" != 0 ] || echo "stopped early, with a checkpoint; to continue, run the same command with --run.folder=$folder"
+    [ "$node_rank" != 0 ] || say "stopped early, with a checkpoint; to continue, run the same command with --run.folder=$folder"
     exit 0
 fi
 if [ "$status" != 0 ] || [ -n "$stopping_since" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi

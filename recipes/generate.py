@@ -13,6 +13,8 @@ from torchllm.start import load_run
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True)
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.process import choose_device, compute_dtype
+from torchllm.runtime.terminal import drop_unwritten_output
 
 
 def main(config: Config) -> str:
@@ -42,8 +45,10 @@ def main(config: Config) -> str:
     generated = continue_text(model, tokens, config.generate, tokenizer.vocab, tokenizer.end, max_length, generator)
     text = tokenizer.decode([*prompt.tolist(), *generated])
     encoding = sys.stdout.encoding or "utf-8"  # a terminal may be unable to show all that a model writes
-    print(f"--- step {manifest.step}, {len(generated)} tokens at temperature {config.generate.temperature:g} ---")
-    print(text.encode(encoding, errors="replace").decode(encoding))
+    heading = f"--- step {manifest.step}, {len(generated)} tokens at temperature {config.generate.temperature:g} ---"
+    with suppress(OSError):  # a sample that nobody can read is no failure of the training before it
+        print(heading, text.encode(encoding, errors="replace").decode(encoding), sep="\n", flush=True)
+    drop_unwritten_output()
     return text
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.launched import clean
+from tests.launched import PATIENCE, SCRIPT, clean
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import read_launches
 
 ONE_RANK = "--parallel.dp_shard=1"
-QUIET = [ONE_RANK, "--data.workers=0", "--metrics.tensorboard=false", "--generate.after_training=false"]
+QUIET = [ONE_RANK, "--data.workers=0", "--metrics.tensorboard=false"]
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,20 @@ def test_outputs_that_cannot_be_written_end_nothing(
         os.close(descriptor)
     assert process.wait(100) == 0
     assert is_same_run(tmp_path, undisturbed)
+
+
+def test_a_job_whose_output_nobody_reads_trains_to_its_end_and_says_so(undisturbed: Path, tmp_path: Path) -> None:
+    """As `./run_train.sh … 2>&1 | head`, with the sample at the end that debug.toml asks for."""
+    folder, notes = tmp_path / "run", tmp_path / "notes"
+    command = [SCRIPT, DEBUG, *SMALL, *QUIET, f"--run.folder={folder}"]
+    command.append(f"--run.on_event=sh -c 'echo $1 $2 >>{notes}' on_event")
+    output = pipe_without_reader()
+    environment = clean({"NPROC": "1", "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    os.close(output)
+    assert process.wait(PATIENCE) == 0
+    assert is_same_run(folder, undisturbed)
+    assert notes.read_text() == f"end {folder}\n"
 
 
 def test_standard_output_that_is_full_is_named_once(undisturbed: Path, tmp_path: Path) -> None:

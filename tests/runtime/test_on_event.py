@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.tiny_run import ROOT
 from torchllm.config import Config, Run
 from torchllm.config.checks import value_problems
 from torchllm.runtime import on_event
-from torchllm.runtime.on_event import OUTPUT, call_on_event
+from torchllm.runtime.on_event import OUTPUT, call_at_end, call_on_event
 
 
 def script(folder: Path, text: str) -> str:
@@ -38,12 +39,24 @@ def test_it_gets_the_event_and_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_it_and_it_outlives_its_caller(tmp_path: Path) -> None:
-    """As run_train.sh calls it at the end of a job."""
-    command = script(tmp_path, "sleep 1; echo $1")
-    caller = [sys.executable, "-m", "torchllm.runtime.on_event", command, str(tmp_path)]
+    command = script(tmp_path, "sleep 1; echo late")
+    program = "import os, sys, pathlib; from torchllm.runtime.on_event import call_on_event\n"
+    program += "call_on_event(sys.argv[1], 'hang', pathlib.Path(sys.argv[2])); os._exit(0)"
+    caller = [sys.executable, "-c", program, command, str(tmp_path)]
     subprocess.run(caller, cwd=ROOT, check=True, start_new_session=True)
     assert not (tmp_path / OUTPUT).read_text()
-    assert text_of(tmp_path / OUTPUT, "end")
+    assert text_of(tmp_path / OUTPUT, "late")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "end\n"), (30, "")])
+def test_the_end_of_a_job_waits_for_it_for_a_moment(tmp_path: Path, seconds: float, said: str) -> None:
+    """A container ends with its job, and all that runs in it."""
+    started = time.monotonic()
+    with mock.patch.object(on_event, "LAST_WAIT", 3.0):
+        call_at_end(script(tmp_path, f"sleep {seconds}; echo $1"), tmp_path)
+    assert (tmp_path / OUTPUT).read_text() == said
+    assert time.monotonic() - started < 20
+    on_event._running.pop().terminate()
 
 
 def test_it_is_ended_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,8 @@ log = logging.getLogger("torchllm")
 RunEvent = Literal["hang", "restart", "nan", "end"]
 LIMIT = 60
 """seconds that the command may take"""
+LAST_WAIT = 10.0
+"""seconds that the end of a job waits for the command: Slurm and containers end what outlives the job"""
 OUTPUT = "on_event.log"
 """file in the run folder"""
 
@@ -58,5 +62,14 @@ def _open_output(folder: Path) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
+def call_at_end(command: str, folder: Path) -> None:
+    """Call the command with "end", and wait for it up to `LAST_WAIT`: what a job leaves running may end with it."""
+    call_on_event(command, "end", folder)
+    deadline = time.monotonic() + LAST_WAIT
+    for process in _running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
 if __name__ == "__main__":  # run_train.sh, which sees the end of the job
-    call_on_event(sys.argv[1], "end", Path(sys.argv[2]))
+    call_at_end(sys.argv[1], Path(sys.argv[2]))

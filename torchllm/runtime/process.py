@@ -33,7 +33,7 @@ from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
-from torchllm.runtime.on_event import call_on_event
+from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.same_start import refuse_different_starts
 from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
@@ -288,7 +288,7 @@ def _call_on_restart_and_end(run: Run, folder: Path) -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         call_on_event(run.on_event, "restart", folder)
     if run.on_event and LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
-        atexit.register(call_on_event, run.on_event, "end", folder)
+        atexit.register(call_at_end, run.on_event, folder)
 
 
 class _Ownership(NamedTuple):
