@@ -272,9 +272,16 @@ def test_the_sequences_that_depend_on_damage(tmp_path: Path) -> None:
     tokens = [corpus.bytes_of("train", number) // 2 for number in range(2)]
     path = shard_path(corpus.folder, 1, "train")
     stream = corpus.tokens("train")
-    for length, wrong in ((1000, range(0, 2)), (1000, range(2000, 4000)), (700, range(BLOCK, 2 * BLOCK))):
+    start = int(corpus._starts["train"][1])
+    first_of_a_sequence = 2 * (-start % 1000)  # it is the last label of the sequence before, too
+    for length, wrong in (
+        (1000, range(0, 2)),
+        (1000, range(first_of_a_sequence, first_of_a_sequence + 2)),
+        (1000, range(2000, 4000)),
+        (700, range(BLOCK, 2 * BLOCK)),
+    ):
         in_shard_1 = np.arange(wrong.start // 2, wrong.stop // 2)
-        positions = in_shard_1 + int(corpus._starts["train"][1])
+        positions = in_shard_1 + start
         expected = set()
         for number in range(corpus.count("train", length)):
             if np.any((positions >= number * length) & (positions <= (number + 1) * length)):
@@ -282,7 +289,7 @@ def test_the_sequences_that_depend_on_damage(tmp_path: Path) -> None:
         assert corpus.sequences_with(DamagedFile(path, "", [wrong]), length) == sorted(expected)
     everything = range(tokens[1] * 2 - 8, tokens[1] * 2)  # the index
     found = corpus.sequences_with(DamagedFile(path, "", [everything]), 1000)
-    assert (found[0], found[-1]) == (int(corpus._starts["train"][1]) // 1000, (stream - 1) // 1000 - 1)
+    assert (found[0], found[-1]) == (start // 1000, (stream - 1) // 1000 - 1)
     for other in (tmp_path / "elsewhere" / path.name, shard_path(corpus.folder, 1, "validation")):
         assert corpus.sequences_with(DamagedFile(other, "", [range(0, 2)]), 1000) == []
 
