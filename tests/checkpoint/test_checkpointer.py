@@ -21,7 +21,7 @@ from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.checkpoint.marks import mark_suspect, read_suspects
+from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.runtime.lease import LeaseLost
@@ -678,6 +678,18 @@ def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog
     assert list(read_suspects([manifests.step_folder(tmp_path / "checkpoints", 24)])) == []
     resuming.close()
     assert manifests.hidden_folders(tmp_path / "checkpoints") == []
+
+
+def test_a_proven_checkpoint_is_no_suspect_though_the_run_is_lost_after_it(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(4, {})
+    mark_proven(manifests.step_folder(tmp_path / "checkpoints", 4), "it went on well")
+    resuming = checkpointer(tmp_path)
+    resuming.resume()
+    resuming.save(8, {})
+    resuming.judge(ill(14, 4))
+    assert list(read_suspects(manifests.step_folders(tmp_path / "checkpoints"))) == [
+        manifests.step_folder(tmp_path / "checkpoints", 8)
+    ]
 
 
 def test_an_evaluation_that_is_not_finite_makes_suspects(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ REFUSALS = {
             "x.toml:13: training.step: unknown key; did you mean training.steps?",
         ],
     ),
+    "checkpoints kept for good that are never saved": Refusal(
+        "[checkpoint]\ninterval = 500\nkeep_every = 700",
+        [],
+        ["x.toml:3: checkpoint.keep_every: 700 is no multiple of checkpoint.interval 500"],
+    ),
     # Types.
     "string for a bool": Refusal(
         '[compile]\nnorm = "false"',
