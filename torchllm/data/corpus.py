@@ -203,7 +203,8 @@ class Corpus:
         try:
             for file in files:
                 if self.header.format == 1:
-                    self._verify_hash(file, self._hashes_of_format_1[number][file.file.path.name], pace)
+                    hashes = self._hashes_of_format_1[number]
+                    self._verify_hash(file, hashes[file.file.path.name], pace)
                 else:
                     self._verify_blocks(file, self.block_sums(split, number), pace)
         finally:
@@ -315,16 +316,21 @@ class Corpus:
         split, shard = shard_of(damage.path)
         if split != "train":
             return []
-        tokens = int(self._description.columns[split].tokens[shard])
+        id_bytes = self.header.id_bytes
+        start, end = (int(position) for position in self._starts[split][shard : shard + 2])
+        last_of_split = self.count(split, length) - 1
         sequences: set[int] = set()
         for wrong in damage.wrong_bytes:
-            first, last = wrong.start // self.header.id_bytes, (wrong.stop - 1) // self.header.id_bytes
-            if last >= tokens or damage.path.suffix != ".bin":
-                first, last = 0, tokens - 1
-            start = int(self._starts[split][shard])
+            first = start + wrong.start // id_bytes
+            last = start + (wrong.stop - 1) // id_bytes
+            if last >= end or damage.path.suffix != ".bin":
+                first = start
+                last = end - 1
             # sequence i has the tokens i length ... (i + 1) length, its last label among them
-            sequences.update(range(max(0, (start + first - 1) // length), (start + last) // length + 1))
-        return sorted(number for number in sequences if number < self.count(split, length))
+            first_sequence = max(0, (first - 1) // length)
+            last_sequence = min(last // length, last_of_split)
+            sequences.update(range(first_sequence, last_sequence + 1))
+        return sorted(sequences)
 
     def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
         """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
