@@ -10,8 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.runtime.test_run_train import clean
+from recipes import evaluate
+from recipes import generate as generate_recipe
+from tests import workers
+from tests.launched import clean
+from tests.recipes.warm import rank_of_torchrun
+from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
+from torchllm.checkpoint.weights import load_weights
+from torchllm.config import Config
+from torchllm.models.decoder import build_model
+from torchllm.start import load_configs, load_run
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -19,7 +29,11 @@ PAGES = [ROOT / "README.md", *DOCS]
 
 
 def load_script(name: str):  # type: ignore[no-untyped-def]  # a module, whose type is not known before it is loaded
-    specification = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    return load_file(name, ROOT / "docs" / f"{name}.py")
+
+
+def load_file(name: str, file: Path):  # type: ignore[no-untyped-def]  # as above
+    specification = importlib.util.spec_from_file_location(name, file)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -127,7 +141,7 @@ def test_every_cited_work_is_listed() -> None:
 def z_loss_fork(tmp_path: Path) -> Path:
     """Return recipes/pretrain.py with all changes that docs/fork_a_recipe.md describes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
-    settings, read_config, loss, call, add_sink, sink, learning_rate = blocks
+    settings, read_config, loss, call, add_sink, sink, learning_rate, *_ = blocks
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
     head, body = text.split(guard, 1)
@@ -167,3 +181,83 @@ def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_
     assert len(losses["1"]) == 3
     assert losses["1"][0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
     assert losses["2"] == pytest.approx(losses["1"], rel=1e-5)
+
+
+def average_fork(tmp_path: Path) -> Path:
+    """Return recipes/pretrain.py with the average of the weights of docs/fork_a_recipe.md, and a section of its own."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
+    settings, read_config = blocks[:2]
+    average, make, begin, follow, log = blocks[-5:]
+    assert "`extra_state=average.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
+    text = (ROOT / "recipes/pretrain.py").read_text()
+    guard = 'if __name__ == "__main__":'
+    record = '        record={"config": asdict(config)},\n'
+    for old, new in (
+        (guard, f"{settings}\n\n{guard}"),
+        ("    CONFIGS = load_configs(sys.argv[1:])\n", read_config),
+        ("\ndef train(", f"\n{average}\n\ndef train("),
+        ("    optimizer = build_optimizer(stages, config.optimizer)\n", f"\\g<0>{make}"),
+        (record, "\\g<0>        extra_state=average.tensors,\n"),
+        ("    restored = checkpoints.resume()\n", f"\\g<0>{begin}"),
+        ("            result = step(n, packed.unpack(device))\n", f"\\g<0>{follow}"),
+        ("            if monitor.log(n, result, validation_loss, force=last):\n", log),
+    ):
+        text, replaced = re.subn(re.escape(old), lambda _, old=old, new=new: new.replace("\\g<0>", old), text, count=1)
+        assert replaced == 1, old
+    fork = tmp_path / "mine.py"
+    fork.write_text(text)
+    return fork
+
+
+def train_on_rank(file: Path, arguments: list[str], port: int) -> None:
+    """Run a recipe on a warm rank."""
+    sys.argv[0] = str(file)
+    module = load_file("a_recipe", file)
+    with rank_of_torchrun(port):
+        module.main(*load_configs(arguments, getattr(module, "MyConfig", Config)))
+
+
+def weights_of(run: Path, step: int, prefix: str) -> dict[str, torch.Tensor]:
+    """Return weights, or what a fork has saved in their place, of a checkpoint."""
+    model = build_model(load_run([str(run / "config.toml")], one_device=True).model)
+    load_weights(run / f"checkpoints/step-{step:08d}", [model], prefix=prefix)
+    return model.state_dict()
+
+
+def test_a_forks_state_may_be_added_and_dropped_and_resumes_on_another_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of which steps 3 to 5 are a fork's: on two ranks, then on one."""
+    fork, plain, run = average_fork(tmp_path), ROOT / "recipes/pretrain.py", tmp_path / "run"
+    common = [word for word in SMALL if not word.startswith(("--training.steps=", "--checkpoint.", "--schedule."))]
+    common += [f"--run.folder={run}", "--checkpoint.interval=1", "--checkpoint.keep=0", "--schedule.warmup_steps=0"]
+    common += ["--data.workers=0", "--metrics.tensorboard=false", str(ROOT / "train_configs/debug.toml")]
+    for file, steps, ranks, layout in (
+        (plain, 2, 1, []),
+        (fork, 4, 2, ["--parallel.tp=2", "--parallel.dp_shard=1"]),
+        (fork, 5, 1, []),
+        (plain, 6, 1, []),
+    ):
+        arguments = [*common, f"--training.steps={steps}", *layout]
+        workers.run(train_on_rank, ranks, file, arguments, free_port())
+        if steps != 5:
+            continue
+        assert "[z_loss]" in (run / "config.toml").read_text()
+        config = load_run([str(run / "config.toml")], one_device=True)
+        err = capsys.readouterr().err
+        assert "z_loss: of a forked recipe, not read here" in err
+        with process_as_it_was():
+            evaluate.main(config)
+            generate_recipe.main(config)
+        assert "step 5  validation loss" in (out := capsys.readouterr().out)
+        assert "--- step 5, " in out
+
+    average = weights_of(run, 2, "model.")
+    for step in (3, 4, 5):
+        keep = step / (step + 10)
+        for name, weight in weights_of(run, step, "model.").items():
+            average[name] = average[name].lerp(weight, 1 - keep)
+        for name, saved in weights_of(run, step, "extra.average.").items():
+            assert torch.allclose(saved, average[name], rtol=1e-5, atol=1e-7), (step, name)
+    logged = {record["step"]: record.get("average/keep") for record in metrics(run) if "loss" in record}
+    assert logged == pytest.approx({1: None, 2: None, 3: 3 / 13, 4: 4 / 14, 5: 5 / 15, 6: None})

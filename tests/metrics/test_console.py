@@ -30,6 +30,17 @@ def test_console_without_a_terminal_writes_one_plain_line(tmp_path: Path) -> Non
     assert "MFU -" in second
 
 
+def test_what_a_fork_adds_is_shown_after_the_rest() -> None:
+    line, bar = io.StringIO(), Terminal()
+    for stream in (line, bar):
+        sink = Console(1000, stream=stream)
+        sink.write(40, RECORD | {"average/keep": 0.5, "gpu/watts": 300.0, "breakdown/data": 0.1})
+        sink.close()
+    assert line.getvalue().endswith("left 0:08:00  average/keep 0.5\n")
+    assert "MFU 31.2%  average/keep 0.5" in bar.getvalue()
+    assert "watts" not in line.getvalue()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

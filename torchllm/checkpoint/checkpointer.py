@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
@@ -72,18 +72,26 @@ class Checkpointer:
         record: Mapping[str, Any] | None = None,
         check_owner: Callable[[], None] = lambda: None,
         evaluates: bool = False,
+        extra_state: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Save and load `stages` (this rank's part of the model) and `optimizer`, whose state must exist.
 
         `record` is JSON stored in every checkpoint, such as the resolved config. `check_owner` raises, on rank 0, if
         another job has taken the run folder; it is called before a checkpoint is published, moved, marked or deleted.
         evaluates: the run has evaluations, and a checkpoint is proven by them.
+
+        `extra_state` is a forked recipe's, by names that do not depend on the layout: DTensors, or tensors of which all
+        ranks that have one hold the same. It may be added to a run and dropped from it: `resume` fills what the
+        checkpoint has, ignores what only that has, and names the others in `missing_extra_state`.
         """
         self._settings = settings
         self._root = Path(run_folder) / "checkpoints"
         self._stages, self._optimizer = stages, optimizer
         self._record = dict(record or {})
         self._check_owner = check_owner
+        self._extra_state = {f"{run_state.EXTRA}{name}": tensor for name, tensor in (extra_state or {}).items()}
+        self.missing_extra_state: list[str] = list(extra_state or {})
+        """names of this rank's extra state that no checkpoint has filled"""
         self._group = host_group
         self._own_group: Group = None
         self._is_whole: dict[Path, bool] = {}
@@ -162,13 +170,18 @@ class Checkpointer:
             for key, part in self._random_state().items():
                 if key in stored.index.tensors:
                     random[key] = part
-        tensor_io.load_tensors(self._group, stored, self._model_parts() | random)
+        extra = run_state.parts_of(self._extra_state)
+        stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
+        tensor_io.load_tensors(self._group, stored, self._model_parts() | random | stored_extra)
+        self.missing_extra_state = [key.removeprefix(run_state.EXTRA) for key in extra if key not in stored_extra]
         self._is_whole[folder] = True
         run_state.fill_tied_copies(self._stages, self._optimizer)
         run_state.set_random_state(random)
         log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
         if not random:
             log_on_first(self._group, f"its random generators are those of {ranks} ranks: starting from run.seed")
+        if self.missing_extra_state:
+            log_on_first(self._group, f"it has no extra state {shorten(self.missing_extra_state)}: starting anew")
         return manifest
 
     def save(self, step: int, data: Mapping[str, Any]) -> None:
@@ -443,7 +456,7 @@ class Checkpointer:
 
     def _parts(self) -> dict[str, Part]:
         """Return this rank's part of all tensors of the run, by their key in a checkpoint."""
-        return self._model_parts() | self._random_state()
+        return self._model_parts() | self._random_state() | run_state.parts_of(self._extra_state)
 
     def _model_parts(self) -> dict[str, Part]:
         """Return this rank's part of the tensors of model and optimizer, by key."""
@@ -452,6 +465,11 @@ class Checkpointer:
 
     def _random_state(self) -> dict[str, Part]:
         return run_state.random_state(rank_of(self._group), size_of(self._group))
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def verify_in_parallel(group: Group, folder: Path) -> Manifest:

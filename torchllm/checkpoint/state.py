@@ -5,6 +5,7 @@ Keys do not depend on the layout:
     model.<canonical name>                    parameters and persistent buffers; a tied one once
     optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
     rng.<cpu or cuda>                         states of torch's random generators, a row per rank
+    extra.<name>                              what a forked recipe saves besides
 
 Every parameter has its own `step`: AdamW does not count where a parameter has no gradient, so they may differ.
 """
@@ -22,6 +23,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torchllm.checkpoint.index import Region
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name
+
+EXTRA = "extra."
+"""what the keys of a fork's own state begin with"""
 
 
 class TensorSharding(NamedTuple):

@@ -25,7 +25,7 @@ from torchllm.checkpoint.dcp_metadata import read_metadata
 from torchllm.checkpoint.index import INDEX, Index, Region, TensorEntry, TensorPiece, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord, Manifest, read_manifest
 from torchllm.checkpoint.plan import SavePlan
-from torchllm.checkpoint.state import Part
+from torchllm.checkpoint.state import EXTRA, Part
 from torchllm.checkpoint.verify import check_files, check_sizes
 
 LISTED = 20
@@ -147,8 +147,8 @@ def load_tensors(
 ) -> None:
     """Fill `parts`, on all ranks together exactly the tensors of the checkpoint whose key begins with `prefix`.
 
-    Tensors of random generators may be missing in `parts`. cast: floating-point tensors may have another dtype than in
-    the checkpoint, to which their values are rounded, one tensor at a time.
+    Tensors of random generators, and a fork's own, may be missing in `parts`. cast: floating-point tensors may have
+    another dtype than in the checkpoint, to which their values are rounded, one tensor at a time.
 
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
     DamagedCheckpoint on all ranks if anything that is read is not what was written: then some parts are filled.
@@ -174,8 +174,8 @@ def _refuse_differences(
 
 
 def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], parts: Mapping[str, Part]) -> list[str]:
-    """Return a line for each key of the checkpoint that no rank loads, random generators apart."""
-    keys = [key for key in saved if not key.startswith("rng.")]
+    """Return a line for each key of the checkpoint that no rank loads but must."""
+    keys = [key for key in saved if not key.startswith(("rng.", EXTRA))]
     is_loaded = torch.tensor([key in parts for key in keys], dtype=torch.uint8)
     if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
         dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)

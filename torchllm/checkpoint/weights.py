@@ -17,7 +17,13 @@ from torchllm.checkpoint.verify import newest_verified
 
 
 def load_newest_weights(
-    run_folder: Path | str, resume: str, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False
+    run_folder: Path | str,
+    resume: str,
+    stages: Sequence[nn.Module],
+    *,
+    group: Group = None,
+    cast: bool = False,
+    prefix: str = "model.",
 ) -> Manifest:
     """Load the weights of a run, and return the manifest of their checkpoint.
 
@@ -26,29 +32,34 @@ def load_newest_weights(
     `load_weights`.
     """
     if resume not in ("auto", "none"):
-        return load_weights(Path(resume), stages, group=group, cast=cast)
+        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix)
     root = Path(run_folder) / "checkpoints"
     folders = on_first(group, lambda: manifests.step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
     suspects = on_first(group, lambda: read_suspects(folders))
     folders = without_suspects(folders, suspects, warn)
-    newest = newest_verified(folders, partial(load_weights, stages=stages, group=group, cast=cast), warn)
+    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix)
+    newest = newest_verified(folders, load, warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
     return newest[1]
 
 
-def load_weights(folder: Path, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False) -> Manifest:
+def load_weights(
+    folder: Path, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False, prefix: str = "model."
+) -> Manifest:
     """Load the weights of a step folder into this rank's part of the model, whatever layout wrote them.
 
     Only the weights are read and verified, not the optimizer's state. group: a host-side group of the ranks that hold
     the model; None: this process holds all of it. cast: the model's parameters may have another dtype than the
-    checkpoint's, to which they are rounded one by one.
+    checkpoint's, to which they are rounded one by one. prefix: "extra.NAME." loads averages of the weights, say, that a
+    forked recipe has saved under that name.
 
     Raises on all ranks DamagedCheckpoint if what is read is not what was written, CheckpointError if it is of another
     model.
     """
     stored = open_checkpoint(group, folder)
-    load_tensors(group, stored, parts_of(model_tensors(stages)), prefix="model.", cast=cast)
+    tensors = {prefix + key.removeprefix("model."): tensor for key, tensor in model_tensors(stages).items()}
+    load_tensors(group, stored, parts_of(tensors), prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest

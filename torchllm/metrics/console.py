@@ -9,7 +9,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from torchllm.metrics.sinks import Record
+from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.runtime.tolerance import Tolerance
 
 
@@ -72,7 +72,7 @@ class Console:
         words = [f"loss {_number(record.get('loss'), '.4f')}"]
         if self.validation is not None:
             words.append(f"validation {_number(self.validation, '.4f')}")
-        bar.set_postfix_str("  ".join([*words, *_speed(record)]), refresh=False)
+        bar.set_postfix_str("  ".join([*words, *_speed(record), *_extra(record)]), refresh=False)
         bar.update(step - bar.n)
         bar.refresh()
 
@@ -88,6 +88,7 @@ class Console:
         seconds = record.get("step_seconds")
         time_left = "-" if seconds is None else str(timedelta(seconds=round((self.steps - step) * seconds)))
         words.append(f"left {time_left}")
+        words.extend(_extra(record))
         return "  ".join(words)
 
     def close(self) -> None:
@@ -100,6 +101,16 @@ class Console:
 def _speed(record: Record) -> list[str]:
     tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
     return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
+
+
+def _extra(record: Record) -> list[str]:
+    """Return what a forked recipe has added to a record."""
+    words = []
+    for key, value in record.items():
+        group = key.partition("/")[0]
+        if key != "step" and key not in TensorBoard.TAGS and group not in TensorBoard.GROUPS:
+            words.append(f"{key} {_number(value, '.4g')}")
+    return words
 
 
 def _number(value: float | None, form: str) -> str:

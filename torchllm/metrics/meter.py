@@ -29,7 +29,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -153,10 +153,13 @@ class Meter:
         *,
         validation_loss: float | None = None,
         force: bool = False,
+        extra: Mapping[str, float | torch.Tensor] | None = None,
     ) -> Record | None:
         """Count a step; write and return its record if it is logged (the same steps on all ranks), else None.
 
         Logged are the first step of the process, every `log_interval`-th, the last, evaluated ones and forced ones.
+        `extra` is what a forked recipe adds to the record: rank 0's is written. A tensor () is read in a logged step
+        only, so it may be on the device. ValueError if the record has one of its keys.
         """
         self.steps += 1
         self.sequences += self.training.global_batch_size
@@ -167,6 +170,10 @@ class Meter:
         record = self._record(step, result)
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
+        for key, value in (extra or {}).items():
+            if key in record:
+                raise ValueError(f"the record has {key} already: choose another name")
+            record[key] = float(value)
         self._write(step, record)
         self._charge_compilation(record)
         self._write_goodput(step)

@@ -11,7 +11,7 @@ Every rank has one; rank 0's writes and logs.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import median
 from typing import Literal, NamedTuple
@@ -202,12 +202,19 @@ class Monitor:
         """Return a context around an evaluation or a checkpoint, whose time is not the step's."""
         return self.meter.pause(cause)
 
-    def log(self, n: int, result: StepResult, validation_loss: float | None, force: bool) -> Record | None:
+    def log(
+        self,
+        n: int,
+        result: StepResult,
+        validation_loss: float | None,
+        force: bool,
+        extra: Mapping[str, float | torch.Tensor] | None = None,
+    ) -> Record | None:
         """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says.
 
         Raises LeaseLost on rank 0 if another job owns the run folder by now.
         """
-        record = self.meter.log(n, result, validation_loss=validation_loss, force=force)
+        record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
         if record is not None:
             self._notice_skipped_steps(record["skipped_steps"] or 0.0)
         return record
