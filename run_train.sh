@@ -9,15 +9,64 @@
 #          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees.
 # RECIPE   the script to start        (default: recipes/pretrain.py)
 #
-# After SIGTERM, Ctrl-C or `touch RUN_FOLDER/stop` the ranks save at the next step boundary, and this script ends with
-# status 0. A second signal, at least 5 s later, ends them at once.
+# SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, Ctrl-C and `touch RUN_FOLDER/stop`, however often, ask the run to stop: the ranks
+# save at the next step boundary, and this script ends with run.stopped_exit_status. A run that has not taken a step ends
+# where it is. A second Ctrl-C, at least 5 s after the first, or SIGQUIT ends all ranks at once, without saving.
 #
-# Exit status: 0 done, or stopped with a checkpoint; 1 failed; 2 refused before anything was touched.
+# Exit status: 0 done; run.stopped_exit_status (default 0) stopped as asked; 1 failed; 2 refused before anything was
+# touched; 128 + N ended by signal N before the config was checked, or at once.
 set -euo pipefail
 trap '' PIPE # an output that nobody reads any more is no reason to end: `echo` fails, and says nothing
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
 say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
+
+# A signal becomes a file in the run folder, which rank 0 looks for: unlike a signal, the file is still there when ranks
+# that are starting are ready. A terminal and Slurm signal the child processes too, which therefore ignore it.
+child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT signals=0
+on_signal() { # NAME
+    signals=$((signals + 1))
+    if [ -z "$is_training" ]; then
+        trap '' TERM INT HUP USR1 USR2
+        if [ -n "$child" ]; then { kill -KILL "$child" && wait "$child"; } 2>/dev/null || true; fi
+        say "run_train.sh: ended by SIG$1 before anything was started" >&2
+        exit $((128 + $(kill -l "$1")))
+    fi
+    if [ "$1" = INT ] && [ -z "$interrupted_at" ]; then
+        interrupted_at=$SECONDS
+    elif [ "$1" = QUIT ] || { [ "$1" = INT ] && [ $((SECONDS - interrupted_at)) -gt 5 ]; }; then
+        kill "-$end_at_once" "$child" 2>/dev/null || true
+    fi
+    [ -z "$is_requested" ] || return 0
+    if { [ -d "$folder" ] || mkdir -p "$folder"; } && : >"$request"; then
+        is_requested=1
+        [ "$node_rank" != 0 ] || say "stopping: the ranks save at the next step boundary; a second Ctrl-C ends them at \
+once" >&2
+    else
+        say "run_train.sh: cannot create $request, so the run goes on" >&2
+    fi
+}
+trap 'on_signal TERM' TERM
+trap 'on_signal INT' INT
+trap 'on_signal HUP' HUP
+trap 'on_signal USR1' USR1
+trap 'on_signal USR2' USR2
+
+# Start a command in the background, as $child. It ignores the signals from its first instruction, and ends with this
+# script, even if that is killed (torchllm/runtime/parent.py).
+start() {
+    (trap '' TERM INT HUP USR1 USR2 && TORCHLLM_PARENT=$$ exec "$@") &
+    child=$!
+}
+
+# Wait for $child and set $status. A signal ends `wait`, not the child.
+wait_for_child() {
+    local signals_before=-1
+    while [ "$signals_before" != "$signals" ]; do
+        signals_before=$signals status=0
+        wait "$child" || status=$?
+    done
+}
 
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
 launched=${EPOCHREALTIME:-$(date +%s)}
@@ -75,23 +124,28 @@ for word in "$@"; do # these start nothing
 done
 
 # One process checks the config, so that each error is printed once, before anything is started.
-status=0
-report=$(env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check 2>&1) || status=$?
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+start env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check >"$report" 2>&1
+wait_for_child
+child=""
 if [ "$status" != 0 ]; then
-    say "$report" >&2
+    cat "$report" >&2 || true
     exit "$status"
 fi
-sample=0 folder="" dry_run=0 on_event=""
+sample=0 folder="" dry_run=0 on_event="" stopped_exit_status=0
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
+        STOPPED_EXIT_STATUS=*) stopped_exit_status=${line#*=} ;;
         ON_EVENT=*) on_event=${line#*=} ;;
         *) [ "$node_rank" != 0 ] || say "$line" >&2 ;;
     esac
-done <<<"$report"
+done <"$report"
+rm -f "$report"
 if [ "$dry_run" = 1 ]; then # one process examines all ranks
     [ "$node_rank" = 0 ] || exit 0
     exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@"
@@ -109,7 +163,7 @@ if [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_WORLD_SIZE=$NPROC
     [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
     export MASTER_ADDR=$head MASTER_PORT=$port
-    command=("$python" "$recipe" "$@")
+    command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
 else
     launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" -gt 1 ]; then
@@ -119,35 +173,19 @@ else
     command=("${launch[@]}" "$recipe" "$@")
 fi
 
-# A signal becomes a file in the run folder, which rank 0 looks for at each step: unlike a signal, the file is still there
-# when ranks that are starting are ready. The child processes ignore the signal, because a terminal and Slurm send it to
-# them too; each rank stops ignoring it when it is ready to save.
-child="" stopping_since="" signals=0
-stop() {
-    signals=$((signals + 1))
-    if [ -z "$stopping_since" ]; then
-        stopping_since=$SECONDS
-        mkdir -p "$folder" && : >"$request"
-        [ "$node_rank" != 0 ] || say "stopping: the ranks save at the next step boundary; a second signal ends them at once" >&2
-    elif [ $((SECONDS - stopping_since)) -gt 5 ]; then
-        kill -USR2 "$child"
-    fi
-}
-trap stop TERM INT HUP
-# They end with this script, even if it is killed (torchllm/runtime/parent.py).
-(trap '' TERM INT HUP && TORCHLLM_PARENT=$$ exec "${command[@]}") &
-child=$!
-signals_before=-1
-while [ "$signals_before" != "$signals" ]; do # a signal ends `wait`, not the child: wait again
-    signals_before=$signals status=0
-    wait "$child" || status=$?
-done
-trap - TERM INT HUP
+is_training=1
+start "${command[@]}"
+trap 'on_signal QUIT' QUIT
+wait_for_child
+trap - TERM INT HUP QUIT
+trap '' USR1 USR2 # they ended the training; what follows takes seconds
 if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
 if [ -e "$marker" ]; then
-    [ "$node_rank" != 0 ] || say "stopped early, with a checkpoint; to continue, run the same command with --run.folder=$folder"
-    exit 0
+    what="with a checkpoint"
+    ! grep -q null "$marker" || what="before a step was taken"
+    [ "$node_rank" != 0 ] || say "stopped early, $what; to continue, run the same command with --run.folder=$folder"
+    exit "$stopped_exit_status"
 fi
-if [ "$status" != 0 ] || [ -n "$stopping_since" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
+if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
 exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto

@@ -18,6 +18,7 @@ from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.state import Part, TensorSharding
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.runtime.lease import release_leases
+from torchllm.runtime.stop import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
 DEBUG = "train_configs/debug.toml"
@@ -41,7 +42,7 @@ SMALL = [
 def process_as_it_was() -> Iterator[None]:
     """Undoes what a recipe does to its process: signal handlers, logging, the hook for errors, garbage collection, and
     the lease of a run folder that a failed run still holds."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     frozen = gc.get_freeze_count()
     hook, logs, level = sys.excepthook, logging.root.handlers[:], logging.root.level
     try:

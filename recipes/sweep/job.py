@@ -159,12 +159,12 @@ def run_job(arguments: list[str], processes: int, timeout: float, log: Path) -> 
 
 
 def end_job(job: "subprocess.Popen[bytes]") -> None:
-    """End a job and all that it started, as a user would: run_train.sh takes a second SIGTERM after 5 s for "at once".
+    """End a job and all that it started, as a user would: SIGQUIT tells run_train.sh "at once".
 
     FOOTGUN: torchrun's ranks are in sessions of their own. If torchrun is killed rather than asked, they live on and
     share the machine with the layouts that are measured next.
     """
-    for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGTERM, 40.0), (signal.SIGKILL, None)):
+    for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGQUIT, 40.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):

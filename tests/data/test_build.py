@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -201,13 +202,14 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     script.write_text(KILLED)
     command = [sys.executable, str(script), source.path, str(folder)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (folder / "00002.json").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_for(folder / "00002.json", process)
     helpers = children(process.pid)
     assert len(helpers) >= 3
+    for pid in helpers:  # a scheduler's signal to all processes is for the parent
+        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
+    wait_for(folder / "00007.json", process)
     process.kill()
     process.wait()
     assert all(ends(pid) for pid in helpers)
@@ -220,6 +222,15 @@ def test_a_killed_preparation_leaves_no_corpus_and_can_be_finished(tmp_path: Pat
     write_corpus(plan, BYTES, tmp_path / "alone")
     left_by_the_kill = {path.name for path in folder.glob("*.tmp")}
     assert contents(folder, left_by_the_kill) == contents(tmp_path / "alone", set())
+
+
+def wait_for(file: Path, process: "subprocess.Popen[bytes]") -> None:
+    """Wait until a process that runs has written a file."""
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def contents(folder: Path, ignored: set[str]) -> dict[str, bytes]:

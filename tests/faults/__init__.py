@@ -1,0 +1,1 @@
+"""Faults that happen to real jobs: one file per kind; `--trials=N` repeats each."""

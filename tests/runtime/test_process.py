@@ -1,7 +1,6 @@
 import gc
 import os
 import signal
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torchllm.runtime.process import (
     raise_first_error,
     start_runtime,
 )
+from torchllm.runtime.stop import StopRequests
 from torchllm.runtime.torch_compat import flight_records
 
 
@@ -37,7 +37,8 @@ def _process_as_it_was() -> Iterator[None]:
 def make_runtime(folder: Path, rank: int = 0, group: Any = None) -> Runtime:
     """A runtime as start_runtime would make it, in the process group that exists; each rank on a node of its own."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return Runtime(rank, world_size, 0, torch.device("cpu"), folder, group, collect_interval=0)
+    requests = StopRequests(folder, rank, world_size)
+    return Runtime(rank, world_size, 0, torch.device("cpu"), folder, group, collect_interval=0, stop_requests=requests)
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -189,7 +190,7 @@ def votes(folder: str, events: dict[int, str]) -> list[bool]:
     runtime = make_runtime(Path(folder), rank, dist.new_group(backend="gloo"))
     answers = []
     with process_as_it_was():
-        runtimes._handle_signals(runtime)
+        runtime.stop_requests.listen()
         for step in range(1, 5):
             event = events.get(step)
             if event == "signal" and rank == 1:
@@ -227,23 +228,6 @@ def test_the_file_save_asks_all_ranks_for_one_checkpoint(tmp_path: Path) -> None
     once = [(False, False), (False, False), (False, True), (False, False)]
     assert workers.run(save_votes, 2, str(tmp_path), 2) == [once] * 2
     assert not (tmp_path / "save").exists()  # or it would ask again
-
-
-def test_a_second_signal_ends_the_process_unless_it_is_the_same_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = make_runtime(tmp_path)
-    runtimes._handle_signals(runtime)
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    for moment in (100.0, 100.1, 105.0):  # torchrun forwards what Slurm has sent to every process already
-        monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
-        signal.raise_signal(signal.SIGTERM)
-    assert runtime._stop_requested()
-    assert not statuses
-    monkeypatch.setattr(time, "monotonic", lambda: 105.1)
-    signal.raise_signal(signal.SIGINT)
-    assert statuses == [128 + signal.SIGINT]
 
 
 def test_only_rank_0_writes_the_marker(tmp_path: Path) -> None:

@@ -113,9 +113,9 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process. A recipe whose
     layout the planner may choose calls `torchllm.start.load_configs` instead: here parallel.layout must be "manual".
 
-    --check prints what run_train.sh starts, as NPROC=, RUN_FOLDER=, SAMPLE= and maybe ON_EVENT= or DRY_RUN= lines, and
-    ends with SystemExit(0), as --help does. Without it the process must be a rank, unless it only speaks about them (a
-    dry run): more than one rank needs WORLD_SIZE in the environment.
+    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE= and maybe STOPPED_EXIT_STATUS=,
+    ON_EVENT= and DRY_RUN=, and ends with SystemExit(0), as --help does. Without it the process must be a rank, unless
+    it only speaks about them (a dry run): more than one rank needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=one_device)
@@ -302,6 +302,8 @@ def _print_check(config: Config, ranks: Ranks) -> None:
     print(f"NPROC={per_node}")
     print(f"RUN_FOLDER={config.run.folder}")
     print(f"SAMPLE={int(config.generate.after_training)}")
+    if config.run.stopped_exit_status:
+        print(f"STOPPED_EXIT_STATUS={config.run.stopped_exit_status}")
     if config.run.on_event:
         print(f"ON_EVENT={config.run.on_event}")
     if config.run.dry_run:

@@ -7,10 +7,11 @@ depends on the plan and the records alone: two nodes that build one corpus in on
 
 import math
 import os
+import signal
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -127,6 +128,19 @@ def _write_shard(shard: ShardRange) -> FinishedShard:
     return _shard_tokenizer.write(shard)
 
 
+@contextmanager
+def _user_signals_blocked() -> Iterator[None]:
+    """Let processes started here never hear SIGUSR1 and SIGUSR2, from their first instruction on.
+
+    With these a scheduler tells all processes of a job that their time is nearly over; their parent decides.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _finished_shards(
     shard_tokenizer: ShardTokenizer, shards: Sequence[ShardRange], processes: int
 ) -> Generator[FinishedShard, None, None]:
@@ -143,7 +157,8 @@ def _finished_shards(
     ) as pool:
         try:
             for shard in shards:
-                waiting.append(pool.submit(_write_shard, shard))
+                with _user_signals_blocked():  # submitting starts processes
+                    waiting.append(pool.submit(_write_shard, shard))
                 if len(waiting) == processes * _WAITING_PER_PROCESS:
                     yield waiting.popleft().result()
             while waiting:

@@ -520,10 +520,10 @@ def _end_workers(batches: "weakref.ref[Any]") -> None:
 
 
 def _start_worker(trainer: int, worker: int) -> None:
-    """Make a worker ignore SIGTERM and SIGINT, and end with the process `trainer`, even if that is killed.
+    """Make a worker ignore the signals that ask a run to stop, and end with the process `trainer`, even a killed one.
 
     Schedulers signal whole process groups: the trainer decides when to stop.
     """
     end_with_starter(trainer)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

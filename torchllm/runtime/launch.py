@@ -2,12 +2,13 @@
 
 There are six differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
 it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
-end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGUSR2
+end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
 only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
 run_train.sh asks for a stop through a file instead. And it prints no traceback of its own when a rank ends the job: a
 rank that failed has printed its error; a rank that was killed could not, and is named here.
 """
 
+import signal
 import sys
 
 from torchllm.runtime.lease import own_for_ranks
@@ -16,11 +17,11 @@ from torchllm.runtime.parent import end_with_parent, find_children, tie_children
 if __name__ == "__main__":  # before torch is imported, for seconds
     end_with_parent()
     tie_children()
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell makes its background processes ignore it
     own_for_ranks()
 
 import logging
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -54,7 +55,7 @@ def launch(arguments: list[str]) -> None:
         threading.Thread(target=_limit_ends, name="end of the ranks", daemon=True).start()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
     rendezvous.register()
-    ours = ["--signals-to-handle=SIGUSR2", f"--rdzv-backend={rendezvous.BACKEND}"]
+    ours = ["--signals-to-handle=SIGQUIT", f"--rdzv-backend={rendezvous.BACKEND}"]
     # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
     ours += ["--rdzv-endpoint=none", "--node-rank=0"]
     with tempfile.TemporaryDirectory(prefix="torchllm-") as folder:

@@ -6,18 +6,15 @@ the host and is read one step late, so that no step waits for it.
 
 import atexit
 import gc
-import json
 import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -36,20 +33,15 @@ from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_i
 from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.same_start import refuse_different_starts
+from torchllm.runtime.stop import STOP, STOPPED, StopRequests, write_marker
 from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger(__name__)
 
-STOPPED = "stopped.json"
-"""marker in the run folder: the run was asked to stop, has saved a checkpoint, and can be resumed from it"""
 SAVE = "save"
 """file in the run folder that asks for a checkpoint now; anybody may create it, and the run deletes it"""
-STOP = "stop"
-"""file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
-IGNORE_REPEATED_SIGNALS_FOR = 5.0
-"""seconds; Slurm signals every process, and torchrun, signalled too, forwards the same signal once more"""
 SECRET_BYTES = 32
 """of the secret with which ranks sign what they leave in the store"""
 FILE_SYSTEM_PATIENCE = 5.0
@@ -69,12 +61,12 @@ class Runtime:
     """gloo group of all ranks, for what they agree on without their devices"""
     collect_interval: int
     """steps between two garbage collections; 0 leaves them to Python"""
+    stop_requests: StopRequests
+    """what has asked this rank to stop"""
     hang_watch: HangWatch | None = None
     """None in a job of one rank, which waits for nobody"""
     claim: Claim | None = None
     """proves that this job owns the run folder; rank 0's"""
-    _stop_requested_at: float | None = None
-    """time.monotonic() of the first request to stop on this rank"""
     _vote: "_Vote | None" = None
     should_save: bool = False
     """whether the file `SAVE` has asked for a checkpoint, by the last `should_stop`: the same on all ranks"""
@@ -103,19 +95,15 @@ class Runtime:
         beside the step, so the answer comes one step late and no step waits for it.
         """
         stop = False
-        if self._vote is not None:
+        if self._vote is None:
+            self.stop_requests.begin_votes()
+        else:
             stop, self.should_save = self._vote.wait()
-        flags = torch.tensor([failed or self._stop_requested(), self._save_requested()], dtype=torch.uint8)
+            self.stop_requests.begin_training()
+        flags = torch.tensor([failed or self.stop_requests.requested(), self._save_requested()], dtype=torch.uint8)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
         self._vote = _Vote(flags, work)
         return stop
-
-    def _stop_requested(self) -> bool:
-        """Return whether a signal, or on rank 0 the file `STOP`, has asked this rank to stop."""
-        if self._stop_requested_at is None and self.is_main and (self.folder / STOP).exists():
-            self._stop_requested_at = time.monotonic()
-            log.warning("%s: saving at the next step boundary", self.folder / STOP)
-        return self._stop_requested_at is not None
 
     def _save_requested(self) -> bool:
         """Return whether the file `SAVE` has asked rank 0 for a checkpoint since the last call; it is deleted."""
@@ -178,9 +166,8 @@ class Runtime:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
         self.check_owner()
         if self.is_main:
-            marker = self.folder / STOPPED
-            with Tolerance(str(marker)).attempt():  # the checkpoint is there, and says as much
-                marker.write_text(json.dumps({"step": step}) + "\n")
+            with Tolerance(str(self.folder / STOPPED)).attempt():  # the checkpoint is there, and says as much
+                write_marker(self.folder, step)
 
     def close(self) -> None:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
@@ -231,6 +218,9 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     report_errors(rank, local_rank)
+    is_launched = LAUNCHED in os.environ and not reads_only
+    stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched)
+    stop_requests.listen()
     too_low = describe_low_limit(raise_descriptor_limit(), world_size)
     if rank == 0 and too_low is not None:
         log.warning("%s", too_low)
@@ -255,6 +245,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         host_group=dist.new_group(backend="gloo", timeout=timeout),
         collect_interval=run.collect_garbage_interval,
         claim=ownership.claim,
+        stop_requests=stop_requests,
     )
     refuse_different_starts(configs, runtime.host_group)
     raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
@@ -263,7 +254,6 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     if len(set(device_types)) > 1:
         blind, sighted = device_types.index("cpu"), device_types.index("cuda")
         raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
-    _handle_signals(runtime)
     if world_size > 1:
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
@@ -381,25 +371,6 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def _handle_signals(runtime: Runtime) -> None:
-    """Make SIGTERM and SIGINT ask the run to save and stop at the next step boundary.
-
-    A second signal ends the process at once, unless it comes within `IGNORE_REPEATED_SIGNALS_FOR` seconds.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if runtime._stop_requested_at is not None:
-            if time.monotonic() - runtime._stop_requested_at > IGNORE_REPEATED_SIGNALS_FOR:
-                os._exit(128 + number)
-            return
-        runtime._stop_requested_at = time.monotonic()
-        if runtime.is_main:
-            log.warning("%s: saving at the next step boundary", signal.Signals(number).name)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
 
 
 def _share_folder(runtime: Runtime) -> None:

@@ -1,0 +1,145 @@
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import process_as_it_was
+from torchllm.runtime.stop import STOP_SIGNALS, StopRequests, write_marker
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    with process_as_it_was():
+        yield
+
+
+@pytest.fixture
+def statuses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which this process would have ended."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_the_start_up_and_asks_a_training_run_to_stop(
+    tmp_path: Path, statuses: list[int], number: signal.Signals
+) -> None:
+    requests = StopRequests(tmp_path, rank=0, world_size=1)
+    requests.listen()
+    signal.raise_signal(number)
+    assert statuses == [128 + number]
+
+    statuses.clear()
+    requests = StopRequests(tmp_path, rank=0, world_size=1)
+    requests.listen()
+    requests.begin_votes()
+    assert not requests.requested()
+    signal.raise_signal(number)
+    assert requests.requested()
+    assert not statuses
+
+
+def test_only_a_second_interrupt_ends_a_training_run_at_once(
+    tmp_path: Path, statuses: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = StopRequests(tmp_path, rank=0, world_size=1)
+    requests.listen()
+    requests.begin_votes()
+    for moment in (100.0, 110.0, 120.0):
+        monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.raise_signal(number)
+    for moment in (130.0, 130.1, 135.0):  # torchrun forwards what the terminal has sent to every process already
+        monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
+        signal.raise_signal(signal.SIGINT)
+    assert not statuses
+    monkeypatch.setattr(time, "monotonic", lambda: 135.1)
+    signal.raise_signal(signal.SIGINT)
+    assert statuses == [128 + signal.SIGINT]
+
+
+def test_user_signals_that_run_train_ignores_stay_ignored_for_helper_processes(tmp_path: Path) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    requests = StopRequests(tmp_path, rank=0, world_size=1)
+    requests.listen()
+    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == requests._hear
+
+
+def test_only_rank_0_looks_for_the_file_in_training(tmp_path: Path) -> None:
+    ranks = [StopRequests(tmp_path, rank, world_size=2) for rank in (0, 1)]
+    assert [requests.requested() for requests in ranks] == [False, False]
+    (tmp_path / "stop").touch()
+    assert [requests.requested() for requests in ranks] == [True, False]
+
+
+def launched(folder: Path, rank: int) -> StopRequests:
+    """What run_train.sh has started, with a thread that looks for the file ten times per second."""
+    requests = StopRequests(folder, rank, world_size=2, is_launched=True)
+    requests.look_interval = 0.1
+    return requests
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_file_ends_the_start_up_of_every_rank_with_status_0(tmp_path: Path, statuses: list[int], rank: int) -> None:
+    requests = launched(tmp_path, rank)
+    requests.listen()
+    time.sleep(0.3)
+    signal.raise_signal(signal.SIGTERM)  # whoever sends it to a rank alone has not asked run_train.sh
+    assert not statuses
+    (tmp_path / "stop").touch()
+    deadline = time.monotonic() + 10
+    while not statuses and time.monotonic() < deadline:
+        time.sleep(0.05)
+    requests.begin_votes()
+    assert set(statuses) == {0}
+    assert (tmp_path / "stopped.json").exists() == (rank == 0)
+
+
+def test_a_rank_that_has_voted_stays_and_saves(tmp_path: Path, statuses: list[int]) -> None:
+    requests = launched(tmp_path, 0)
+    requests.listen()
+    requests.begin_votes()
+    (tmp_path / "stop").touch()
+    time.sleep(0.3)
+    assert requests.requested()
+    assert not statuses
+
+
+def test_until_all_ranks_have_voted_an_error_is_a_consequence_of_the_request(
+    tmp_path: Path, statuses: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    requests = launched(tmp_path, 1)
+    requests.listen()
+    requests.begin_votes()
+    sys.excepthook(OSError, OSError("a bug"), None)
+    assert (len(printed), statuses) == (1, [])
+
+    (tmp_path / "stop").touch()
+    sys.excepthook(OSError, OSError("a peer has gone"), None)
+    assert statuses == [0]
+
+    requests.begin_training()
+    sys.excepthook(OSError, OSError("a bug"), None)
+    assert statuses == [0]
+
+
+def test_looks_at_the_file_stay_within_a_budget_for_any_number_of_ranks(tmp_path: Path) -> None:
+    for ranks in (64, 1_024, 16_384):
+        interval = StopRequests(tmp_path, 0, ranks).look_interval
+        assert ranks / interval <= 1_024
+
+
+def test_the_marker_names_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    write_marker(tmp_path, 3)
+    assert (tmp_path / "stopped.json").read_text() == '{"step": 3}\n'
+    write_marker(tmp_path, None)
+    assert (tmp_path / "stopped.json").read_text() == '{"step": null}\n'

@@ -1,0 +1,155 @@
+"""Requests to stop the run: where they come from, and what they do in the start-up and in training.
+
+run_train.sh turns the signals that it gets into the file `STOP` of the run folder: unlike a signal, the file is still
+there when ranks that are starting are ready. A recipe that is started without run_train.sh hears the signals itself.
+
+Before a run has taken a step there is nothing to save, and a request ends it where it is, however long reading the data
+or a compilation would still take. In training the ranks vote at each step (`Runtime.should_stop`) and save first.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+
+log = logging.getLogger(__name__)
+
+STOPPED = "stopped.json"
+"""marker in the run folder: the run was asked to stop, has ended for that reason, and can be resumed"""
+STOP = "stop"
+"""file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""signals that ask the run to stop"""
+IGNORE_REPEATED_SIGNALS_FOR = 5.0
+"""seconds; a terminal signals every process, and torchrun, signalled too, forwards the same signal once more"""
+LOOKS_PER_SECOND = 1_000
+"""times per second that all ranks together look for the file `STOP` in the start-up"""
+FILE_PATIENCE = 3.0
+"""seconds in which run_train.sh, which got the same signal as this rank, has created the file"""
+
+
+class StopRequests:
+    """What has asked this rank to stop.
+
+    In the start-up, which lasts until the first vote of all ranks on stopping, a request ends the process. A rank that
+    has voted sees its peers go then, so an error before the end of that vote is only a consequence of the request.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, is_launched: bool = False) -> None:
+        """Make one for `rank`; `listen` starts it.
+
+        folder: the run's. is_launched: run_train.sh has started this rank of the run that owns the folder: it hears the
+        signals, and has removed the file of an earlier run.
+        """
+        self.folder = folder
+        self.rank = rank
+        self.is_launched = is_launched
+        self.look_interval = max(0.2, world_size / LOOKS_PER_SECOND)
+        """seconds between two looks for the file in the start-up"""
+        self._requested_at: float | None = None
+        """time.monotonic() of the first request"""
+        self._interrupted_at: float | None = None
+        """time.monotonic() of the first SIGINT"""
+        self._has_voted = threading.Event()
+        self._is_training = False
+        """the first vote is complete: every rank has left the start-up"""
+        self._leaving = threading.Lock()
+        """held while the start-up is ended one way or the other: a rank that has voted stays"""
+
+    def listen(self) -> None:
+        """Hear the signals from here on and, if run_train.sh has started this rank, look for the file.
+
+        A signal that is ignored when the process starts stays ignored, by all processes that this one starts too:
+        run_train.sh hears SIGUSR1 and SIGUSR2, of which the processes of a compiler, for instance, would die.
+        """
+        for number in STOP_SIGNALS:
+            is_inherited = number in (signal.SIGUSR1, signal.SIGUSR2)
+            if not (is_inherited and signal.getsignal(number) is signal.SIG_IGN):
+                signal.signal(number, self._hear)
+        if self.is_launched:
+            threading.Thread(target=self._watch, name="stop in the start-up", daemon=True).start()
+            self._hide_consequences()
+
+    def requested(self) -> bool:
+        """Return whether a signal, or on rank 0 the file `STOP`, has asked this rank to stop."""
+        if self._requested_at is None and self.rank == 0 and (self.folder / STOP).exists():
+            self._requested_at = time.monotonic()
+            log.warning("%s: saving at the next step boundary", self.folder / STOP)
+        return self._requested_at is not None
+
+    def begin_votes(self) -> None:
+        """End this rank's start-up: call it before its first vote on stopping."""
+        with self._leaving:
+            self._has_voted.set()
+
+    def begin_training(self) -> None:
+        """Take every rank for started: call it when the first vote is complete."""
+        self._is_training = True
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. All of them ask for a stop, however often; only a second SIGINT ends the process at once."""
+        heard_at = time.monotonic()
+        if not self._has_voted.is_set() and not self.is_launched:
+            log.warning("%s: ending in the start-up, with nothing to save", signal.Signals(number).name)
+            _end_process(128 + number)
+        if number == signal.SIGINT:
+            if self._interrupted_at is None:
+                self._interrupted_at = heard_at
+            elif heard_at - self._interrupted_at > IGNORE_REPEATED_SIGNALS_FOR:
+                _end_process(128 + number)
+        if self._requested_at is None:
+            self._requested_at = heard_at
+            if self.rank == 0 and self._has_voted.is_set():
+                log.warning("%s: saving at the next step boundary", signal.Signals(number).name)
+
+    def _watch(self) -> None:
+        """Look for the file until this rank votes; the main thread may be stuck in an operation for minutes."""
+        while not self._has_voted.is_set():
+            with self._leaving:
+                if not self._has_voted.is_set():
+                    self._end_if_asked()
+            self._has_voted.wait(self.look_interval)
+
+    def _end_if_asked(self) -> None:
+        """End the process if the file `STOP` is there; rank 0 says so, and writes the marker."""
+        if not (self.folder / STOP).exists():
+            return
+        if self.rank == 0:
+            log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
+            write_marker(self.folder, None)
+        _end_process(0)
+
+    def _hide_consequences(self) -> None:
+        """Print no error of a start-up that was asked to end: a peer or a helper process went first."""
+        print_error = sys.excepthook
+
+        def print_unless_asked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self._is_training:
+                self._end_if_asked()
+                if self._requested_at is not None:
+                    time.sleep(FILE_PATIENCE)
+                    self._end_if_asked()
+            print_error(kind, error, trace)
+
+        sys.excepthook = print_unless_asked
+
+
+def write_marker(folder: Path, step: int | None) -> None:
+    """Write the marker that tells run_train.sh: this run has ended early on purpose.
+
+    step: of its last checkpoint; None if it was still starting and had nothing to save.
+    """
+    (folder / STOPPED).write_text(json.dumps({"step": step}) + "\n")
+
+
+def _end_process(status: int) -> None:
+    """End this process and its helper processes at once; other threads may be stuck in an operation."""
+    for helper in multiprocessing.active_children():
+        helper.kill()
+    os._exit(status)
