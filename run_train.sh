@@ -5,7 +5,7 @@
 #   srun ./run_train.sh CONFIG.toml            Slurm: one task per node, or one task per GPU
 #
 # NPROC    processes on this node     (default: its number of GPUs, or 2 without a GPU)
-# NNODES   number of nodes            (default: 1; under Slurm and Kubernetes: the job's)
+# NNODES   number of nodes            (default: 1; under Slurm and Kubernetes: the job's; with --check also 2-4)
 #          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees.
 # RECIPE   the script to start        (default: recipes/pretrain.py)
 #
@@ -116,12 +116,12 @@ if [ -z "${NPROC:-}" ]; then
     export NPROC_IS_DEFAULT=1 # a dry run ignores it then: it may be of any number of processes
 fi
 export NPROC NNODES=${NNODES:-1}
-[ "$NNODES" = 1 ] || [ -n "$head" ] || [[ " $* " == *" --run.dry_run=true "* ]] || fail "NNODES=$NNODES outside \
-Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on \
-every node"
 for word in "$@"; do # these start nothing
     case $word in --help | -h | --check) exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" ;; esac
 done
+[ "$NNODES" = 1 ] || [ -n "$head" ] || [[ " $* " == *" --run.dry_run=true "* ]] || fail "NNODES=$NNODES outside \
+Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on \
+every node"
 
 # One process checks the config, so that each error is printed once, before anything is started.
 report=$(mktemp)

@@ -239,6 +239,58 @@ def test_check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (out["NPROC"], out["SAMPLE"], err) == (processes, "0", expected)
 
 
+def node_counts(
+    nodes: str, processes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, list[str]]:
+    """Return the exit status and the lines of --check with a range of nodes."""
+    monkeypatch.setenv("NNODES", nodes)
+    monkeypatch.setenv("NPROC", processes)
+    with pytest.raises(SystemExit) as stop:
+        load_config(["x.toml", "--check", *arguments])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return int(stop.value.code or 0), out.splitlines()
+
+
+def test_check_tells_which_numbers_of_nodes_the_batch_allows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text(
+        "[training]\nmicro_batch_size = 2\nglobal_batch_size = 16\n[parallel]\ndp_shard = 2\ndp_replicate = -1"
+    )
+    monkeypatch.delenv("WORLD_SIZE")
+    status, lines = node_counts("2-4", "2", monkeypatch, capsys)
+    assert (status, lines) == (
+        0,
+        [
+            "4 nodes x 2 processes: global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated",
+            "3 nodes x 2 processes: no: training.global_batch_size: 16 is no multiple of micro_batch_size 2 x 6 "
+            "data-parallel ranks = 12",
+            "2 nodes x 2 processes: global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated",
+        ],
+    )
+    assert node_counts("3-3", "2", monkeypatch, capsys)[0] == 2  # none is allowed
+    _, lines = node_counts("1-1", "3", monkeypatch, capsys, "--run.lower_ranks=true")
+    assert lines == ["1 node x 2 processes: global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"]
+
+
+def test_a_range_of_nodes_needs_check_and_the_processes_of_a_node(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").touch()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NNODES", "2-4")
+    unknown = "environment: NPROC: set it to the number of processes per node"
+    assert refusal(capsys, lambda: load_config(["x.toml", "--check"])) == [unknown]
+    monkeypatch.setenv("NPROC", "2")
+    only_check = "environment: NNODES: 2-4: only --check takes a range of nodes"
+    assert refusal(capsys, lambda: load_config(["x.toml"])) == [only_check]
+    for wrong in ("4-2", "0-2", "2-", "2-4-6"):
+        monkeypatch.setenv("NNODES", wrong)
+        (line,) = refusal(capsys, lambda: load_config(["x.toml", "--check"]))
+        assert line == f'environment: NNODES: must be a whole number of at least 1, not "{wrong}"'
+
+
 def test_lowering_mends_only_the_layout(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

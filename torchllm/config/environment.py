@@ -23,10 +23,12 @@ class Ranks(NamedTuple):
     per_node: int | None = None
     are_started: bool = False
     """this process is one of them"""
+    most_nodes: int | None = None
+    """--check tries every number of nodes from `nodes` to this one; None: the number is fixed"""
 
 
 def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
-    """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC.
+    """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC; NNODES may be a range, such as 2-4.
 
     A dry run is no rank, and the number of processes that run_train.sh starts by default says nothing about its layout.
     Return None, after a line in `errors` for each invalid variable, if there is one.
@@ -37,9 +39,13 @@ def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
         if os.environ.get("NPROC_IS_DEFAULT"):
             variables.remove("NPROC")
     numbers: dict[str, int] = {}
+    most_nodes = None
     is_valid = True
     for name in variables:
         text = os.environ.get(name, "")
+        span = re.fullmatch("([1-9][0-9]{0,4})-([1-9][0-9]{0,4})", text)
+        if name == "NNODES" and span and int(span[1]) <= int(span[2]):
+            text, most_nodes = span[1], int(span[2])
         if re.fullmatch("[1-9][0-9]{0,8}", text):
             numbers[name] = int(text)
         elif text:
@@ -51,8 +57,8 @@ def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
     if "WORLD_SIZE" in numbers:
         return Ranks(world=numbers["WORLD_SIZE"], nodes=nodes, are_started=True)
     per_node = numbers.get("NPROC")
-    if per_node is None:
-        return Ranks(nodes=nodes)
+    if per_node is None or most_nodes is not None:
+        return Ranks(nodes=nodes, per_node=per_node, most_nodes=most_nodes)
     return Ranks(world=nodes * per_node, nodes=nodes, per_node=per_node)
 
 

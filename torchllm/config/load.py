@@ -19,14 +19,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from torchllm.config.arguments import Arguments, override, parse_arguments
 from torchllm.config.checks import AXES, layout_problems, resolve_degrees, value_problems
 from torchllm.config.environment import Ranks, job_id, print_error_lines, print_notes, read_ranks, refuse
 from torchllm.config.inert import idle_keys
 from torchllm.config.read import Fault, read_table
-from torchllm.config.schema import Config, gradient_accumulation
+from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
 
 C = TypeVar("C", bound=Config)
@@ -177,6 +177,8 @@ def finish(draft: Draft[C]) -> C:
     SystemExit(2) after all errors if there are any; SystemExit(0) after what --check prints.
     """
     _cut_schedule(draft)
+    if draft.ranks is not None and draft.ranks.most_nodes is not None:
+        _check_node_counts(draft, draft.ranks, draft.ranks.most_nodes)
     world = _ranks_to_start(draft)
     _check_values(draft, world)
     _name_folder(draft)
@@ -198,6 +200,35 @@ def finish(draft: Draft[C]) -> C:
         per_node = parallel.ranks // draft.ranks.nodes
         refuse([f"{draft.file}: needs {parallel.ranks} ranks: start it with {_command(draft.arguments, per_node)}"])
     return config
+
+
+def _check_node_counts(draft: Draft[C], ranks: Ranks, most_nodes: int) -> NoReturn:
+    """Print for each number of nodes whether layout and batch allow it: what a job may go on with when it loses nodes.
+
+    SystemExit(0) if one is allowed, else SystemExit(2).
+    """
+    per_node = ranks.per_node
+    if not draft.arguments.check:
+        draft.errors.append(f"environment: NNODES: {ranks.nodes}-{most_nodes}: only --check takes a range of nodes")
+    elif per_node is None:
+        draft.errors.append("environment: NPROC: set it to the number of processes per node")
+    _check_values(draft, None)
+    if draft.errors or per_node is None:
+        refuse(draft.errors)
+
+    allowed = 0
+    for nodes in range(most_nodes, ranks.nodes - 1, -1):
+        draft.ranks = Ranks(world=nodes * per_node, nodes=nodes, per_node=per_node)
+        world = _ranks_to_start(draft) or 0
+        unfit = layout_problems(draft.config, world)
+        if unfit:
+            verdict = "no: " + "; ".join(f"{problem.key}: {problem.message}" for problem in unfit)
+        else:
+            allowed += 1
+            parallel, _ = resolve_degrees(draft.config.parallel, world)
+            verdict = _describe_batch(draft.config.training, parallel)
+        print(f"{nodes} {'node' if nodes == 1 else 'nodes'} x {world // nodes} processes: {verdict}")
+    raise SystemExit(0 if allowed else 2)
 
 
 def _ranks_to_start(draft: Draft[C]) -> int | None:
@@ -258,7 +289,7 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
     if not draft.layer.is_complete:
         return
     problems = value_problems(draft.config)
-    if draft.ranks is not None:
+    if draft.ranks is not None and draft.ranks.most_nodes is None:
         problems += layout_problems(draft.config, world)
     for problem in problems:
         if problem.key not in draft.wrong:
@@ -295,7 +326,6 @@ def _command(arguments: Arguments, per_node: int) -> str:
 def _print_check(config: Config, ranks: Ranks) -> None:
     """Print what run_train.sh reads on stdout, and what the user wants to know on stderr."""
     parallel = config.parallel
-    training = config.training
     per_node, uneven = divmod(parallel.ranks, ranks.nodes)
     if uneven:
         refuse([f"environment: NNODES: {ranks.nodes} nodes cannot share {parallel.ranks} ranks evenly"])
@@ -308,9 +338,13 @@ def _print_check(config: Config, ranks: Ranks) -> None:
         print(f"ON_EVENT={config.run.on_event}")
     if config.run.dry_run:
         print("DRY_RUN=1")
+    print_error_lines([_describe_batch(config.training, parallel)])
+
+
+def _describe_batch(training: Training, parallel: Parallel) -> str:
+    """Return how a step's sequences are shared out; the degrees of `parallel` are resolved."""
     accumulated = gradient_accumulation(training, parallel.data_ranks)
-    batch = (
+    return (
         f"global batch {training.global_batch_size} sequences = {parallel.data_ranks} data ranks x "
         f"{training.micro_batch_size} micro batch x {accumulated} accumulated"
     )
-    print_error_lines([batch])
