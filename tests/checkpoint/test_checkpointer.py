@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm import config
+from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import retention
 from torchllm.checkpoint import tensors as checkpoint_tensors
@@ -63,6 +64,21 @@ def test_step_data_record_and_tensors_come_back(tmp_path: Path) -> None:
     for key, part in saved.items():
         assert torch.equal(part.local, resumed[key].local), key
     assert torch.equal(loaded.weight, model.weight)
+
+
+def test_a_save_that_is_longer_than_schedulers_wait_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = checkpointer(tmp_path)
+    for seconds in (29.0, 31.0, 60.0, 63.0):
+        saving._report_long_save(seconds)
+    told = [message for message in caplog.messages if message.startswith("writing a checkpoint takes")]
+    assert [message.split(" takes ")[1].split(":")[0] for message in told] == ["31 s", "63 s"]
+    assert "--signal=USR1@SECONDS" in told[0]
+    monkeypatch.setattr(checkpointers, "DEFAULT_GRACE", -1.0)
+    caplog.clear()
+    checkpointer(tmp_path).save(1, {})
+    assert "writing a checkpoint takes 0 s" in caplog.text
 
 
 def test_random_generators_continue(tmp_path: Path) -> None:

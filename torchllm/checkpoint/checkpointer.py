@@ -11,6 +11,7 @@ import logging
 import math
 import platform
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -56,6 +57,10 @@ class Judgement(NamedTuple):
 
 
 T = TypeVar("T")
+
+
+DEFAULT_GRACE = 30.0
+"""seconds between SIGTERM and SIGKILL under Slurm and Kubernetes, unless set otherwise; a job cannot ask them"""
 
 
 class Checkpointer:
@@ -106,6 +111,8 @@ class Checkpointer:
         self._plan: SavePlan | None = None
         """of the last save"""
         self._deletion = BackgroundDeletion()
+        self._reported_seconds = 0.0
+        """of the longest save that was reported as too long for a scheduler's usual patience"""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         if settings.asynchronous:
@@ -307,6 +314,7 @@ class Checkpointer:
         judgement: Judgement,
     ) -> None:
         """Write the tensors and their index, publish the checkpoint, delete old ones; also in the background."""
+        began = time.monotonic()
         folder = manifests.step_folder(self._root, step)
         files: dict[str, FileRecord] = {}
 
@@ -336,11 +344,28 @@ class Checkpointer:
             ) from error
         self._is_whole[folder] = True
         log_on_first(self._group, f"saved {folder}")
+        self._report_long_save(time.monotonic() - began)
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         folders = [older for older in folders if manifests.step_of(older) <= step]  # with the one just saved
         self._apply(judgement, folders)
         if self._settings.keep:
             self._delete_old(folders, judgement)
+
+    def _report_long_save(self, seconds: float) -> None:
+        """Log that a save may not end in the time that a scheduler leaves a job, before it comes to that.
+
+        That time is in no variable of Slurm's or Kubernetes', so what is logged is how much to ask for.
+        """
+        if seconds <= max(DEFAULT_GRACE, 2 * self._reported_seconds):
+            return
+        self._reported_seconds = seconds
+        log_on_first(
+            self._group,
+            f"writing a checkpoint takes {seconds:.0f} s: a run that is asked to stop needs that and two steps. Slurm "
+            f"and Kubernetes kill it after {DEFAULT_GRACE:.0f} s unless --signal=USR1@SECONDS or "
+            "terminationGracePeriodSeconds says more",
+            logging.WARNING,
+        )
 
     def _apply(self, judgement: Judgement, folders: Sequence[Path]) -> None:
         """Mark the newest folder as suspect, and the newest proven one as proven, if the judgement says so."""
