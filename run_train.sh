@@ -26,7 +26,7 @@ say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
 child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT signals=0
 on_signal() { # NAME
     signals=$((signals + 1))
-    if [ -z "$is_training" ]; then
+    if ! is_owner; then
         trap '' TERM INT HUP USR1 USR2
         if [ -n "$child" ]; then { kill -KILL "$child" && wait "$child"; } 2>/dev/null || true; fi
         say "run_train.sh: ended by SIG$1 before anything was started" >&2
@@ -45,6 +45,12 @@ once" >&2
     else
         say "run_train.sh: cannot create $request, so the run goes on" >&2
     fi
+}
+
+# Whether the file would stop this job: until node 0 owns the run folder (torchllm/runtime/lease.py), another job may.
+is_owner() {
+    [ -n "$is_training" ] || return 1
+    [ "$node_rank" != 0 ] || grep -Fqs "\"launched\": \"$TORCHLLM_LAUNCHED\"" "$folder"/lease/[0-9]*
 }
 trap 'on_signal TERM' TERM
 trap 'on_signal INT' INT

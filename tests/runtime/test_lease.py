@@ -138,6 +138,7 @@ def owner(**changes: object) -> Owner:
         started=5,
         nonce="0" * 32,
         job="77",
+        launched="",
         since=0,
         count="0000000003",
     )

@@ -339,14 +339,35 @@ def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     assert stopped.out.startswith("stopped early, before a step was taken; to continue")
 
 
+OWN_FOLDER = (
+    'mkdir -p "$TORCHLLM_TAKE_LEASE/lease"; '
+    """echo "{\\"launched\\": \\"$TORCHLLM_LAUNCHED\\"}" >"$TORCHLLM_TAKE_LEASE/lease/000001" """
+)
+"""what the launcher of node 0 does first, as far as run_train.sh sees it"""
+
+
+def test_a_signal_to_a_job_that_waits_for_the_folder_does_not_stop_its_owner(
+    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
+) -> None:
+    stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
+    (folder / "lease").mkdir(parents=True)
+    (folder / "lease/000001").write_text('{"launched": "1.0"}')
+    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND="exec sleep 60")
+    run.until(lambda: any((tmp_path / "notes").glob("*/environment")))
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT
+    assert not (folder / "stop").exists()
+
+
 def test_only_a_second_interrupt_ends_everything_at_once(
     noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
 ) -> None:
     stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
     # As torchrun does: a shell makes its background processes ignore SIGQUIT, which the process then undoes.
     pretend = f'exec {sys.executable} -c "import signal as s, time; s.signal(s.SIGQUIT, s.SIG_DFL); time.sleep(60)"'
-    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=pretend)
-    run.until(lambda: any((tmp_path / "notes").glob("*/environment")))
+    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=f"{OWN_FOLDER}; {pretend}")
+    run.until((folder / "lease/000001").exists)
     time.sleep(0.2)
     asking = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
     for number in [*asking, signal.SIGINT]:

@@ -46,6 +46,8 @@ FOLDER = "lease"
 """in the run folder"""
 TAKE = "TORCHLLM_TAKE_LEASE"
 """environment variable of run_train.sh: the run folder that the launcher of node 0 takes"""
+LAUNCHED = "TORCHLLM_LAUNCHED"
+"""environment variable of run_train.sh: when it was started"""
 HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for the ranks that it starts"""
 RELEASED = "released".ljust(10)
@@ -104,6 +106,8 @@ class Owner(Process):
     """differs between any two attempts to take a lease"""
     job: str
     """the scheduler's id of the job; "" without a scheduler"""
+    launched: str
+    """`LAUNCHED`, by which run_train.sh knows its own job; "" without it"""
     since: int
     """seconds since 1970, by the owner's clock: for messages only"""
     count: str
@@ -386,6 +390,7 @@ def _new_owner() -> Owner:
         **asdict(this_process()),
         nonce=uuid.uuid4().hex,
         job=job_id(),
+        launched=os.environ.get(LAUNCHED, ""),
         since=int(time.time()),
         count=f"{0:010d}",
     )
