@@ -1,3 +1,4 @@
+import io
 import os
 import pickle
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from tests.checkpoint.old_format import write_format_1
 from torchllm import config
@@ -74,7 +75,6 @@ def test_crafted_metadata_does_not_run(folder: Path, tmp_path: Path) -> None:
     ("module", "name"),
     [
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("os", "system"),
         ("torch", "load"),
         ("torch", "os.system"),
@@ -87,6 +87,35 @@ def test_crafted_metadata_does_not_run(folder: Path, tmp_path: Path) -> None:
 def test_no_other_name_can_be_reached(folder: Path, module: str, name: str) -> None:
     plant(folder, pickle_of_name(module, name))
     with pytest.raises(CheckpointError, match="has no place in an index"):
+        load_weights(folder, [nn.Linear(3, 2)])
+
+
+class PicklerOfPython311(pickle.Pickler):
+    """Pickles a member of an Enum as Python 3.11.0 to 3.11.3 do: as a call of getattr."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _MEM_FORMAT_ENCODING):
+            return getattr, (_MEM_FORMAT_ENCODING, value.name)
+        return NotImplemented
+
+
+def test_a_member_of_an_enum_is_found_by_its_name(folder: Path) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    content = io.BytesIO()
+    PicklerOfPython311(content).dump(metadata)
+    assert b"getattr" in content.getvalue()
+    plant(folder, content.getvalue())
+    load_weights(folder, [nn.Linear(3, 2).to(torch.bfloat16)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), ("text", "format"), ()],
+    ids=["class", "special name", "text", "none"],
+)
+def test_no_other_attribute_can_be_reached(folder: Path, arguments: tuple[Any, ...]) -> None:
+    plant(folder, pickle.dumps(Crafted(getattr, *arguments)))
+    with pytest.raises(CheckpointError, match="not an index of tensors"):
         load_weights(folder, [nn.Linear(3, 2)])
 
 
