@@ -33,9 +33,11 @@ def ask_for_ever(node: AttemptRendezvous) -> None:
 
 
 @pytest.fixture
-def open_nodes() -> Iterator[Callable[[int], list[AttemptRendezvous]]]:
+def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[AttemptRendezvous]]]:
     """Returns the rendezvous of each node's launcher, that of node 0 first; they end as they should."""
     opened: list[AttemptRendezvous] = []
+
+    monkeypatch.setenv(LAUNCHED, "1000.0")  # a later attempt changes it
 
     def open_all(nodes: int) -> list[AttemptRendezvous]:
         port = free_port()
@@ -62,10 +64,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_each_attempt_has_a_store_of_its_own(
-    open_nodes: Callable[[int], list[AttemptRendezvous]], nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCHED, "1000.0")
+def test_each_attempt_has_a_store_of_its_own(open_nodes: Callable[[int], list[AttemptRendezvous]], nodes: int) -> None:
     launchers = open_nodes(nodes)
     first = together(begin, launchers)
     assert os.environ[LAUNCHED] == "1000.0"
