@@ -1,6 +1,7 @@
 """Decisions of the Checkpointer, in one process; `test_tensors.py` has the layouts and the ranks."""
 
 import logging
+import math
 import os
 import random
 import shutil
@@ -30,14 +31,22 @@ from torchllm.train.step import Health
 
 
 def checkpointer(
-    folder: Path, model: nn.Linear | None = None, *, evaluates: bool = False, **settings: Any
+    folder: Path,
+    model: nn.Linear | None = None,
+    *,
+    evaluates: bool = False,
+    check_owner: Callable[[], None] = lambda: None,
+    **settings: Any,
 ) -> Checkpointer:
     model = model or nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(model.in_features)).sum().backward()
     optimizer.step()
     settings_ = config.Checkpoint(**settings)
-    return Checkpointer(settings_, folder, [model], optimizer, record={"run": "test"}, evaluates=evaluates)
+    record = {"run": "test"}
+    return Checkpointer(
+        settings_, folder, [model], optimizer, record=record, evaluates=evaluates, check_owner=check_owner
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -529,15 +538,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
 
 def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> None:
     """Another job has taken the folder while this one was suspended; the hidden folder may be that job's save."""
-    saving = checkpointer(tmp_path, keep=1)
+    is_lost = False
+
+    def check_owner() -> None:
+        if is_lost:
+            raise LeaseLost("the folder belongs to another job")
+
+    saving = checkpointer(tmp_path, keep=1, check_owner=check_owner)
     saving.save(1, {})
     root = tmp_path / "checkpoints"
     hidden = manifests.make_temporary(root, 2, 0)
-
-    def lose() -> None:
-        raise LeaseLost("the folder belongs to another job")
-
-    saving._check_owner = lose
+    is_lost = True
     with pytest.raises(CheckpointError, match="the folder belongs to another job"):
         saving.save(3, {})
     with pytest.raises(CheckpointError, match="the folder belongs to another job"):
@@ -551,16 +562,17 @@ def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> Non
 
 
 def test_a_run_that_loses_its_folder_after_a_save_deletes_nothing(tmp_path: Path) -> None:
-    saving = checkpointer(tmp_path, keep=1)
+    looks_until_lost: float = math.inf
+
+    def check_owner() -> None:
+        nonlocal looks_until_lost
+        if looks_until_lost == 0:
+            raise LeaseLost("the folder belongs to another job")
+        looks_until_lost -= 1
+
+    saving = checkpointer(tmp_path, keep=1, check_owner=check_owner)
     saving.save(1, {})
-    looks = iter([None, LeaseLost("the folder belongs to another job")])
-
-    def lose_later() -> None:
-        error = next(looks)
-        if error is not None:
-            raise error
-
-    saving._check_owner = lose_later
+    looks_until_lost = 1
     with pytest.raises(CheckpointError, match="the folder belongs to another job"):
         saving.save(2, {})
     saving.close()

@@ -27,7 +27,6 @@ from torchllm.runtime.lease import (
     Owner,
     Timing,
     check_owner,
-    is_gone,
     own_for_ranks,
     release_leases,
     take_lease,
@@ -337,31 +336,6 @@ def test_a_killed_owner_of_this_machine_is_dead_at_once(takers: list[Taker], tmp
         raise AssertionError("it waits")
 
     assert take(tmp_path, Timing(sleep=never)).claim.number == 2
-
-
-def test_a_process_that_its_parent_has_not_asked_about_is_gone() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    status = leases._process_status(child.pid)
-    assert status is not None
-    process = replace(this_process(), pid=child.pid, started=status.started)
-    assert status.state == "Z"
-    assert is_gone(process)
-    child.wait()
-
-
-def test_who_is_gone() -> None:
-    process = this_process()
-    assert process.boot
-    assert process.namespace
-    assert not is_gone(process)
-    assert is_gone(replace(process, started=process.started + 1))  # its id was given to another process
-    ended = gone_here()
-    assert is_gone(ended)
-    assert not is_gone(replace(ended, boot="another boot"))
-    assert not is_gone(replace(ended, namespace="pid:[1]"))  # another container of this machine
-    if os.geteuid() != 0:
-        assert not is_gone(replace(process, pid=1, started=leases._process_status(1).started))  # type: ignore[union-attr]
 
 
 # ---- while it is held

@@ -74,6 +74,19 @@ def on_first(group: Group, function: Callable[[], T]) -> T:
     return value
 
 
+def change_on_first(group: Group, check_owner: Callable[[], None], change: Callable[[], T]) -> T:
+    """Change the run folder on rank 0 if this job still owns it, and return on every rank what `change` returns.
+
+    Raises what `on_first` does; `check_owner` raises, on rank 0, if another job has taken the run folder.
+    """
+
+    def change_if_owned() -> T:
+        check_owner()
+        return change()
+
+    return on_first(group, change_if_owned)
+
+
 def any_rank(group: Group, condition: bool) -> bool:
     """Return whether the condition is true on any rank."""
     if group is None:

@@ -1,14 +1,13 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
 Values that are not finite are never saved, and the newest checkpoint from which the run has gone on well is never
-deleted (`proof.py`, `marks.py`): a run that goes wrong keeps a checkpoint from before that.
+deleted (`history.py`, `proof.py`, `marks.py`): a run that goes wrong keeps a checkpoint from before that.
 
 All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
 learning rate nor the optimizer's settings are stored: the one is a function of the step, the others are in the config.
 """
 
 import logging
-import math
 import platform
 import shutil
 import time
@@ -18,7 +17,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,37 +27,27 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import state as run_state
 from torchllm.checkpoint import tensors as tensor_io
-from torchllm.checkpoint.agreement import Group, first_problem, log_on_first, on_first, rank_of, size_of
+from torchllm.checkpoint.agreement import (
+    Group,
+    change_on_first,
+    first_problem,
+    log_on_first,
+    on_first,
+    rank_of,
+    size_of,
+)
+from torchllm.checkpoint.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from torchllm.checkpoint.marks import find_proven, mark_proven, mark_suspect, read_suspects, without_suspects
+from torchllm.checkpoint.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
-from torchllm.checkpoint.proof import Proof
-from torchllm.checkpoint.retention import BackgroundDeletion, folders_to_delete, hide_all, share_of
+from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
-from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified
+from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.train.step import Health
 
 LISTED = 3
 """tensors with values that are not finite that an error lists at most"""
-
-
-class Judgement(NamedTuple):
-    """What the run knows of its checkpoints when it saves one."""
-
-    proven_until: int
-    """checkpoints up to this step are proven"""
-    finite_until: int
-    """checkpoints up to this step were followed by ten finite steps"""
-    waiting: range
-    """steps whose checkpoints wait for their tenth finite step"""
-    suspicion: str
-    """why the one that is saved is suspect; empty: it is not"""
-
-
-T = TypeVar("T")
-
-
 DEFAULT_GRACE = 30.0
 """seconds between SIGTERM and SIGKILL under Slurm and Kubernetes, unless set otherwise; a job cannot ask them"""
 
@@ -99,15 +88,6 @@ class Checkpointer:
         """names of this rank's extra state that no checkpoint has filled"""
         self._group = host_group
         self._own_group: Group = None
-        self._is_whole: dict[Path, bool] = {}
-        """whether a step folder is what was written: as far as this run has written, read or looked at it"""
-        self._proof = Proof(0, evaluates=evaluates)
-        self._suspects: dict[Path, str] = {}
-        """step folders that are marked as suspect, and why"""
-        self._proven: Path | None = None
-        """the newest step folder that is marked as proven"""
-        self._suspicion = ""
-        """why the run has gone wrong, since its last evaluation; empty: it has not"""
         self._plan: SavePlan | None = None
         """of the last save"""
         self._deletion = BackgroundDeletion()
@@ -120,6 +100,7 @@ class Checkpointer:
             self._group = self._own_group = dist.new_group(backend="gloo") if host_group is not None else None
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._snapshot = run_state.Snapshot(self._parts())
+        self._history = CheckpointHistory(settings, self._root, self._group, check_owner, evaluates=evaluates)
 
     def resume(self) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resume` asks for into model and optimizer, and return its manifest.
@@ -128,21 +109,18 @@ class Checkpointer:
         the newest checkpoint is marked as suspect, or turns out damaged while it is read, the one before it is loaded
         instead.
         """
-        self._delete(self._change_on_first(lambda: manifests.hidden_folders(self._root)))
+        self._delete(change_on_first(self._group, self._check_owner, lambda: manifests.hidden_folders(self._root)))
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
-        self._suspects = on_first(self._group, lambda: read_suspects(folders))
+        self._history.read_suspects(folders)
         manifest = self._load_asked_for(folders)
-        good = [folder for folder in folders if self._may_be_good(folder)]
-        self._proven = on_first(self._group, lambda: find_proven(good))
-        if manifest is not None:
-            self._proof = Proof(manifest.step, evaluates=self._proof.evaluates)
+        self._history.begin(folders, None if manifest is None else manifest.step)
         return manifest
 
     def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one."""
         warn = partial(log_on_first, self._group, level=logging.WARNING)
         if self._settings.resume == "auto":
-            newest = newest_verified(without_suspects(folders, self._suspects, warn), self._load, warn)
+            newest = newest_verified(without_suspects(folders, self._history.suspects, warn), self._load, warn)
             if newest is None:
                 log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
             return None if newest is None else newest[1]
@@ -155,7 +133,7 @@ class Checkpointer:
             return None
         folder = Path(self._settings.resume)
         step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
-        newer = [path for path in folders if manifests.step_of(path) > step and path not in self._suspects]
+        newer = [path for path in folders if manifests.step_of(path) > step and path not in self._history.suspects]
         if newer:
             raise CheckpointError(
                 f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
@@ -168,7 +146,7 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> Manifest:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint, and remembers that it is damaged."""
-        self._is_whole[folder] = False
+        self._history.is_whole[folder] = False
         stored = tensor_io.open_checkpoint(self._group, folder)
         manifest = stored.manifest
         ranks = manifest.world_size
@@ -181,7 +159,7 @@ class Checkpointer:
         stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
         tensor_io.load_tensors(self._group, stored, self._model_parts() | random | stored_extra)
         self.missing_extra_state = [key.removeprefix(run_state.EXTRA) for key in extra if key not in stored_extra]
-        self._is_whole[folder] = True
+        self._history.is_whole[folder] = True
         run_state.fill_tied_copies(self._stages, self._optimizer)
         run_state.set_random_state(random)
         log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
@@ -213,8 +191,7 @@ class Checkpointer:
         if temporary is None:
             self._make_way(folder)
             return self.save(step, data)
-        proof = self._proof
-        judgement = Judgement(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
+        judgement = self._history.judgement()
         if self._executor is None:
             self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgement)
         else:
@@ -227,15 +204,9 @@ class Checkpointer:
 
         Call it on all ranks at each logged step. Where it finds suspects it waits for a background save.
         """
-        self._proof.note(health.step, health.skipped, health.validation_loss)
-        if health.validation_loss is not None:
-            self._suspicion = ""
-            if not math.isfinite(health.validation_loss):
-                self._suspicion = f"the validation loss of step {health.step} was not finite"
-                self._suspect_since(self._proof.suspect_since(evaluation=True), self._suspicion)
-        if health.is_lost:
-            reason = f"too many steps in a row were not finite up to step {health.step}"
-            self._suspect_since(self._proof.suspect_since(evaluation=False), reason)
+        for suspicion in self._history.note(health):
+            self._finish()
+            self._history.suspect_since(suspicion)
 
     def mark_damaged_data(self, step: int, reason: str) -> None:
         """Mark the checkpoints of `step` and later ones as suspect: the run has trained on damaged data since then.
@@ -249,31 +220,12 @@ class Checkpointer:
             if manifests.step_of(folder) >= step:
                 mark_suspect(folder, reason)
 
-    def _suspect_since(self, step: int, reason: str) -> None:
-        """Mark the checkpoints of `step` and later ones, but those that are proven, as suspect."""
-        self._finish()
-        if self._proven is not None:
-            step = max(step, manifests.step_of(self._proven) + 1)
-
-        def mark() -> list[Path]:
-            folders = [folder for folder in manifests.step_folders(self._root) if manifests.step_of(folder) >= step]
-            folders = [folder for folder in folders if folder not in self._suspects]
-            for folder in folders:
-                mark_suspect(folder, reason)
-            return folders
-
-        for folder in self._change_on_first(mark):
-            self._suspects[folder] = reason
-            log_on_first(
-                self._group,
-                f"{folder} is marked as suspect: {reason}; a run that starts again takes an older one",
-                logging.WARNING,
-            )
-
     def _refuse_nonfinite(self, step: int, parts: Mapping[str, Part]) -> None:
         """Raise CheckpointError on all ranks if one of them would write a value that is not finite."""
         keys = run_state.nonfinite_keys(parts)
-        listed = ", ".join(keys[:LISTED]) + f" and {len(keys) - LISTED} other tensors" * (len(keys) > LISTED)
+        listed = ", ".join(keys[:LISTED])
+        if len(keys) > LISTED:
+            listed += f" and {len(keys) - LISTED} other tensors"
         problem = first_problem(self._group, listed)
         if problem:
             raise CheckpointError(
@@ -342,14 +294,14 @@ class Checkpointer:
                 f"cannot write {folder}: {error} (it needs {needed} bytes, {free} are free; earlier checkpoints are "
                 "untouched)"
             ) from error
-        self._is_whole[folder] = True
+        self._history.is_whole[folder] = True
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         folders = [older for older in folders if manifests.step_of(older) <= step]  # with the one just saved
-        self._apply(judgement, folders)
+        self._history.apply(judgement, folders)
         if self._settings.keep:
-            self._delete_old(folders, judgement)
+            self._delete(self._history.hide_old(folders, judgement))
 
     def _report_long_save(self, seconds: float) -> None:
         """Log that a save may not end in the time that a scheduler leaves a job, before it comes to that.
@@ -367,117 +319,29 @@ class Checkpointer:
             logging.WARNING,
         )
 
-    def _apply(self, judgement: Judgement, folders: Sequence[Path]) -> None:
-        """Mark the newest folder as suspect, and the newest proven one as proven, if the judgement says so."""
-        if judgement.suspicion:
-            self._suspects[folders[0]] = judgement.suspicion
-        proven = self._newest_good(folders, judgement.proven_until)
-        is_new = proven is not None and proven != self._proven
-        if is_new:
-            self._proven = proven
-
-        def mark() -> None:
-            if judgement.suspicion:
-                mark_suspect(folders[0], judgement.suspicion)
-            if proven is not None and is_new:
-                mark_proven(proven, f"training and evaluation were finite after step {manifests.step_of(proven)}")
-
-        if judgement.suspicion or is_new:
-            self._change_on_first(mark)
-
-    def _newest_good(self, folders: Sequence[Path], step: int) -> Path | None:
-        """Return the newest folder up to `step` that may be good, None if there is none."""
-        for folder in folders:
-            if manifests.step_of(folder) <= step and self._may_be_good(folder):
-                return folder
-        return None
-
-    def _may_be_good(self, folder: Path) -> bool:
-        """Return whether a step folder is neither suspect nor known to be damaged, without looking into it."""
-        return folder not in self._suspects and self._is_whole.get(folder, True)
-
-    def _delete_old(self, folders: Sequence[Path], judgement: Judgement) -> None:
-        """Delete all folders but the newest `checkpoint.keep` good ones in the background.
-
-        Suspect ones do not count, and go where they are not among the newest `checkpoint.keep` of all. Those that this
-        run has found damaged do not count, and stay. Those of every `checkpoint.keep_every`-th step stay, and those
-        that `_good_ones` returns.
-        """
-        keep = self._settings.keep
-        old = folders_to_delete(folders, keep, self._counts)
-        old += [folder for folder in folders[keep:] if folder in self._suspects and folder not in old]
-        good = self._good_ones(folders, judgement)
-
-        def may_go(folder: Path) -> bool:
-            every = self._settings.keep_every
-            kept_for_good = every > 0 and manifests.step_of(folder) % every == 0
-            return folder not in good and not kept_for_good and self._is_whole.get(folder, True)
-
-        self._delete(self._change_on_first(lambda: hide_all(filter(may_go, old))))
-
-    def _good_ones(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
-        """Return the step folders that stay so that the run always has a proven one.
-
-        The newest proven one, or where none is yet, the newest that ten finite steps have followed. Where steps prove
-        them, the oldest that waits for its tenth too: with `checkpoint.interval` under 10, all that wait would go.
-        """
-        good = []
-        if proven := self._proven or self._newest_good(folders, judgement.finite_until):
-            good.append(proven)
-        if self._proven is None or not self._proof.evaluates:
-            waiting = [folder for folder in folders if manifests.step_of(folder) in judgement.waiting]
-            good += [folder for folder in waiting if self._may_be_good(folder)][-1:]
-        return good
-
-    def _counts(self, folder: Path) -> bool:
-        """Return whether a step folder is one of the `checkpoint.keep` that stay."""
-        return folder not in self._suspects and self._seems_whole(folder)
-
     def _delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
         self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
-
-    def _seems_whole(self, folder: Path) -> bool:
-        """Return whether a step folder is whole: by the sizes of its files if the run has not read or written it."""
-        if folder not in self._is_whole:
-            try:
-                manifest = on_first(self._group, lambda: manifests.read_manifest(folder))
-                tensor_io.check_in_parallel(self._group, folder, manifest, check_sizes)
-                self._is_whole[folder] = True
-            except CheckpointError as error:
-                self._is_whole[folder] = False
-                log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
-        return self._is_whole[folder]
 
     def _make_way(self, folder: Path) -> None:
         """Delete a suspect step folder that is in the way of a save, or move a damaged one aside.
 
         Raises CheckpointError if it is a good checkpoint.
         """
-        if folder in self._suspects:
+        if folder in self._history.suspects:
             log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
-            self._delete(self._change_on_first(lambda: [manifests.hide(folder)]))
-            del self._suspects[folder]
-            self._is_whole.pop(folder, None)
+            self._delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
+            self._history.forget(folder)
             return
-        if self._is_whole.get(folder, True):
+        if self._history.is_whole.get(folder, True):
             try:
                 verify_in_parallel(self._group, folder)
             except CheckpointError as error:
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
             else:
                 raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
-        self._change_on_first(lambda: manifests.set_damaged_aside(folder))
-        self._is_whole.pop(folder, None)
-
-    def _change_on_first(self, change: Callable[[], T]) -> T:
-        """Change the run folder on rank 0 if this job still owns it, and return on every rank what `change` returns."""
-
-        def change_if_owned() -> T:
-            self._check_owner()
-            return change()
-
-        return on_first(self._group, change_if_owned)
+        change_on_first(self._group, self._check_owner, lambda: manifests.set_damaged_aside(folder))
+        self._history.forget(folder)
 
     def _parts(self) -> dict[str, Part]:
         """Return this rank's part of all tensors of the run, by their key in a checkpoint."""

@@ -7,7 +7,6 @@ does not.
 
 import atexit
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from types import TracebackType
 
 from torchllm.config.environment import REFUSAL_FILE
 from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
             log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
     sys.excepthook = print_error
-    atexit.unregister(_end_process)
-    atexit.register(_end_process)
+    atexit.unregister(_end_after_error)
+    atexit.register(_end_after_error)
 
 
 def lost_connection(error: BaseException) -> str:
@@ -116,7 +116,7 @@ def _let_launcher_end_this(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _end_process() -> None:
+def _end_after_error() -> None:
     """End a process that had an error, after its threads have ended, without C++ destructors.
 
     The threads of a process group that is still connected would abort in theirs: "terminate called without an active
@@ -124,9 +124,7 @@ def _end_process() -> None:
     """
     if _ending.status is None:
         return
-    for child in multiprocessing.active_children():
-        child.kill()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(_ending.status)
+    end_process(_ending.status)

@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 from torchllm.config.environment import job_id
 from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.process_identity import Process, is_gone, this_process
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +83,6 @@ class Timing(NamedTuple):
     """of the reader"""
     sleep: Callable[[float], None] = time.sleep
     """of the reader"""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, so that it can be told from a later one with its id, on this machine or another."""
-
-    host: str
-    boot: str
-    """id of the boot of its machine; "" where the system has none"""
-    namespace: str
-    """of its process id: containers on one machine have their own"""
-    pid: int
-    started: int
-    """when it started, in clock ticks after the boot"""
 
 
 @dataclass(frozen=True)
@@ -336,53 +323,6 @@ def _read(file: Path) -> bytes | None:
 
 def _has_ended(owner: Owner | None) -> bool:
     return owner is not None and (owner.count == RELEASED or is_gone(owner))
-
-
-def is_gone(process: Process) -> bool:
-    """Return whether a process has ended, if it was one of this boot of this machine; False if that is unknown."""
-    reader = this_process()
-    is_here = process.boot == reader.boot and process.namespace == reader.namespace
-    if not is_here or not reader.boot or not reader.namespace:
-        return False
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # another user's process
-    status = _process_status(process.pid)
-    if status is None:  # /proc may hide the processes of other users
-        return False
-    return status.state in "ZX" or status.started != process.started
-
-
-def this_process() -> Process:
-    """Return this process."""
-    boot = namespace = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    status = _process_status(os.getpid())
-    return Process(os.uname().nodename, boot, namespace, os.getpid(), 0 if status is None else status.started)
-
-
-class _Status(NamedTuple):
-    """What /proc says about a process."""
-
-    state: str
-    """Z: ended, but its parent does not know yet"""
-    started: int
-    """in clock ticks after the boot"""
-
-
-def _process_status(pid: int) -> _Status | None:
-    """Return the status of a process; None if it cannot be seen."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the second field is the name in parentheses, which may contain any
-    return _Status(state=fields[0], started=int(fields[19]))
 
 
 def _new_owner() -> Owner:

@@ -9,6 +9,7 @@ the launcher even where a wrapper (a profiler, say) stands between the two.
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -45,6 +46,13 @@ def end_with_starter(starter: int) -> None:
     _request_death_signal()
     if os.getppid() != starter:
         _kill_this_process()
+
+
+def end_process(status: int) -> None:
+    """End this process and its helper processes at once; other threads may be stuck in an operation."""
+    for helper in multiprocessing.active_children():
+        helper.kill()
+    os._exit(status)
 
 
 def tie_children() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,14 @@ from torchllm.runtime.exchange import gather_texts, same_on_all_ranks
 SHOWN = 20
 """differences that the error lists at most"""
 PACKAGE = Path(__file__).parents[1]
+
+
+class Difference(NamedTuple):
+    """A fact that is not the same at two starts; "missing" where there is none."""
+
+    name: str
+    first: str
+    second: str
 
 
 def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup) -> None:
@@ -43,11 +51,14 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
             ranks_of.setdefault(text, []).append(rank)
     lines = []
     for text, ranks in ranks_of.items():
-        who = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
-        lines += [f"{key}: {first} on rank 0, {second} on {who}" for key, first, second in json.loads(text)]
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} and {len(ranks) - 1} more"
+        for difference in map(Difference._make, json.loads(text)):
+            lines.append(f"{difference.name}: {difference.first} on rank 0, {difference.second} on {who}")
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = ["..."]
+    listed = "\n  ".join(lines)
     raise RefusedStart(
-        "not all ranks were started alike: start every node with the same config, code and torch\n  "
-        + "\n  ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
+        f"not all ranks were started alike: start every node with the same config, code and torch\n  {listed}"
     )
 
 
@@ -91,11 +102,11 @@ def hash_of_code() -> str:
     return digest.hexdigest()[:12]
 
 
-def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (name, value in `first`, value in `second`) of each fact that differs; "missing" where it is."""
+def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
+    """Return the facts that differ."""
     differences = []
     for name in {**first, **second}:
-        values = first.get(name, "missing"), second.get(name, "missing")
-        if values[0] != values[1]:
-            differences.append((name, *values))
+        difference = Difference(name, first.get(name, "missing"), second.get(name, "missing"))
+        if difference.first != difference.second:
+            differences.append(difference)
     return differences

@@ -9,14 +9,14 @@ or a compilation would still take. In training the ranks vote at each step (`Run
 
 import json
 import logging
-import multiprocessing
-import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+
+from torchllm.runtime.parent import end_process
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ class StopRequests:
         heard_at = time.monotonic()
         if not self._has_voted.is_set() and not self.is_launched:
             log.warning("%s: ending in the start-up, with nothing to save", signal.Signals(number).name)
-            _end_process(128 + number)
+            end_process(128 + number)
         if number == signal.SIGINT:
             if self._interrupted_at is None:
                 self._interrupted_at = heard_at
             elif heard_at - self._interrupted_at > IGNORE_REPEATED_SIGNALS_FOR:
-                _end_process(128 + number)
+                end_process(128 + number)
         if self._requested_at is None:
             self._requested_at = heard_at
             if self.rank == 0 and self._has_voted.is_set():
@@ -123,7 +123,7 @@ class StopRequests:
         if self.rank == 0:
             log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
             write_marker(self.folder, None)
-        _end_process(0)
+        end_process(0)
 
     def _hide_consequences(self) -> None:
         """Print no error of a start-up that was asked to end: a peer or a helper process went first."""
@@ -146,10 +146,3 @@ def write_marker(folder: Path, step: int | None) -> None:
     step: of its last checkpoint; None if it was still starting and had nothing to save.
     """
     (folder / STOPPED).write_text(json.dumps({"step": step}) + "\n")
-
-
-def _end_process(status: int) -> None:
-    """End this process and its helper processes at once; other threads may be stuck in an operation."""
-    for helper in multiprocessing.active_children():
-        helper.kill()
-    os._exit(status)
