@@ -1,6 +1,7 @@
 import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -71,8 +72,8 @@ def test_a_model_that_computes_something_else_is_a_warning(
     caplog: pytest.LogCaptureFixture, key: str, value: object, is_told: bool
 ) -> None:
     caplog.set_level(logging.INFO)
-    changed: dict[str, object] = {key: value}
-    current = replace(Config(), model=replace(Config().model, **changed))  # type: ignore[arg-type]
+    changed: dict[str, Any] = {key: value}
+    current = replace(Config(), model=replace(Config().model, **changed))
     log_config_changes({"config": saved(Config())}, current)
     differs, *warnings = caplog.records
     assert f"model.{key}: " in differs.getMessage()

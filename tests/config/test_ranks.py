@@ -291,7 +291,7 @@ def test_a_range_of_nodes_needs_check_and_the_processes_of_a_node(
         assert line == f'environment: NNODES: must be a whole number of at least 1, not "{wrong}"'
 
 
-def test_lowering_mends_only_the_layout(
+def test_lowering_fixes_only_the_layout(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "x.toml").write_text(

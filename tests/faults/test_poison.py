@@ -175,7 +175,7 @@ def test_other_data_is_refused_by_the_names_of_the_sources(undisturbed: Path, tm
 def touch_save(recipe: Any, rank: int, *, file: Path, at_step: int) -> None:
     step_type: Callable[..., Any] = recipe.TrainStep
 
-    class TouchingStep(step_type):  # type: ignore[valid-type, misc]
+    class TouchingStep(step_type):  # type: ignore[valid-type, misc]  # the recipe's, known at run time
         def __call__(self, step: int, batches: Any) -> Any:
             if step == at_step:
                 file.touch()

@@ -24,7 +24,7 @@ def refuse(configs: list[Config], torch_version: str = "") -> tuple[str, list[st
     error = ""
     version = torch.__version__
     if torch_version and dist.get_rank() == 1:
-        torch.__version__ = torch_version  # type: ignore[assignment]
+        torch.__version__ = torch_version  # type: ignore[assignment]  # torch's is a class of its own
     try:
         refuse_different_starts([configs[dist.get_rank()]], dist.group.WORLD)
     except RefusedStart as refused:

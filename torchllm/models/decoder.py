@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         FOOTGUN: `parallelize_module` and `to_empty` replace parameters, which unties them silently; call this after.
         """
         if self.model.tied_embeddings and self.embed_tokens is not None and self.lm_head is not None:
-            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]
+            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # nn.Module's attributes have no one type
 
     def forward(
         self, x: Tensor, positions: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None

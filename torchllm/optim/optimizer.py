@@ -45,6 +45,7 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    # The two attributes that GradScaler sets are not in torch's stubs.
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()
@@ -66,7 +67,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 }
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters: list[Tensor] = []
@@ -115,7 +116,7 @@ class ShardedSGD(torch.optim.SGD):
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters: list[Tensor] = []

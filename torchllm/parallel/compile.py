@@ -24,6 +24,6 @@ def apply_compile(stage: Decoder, config: Compile) -> None:
                 module.kernel = torch.compile(module.kernel)
     if config.block:
         for name, block in list(stage.layers.items()):
-            stage.layers[name] = torch.compile(block)  # type: ignore[assignment]
+            stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
     if config.loss and stage.lm_head is not None:
         stage.lm_head.cross_entropy = torch.compile(stage.lm_head.cross_entropy)

@@ -149,7 +149,7 @@ class VocabParallelEmbedding(ParallelStyle):
             out = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return out.redistribute(placements=[self.hidden]).to_local()
 
-        module.forward = look_up  # type: ignore[method-assign, assignment]
+        module.forward = look_up  # type: ignore[method-assign, assignment]  # the module stays torch's own
         return module
 
 

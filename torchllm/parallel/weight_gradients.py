@@ -47,6 +47,7 @@ class WeightGradients:
         self.deferred: list[DeferredProduct] = []
         for module in stage.modules():
             if isinstance(module, nn.Linear):
+                # Only the method is replaced, so that parameters, hooks and names stay.
                 module.forward = self._linear(module)  # type: ignore[method-assign, assignment]
             elif isinstance(module, Head):
                 module.project = self._linear(module)  # type: ignore[method-assign, assignment]

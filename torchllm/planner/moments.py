@@ -54,7 +54,7 @@ def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
 
 @cache
 def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    parallel = Parallel(pp=pp, schedule=schedule, virtual_stages=stages_per_rank)  # type: ignore[arg-type]
+    parallel = Parallel(pp=pp, schedule=schedule, virtual_stages=stages_per_rank)  # type: ignore[arg-type]  # a schedule's name
     return tuple(_worst(rank_order(parallel, micro_batches, rank)))
 
 

@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 
 # public names, but not re-exported for type checkers
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported there
 
 __all__ = [
     "LOOPBACK",

@@ -156,7 +156,7 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
         tp=tp,
         sequence_parallel=(cells.get("seq_parallel") or str(int(software.default_sequence_parallel))) == "1" and tp > 1,
         zero_stage=zero,
-        schedule=name,  # type: ignore[arg-type]
+        schedule=name,  # type: ignore[arg-type]  # checked above
         virtual_stages=virtual if name == "Interleaved1F1B" and virtual > 1 else 0,
         cp_method="ulysses" if cells.get("cp_method") == "ulysses" else "ring",
     )
@@ -176,13 +176,14 @@ def _case(cells: dict[str, str], assumed: list[str]) -> Case:
         raise ValueError(f"attn_impl {word!r} is unknown ({', '.join([*get_args(AttentionKernel), *ATTENTION])})")
     norm = cells.get("rmsnorm_kernel", "")
     kernels = Kernels(
-        attention=kind,  # type: ignore[arg-type]
+        attention=kind,  # type: ignore[arg-type]  # checked above
         fused_norm=software.fused_norm if norm == "" else norm == "1",
         compiled=cells.get("compile", "") == "1",
         float8="8" in cells.get("precision", ""),
     )
     training = Training(micro_batch_size=micro, global_batch_size=sequences, sequence_length=number(cells, "seq_len"))
-    return Case(model, training, parallel, Recompute(mode=mode), kernels, hardware, software)  # type: ignore[arg-type]
+    recompute = Recompute(mode=mode)  # type: ignore[arg-type]  # checked above
+    return Case(model, training, parallel, recompute, kernels, hardware, software)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
