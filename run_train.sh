@@ -158,7 +158,6 @@ if [ "$dry_run" = 1 ]; then # one process examines all ranks
 fi
 set -- "$@" "--run.folder=$folder"
 marker=$folder/stopped.json request=$folder/stop
-[ "$node_rank" != 0 ] || rm -f "$marker" "$request" # left by an earlier run
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)
@@ -186,7 +185,7 @@ wait_for_child
 trap - TERM INT HUP QUIT
 trap '' USR1 USR2 # they ended the training; what follows takes seconds
 if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
-if [ -e "$marker" ]; then
+if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another job's
     what="with a checkpoint"
     ! grep -q null "$marker" || what="before a step was taken"
     [ "$node_rank" != 0 ] || say "stopped early, $what; to continue, run the same command with --run.folder=$folder"

@@ -282,6 +282,21 @@ def test_an_owner_that_counts_is_not_replaced(tmp_path: Path, capfd: pytest.Capt
     assert names(tmp_path) == ["000004"]
 
 
+def test_requests_to_stop_are_those_of_the_owner(tmp_path: Path) -> None:
+    requests = [tmp_path / "stop", tmp_path / "stopped.json"]
+    for request in requests:
+        request.touch()
+    file = write_owner(tmp_path, 4, owner().text())
+    clock = Clock()
+    clock.events[clock.now + 9.5] = lambda: file.write_text(owner(count="0000000004").text())
+    with pytest.raises(FolderOwned):
+        take_lease(tmp_path, clock.timing())
+    assert [request.exists() for request in requests] == [True, True]
+    file.write_text(owner(count=RELEASED).text())
+    take(tmp_path)
+    assert [request.exists() for request in requests] == [False, False]
+
+
 @pytest.mark.parametrize("text", [owner().text(), "", "[]", '{"pid": 1}', owner(pid="1").text()])
 def test_an_owner_elsewhere_is_dead_after_90_seconds_without_a_count(tmp_path: Path, text: str) -> None:
     write_owner(tmp_path, 4, text)

@@ -311,39 +311,41 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
     assert "run.folder: set it: there is no job id to name the folder after" in nameless.err
 
 
+OWN_FOLDER = (
+    'mkdir -p "$TORCHLLM_TAKE_LEASE/lease"; '
+    """echo "{\\"launched\\": \\"$TORCHLLM_LAUNCHED\\"}" >"$TORCHLLM_TAKE_LEASE/lease/000001" """
+)
+"""what the launcher of node 0 does first, as far as run_train.sh sees it"""
+
+
 def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [DEBUG, f"--run.folder={folder}"]
     sampler = [f"{ROOT}/recipes/generate.py", f"{folder}/config.toml", "--checkpoint.resume=auto"]
     folder.mkdir()
-    (folder / "stopped.json").touch()  # of a run before: must not turn this one's failure into success
+    (folder / "stopped.json").touch()  # another job's: must not turn this one's failure into success
     (folder / "stop").touch()
     failed = noted(*arguments, PRETEND="exit 7")
     assert (failed.status, len(failed.calls)) == (7, 1)
-    assert not (folder / "stop").exists()
+    assert (folder / "stop").exists()
+    refused = noted(*arguments, PRETEND="exit 2", **POD)
+    assert refused.status == 2
     done = noted(*arguments)
     assert done.status == 0
     assert [call.words for call in done.calls[1:]] == [sampler]
     assert len(noted(*arguments, "--generate.after_training=false").calls) == 1
     failed = noted(*arguments, PRETEND=f'[ "$1" != {sampler[0]} ] || exit 5')
     assert failed.status == 5
-    stopped = noted(*arguments, PRETEND=f"touch {folder}/stopped.json; exit 1")
+    stopped = noted(*arguments, PRETEND=f"{OWN_FOLDER}; touch {folder}/stopped.json; exit 1")
     assert (stopped.status, len(stopped.calls)) == (0, 1)
     assert (
         stopped.out
         == f"stopped early, with a checkpoint; to continue, run the same command with --run.folder={folder}\n"
     )
-    starting = """echo '{"step": null}' >"""
-    stopped = noted(*arguments, "--run.stopped_exit_status=75", PRETEND=f"{starting}{folder}/stopped.json")
+    starting = f"""{OWN_FOLDER}; echo '{{"step": null}}' >{folder}/stopped.json"""
+    stopped = noted(*arguments, "--run.stopped_exit_status=75", PRETEND=starting)
     assert (stopped.status, len(stopped.calls)) == (75, 1)
     assert stopped.out.startswith("stopped early, before a step was taken; to continue")
-
-
-OWN_FOLDER = (
-    'mkdir -p "$TORCHLLM_TAKE_LEASE/lease"; '
-    """echo "{\\"launched\\": \\"$TORCHLLM_LAUNCHED\\"}" >"$TORCHLLM_TAKE_LEASE/lease/000001" """
-)
-"""what the launcher of node 0 does first, as far as run_train.sh sees it"""
 
 
 def test_a_signal_to_a_job_that_waits_for_the_folder_does_not_stop_its_owner(

@@ -40,6 +40,7 @@ from typing import NamedTuple
 from torchllm.config.environment import job_id
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.process_identity import Process, is_gone, this_process
+from torchllm.runtime.stop import STOP, STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
         newest = _newest_number(lease_folder)
         if newest:
             _wait_until_free(run_folder, newest, timing)
+        _remove_requests(run_folder)
         owner = _new_owner()
         claim = Claim(newest + 1, owner.nonce)
         is_linked = _link(lease_folder, claim.number, owner)
@@ -220,6 +222,15 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
             return Lease(run_folder, claim, owner, timing)
         if is_linked:  # the numbers had gone on, and this one had been removed, while this process was suspended
             _file(lease_folder, claim.number).unlink(missing_ok=True)
+
+
+def _remove_requests(run_folder: Path) -> None:
+    """Remove what asked an earlier job in a free folder to stop.
+
+    Not after the lease is taken: run_train.sh makes a signal a request as soon as it is.
+    """
+    for name in (STOP, STOPPED):
+        (run_folder / name).unlink(missing_ok=True)
 
 
 def own_for_ranks() -> None:

@@ -384,7 +384,6 @@ def _share_folder(runtime: Runtime) -> None:
     if runtime.is_main:
         try:
             runtime.folder.mkdir(parents=True, exist_ok=True)
-            (runtime.folder / STOPPED).unlink(missing_ok=True)
             probe.write_text(str(os.getpid()))
         except OSError as problem:
             error = f"{name} cannot be written: {problem}"

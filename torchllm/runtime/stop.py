@@ -44,8 +44,8 @@ class StopRequests:
     def __init__(self, folder: Path, rank: int, world_size: int, is_launched: bool = False) -> None:
         """Make one for `rank`; `listen` starts it.
 
-        folder: the run's. is_launched: run_train.sh has started this rank of the run that owns the folder: it hears the
-        signals, and has removed the file of an earlier run.
+        folder: the run's. is_launched: run_train.sh, which hears the signals, has started this rank, of the run that
+        owns the folder.
         """
         self.folder = folder
         self.rank = rank
