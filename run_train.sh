@@ -6,6 +6,8 @@
 #
 # NPROC    processes on this node     (default: its number of GPUs, or 2 without a GPU)
 # NNODES   number of nodes            (default: 1; under Slurm and Kubernetes: the job's; with --check also 2-4)
+#          If the batch cannot be shared by all of them, and a degree is -1, the largest number that it can be shared by
+#          trains, from the first node on. The others wait, and end as the job does.
 #          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees.
 # RECIPE   the script to start        (default: recipes/pretrain.py)
 #
@@ -95,16 +97,18 @@ gpus() {
     fi
 }
 
-# The nodes. The variables of each scheduler become NNODES, node_rank and head, the host of rank 0.
-node_rank=0 head="" port=29500 per_gpu=0
+# The nodes. The variables of each scheduler become NNODES, this node's number and head, the host of rank 0. Of the
+# processes with this script, the one with node_rank 0 speaks: with one task per GPU it is the number of the task.
+node=0 node_rank=0 head="" port=29500 per_gpu=0
 if [ -n "${PET_NNODES:-}" ]; then # Kubernetes operators configure torchrun through PET_ variables
     [[ $PET_NNODES =~ ^[0-9]+$ ]] || fail "PET_NNODES=$PET_NNODES: must be a fixed number of nodes"
-    NNODES=$PET_NNODES node_rank=${PET_NODE_RANK:-0} head=${PET_MASTER_ADDR:-} port=${PET_MASTER_PORT:-$port}
+    NNODES=$PET_NNODES node=${PET_NODE_RANK:-0} head=${PET_MASTER_ADDR:-} port=${PET_MASTER_PORT:-$port}
+    node_rank=$node
     case ${PET_NPROC_PER_NODE:-auto} in auto | gpu | cpu) ;; *) NPROC=$PET_NPROC_PER_NODE ;; esac
     unset RANK WORLD_SIZE # they number the pods, not the processes
 elif [ -n "${SLURM_STEP_ID:-}" ]; then
     # The numbers of the step, not of the job: a step may use only some of the job's nodes.
-    NNODES=$SLURM_STEP_NUM_NODES node_rank=$SLURM_NODEID
+    NNODES=$SLURM_STEP_NUM_NODES node=$SLURM_NODEID node_rank=$SLURM_NODEID
     head=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
     port=$((20000 + SLURM_JOB_ID % 20000))
     if [ "$SLURM_STEP_NUM_TASKS" -gt "$NNODES" ]; then
@@ -139,10 +143,12 @@ if [ "$status" != 0 ]; then
     cat "$report" >&2 || true
     exit "$status"
 fi
-sample=0 folder="" dry_run=0 on_event="" stopped_exit_status=0
+sample=0 folder="" dry_run=0 on_event="" stopped_exit_status=0 wait_reason="the batch is shared by fewer processes"
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
+        TRAINING_NODES=*) NNODES=${line#*=} ;;
+        WAIT_REASON=*) wait_reason=${line#*=} ;;
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
@@ -164,8 +170,13 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 
-if [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
-    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_WORLD_SIZE=$NPROC
+is_spare=""
+if [ "$node" -ge "$NNODES" ] || { [ "$per_gpu" = 1 ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
+    is_spare=1 request=$report # it stops nobody
+    [ "${LOCAL_RANK:-0}" != 0 ] || say "node $node waits for the end of the job: $wait_reason" >&2
+    command=("$python" -m torchllm.runtime.spare_node "$folder" "$request") end_at_once=KILL
+elif [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
+    export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
     export MASTER_ADDR=$head MASTER_PORT=$port
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
@@ -185,6 +196,10 @@ wait_for_child
 trap - TERM INT HUP QUIT
 trap '' USR1 USR2 # they ended the training; what follows takes seconds
 if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
+if [ -n "$is_spare" ]; then # it has looked at the marker itself
+    [ "$status" != 3 ] || status=$stopped_exit_status
+    exit "$status"
+fi
 if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another job's
     what="with a checkpoint"
     ! grep -q null "$marker" || what="before a step was taken"

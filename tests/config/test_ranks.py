@@ -158,13 +158,16 @@ def test_check_and_json_of_a_dry_run(folder: Path, capsys: pytest.CaptureFixture
     assert load_config(["--run.dry_run=true", "--json", "--parallel.dp_shard=1"]).run.json
 
 
-def check_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[str]]:
+def check_lines(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], *optional: str
+) -> tuple[dict[str, str], list[str]]:
+    """Return what --check prints on stdout, by key, and its lines on stderr. optional: further keys."""
     with pytest.raises(SystemExit) as stop:
         load_config([*arguments, "--check"])
     assert stop.value.code == 0
     out, err = capsys.readouterr()
     lines = [line.partition("=") for line in out.splitlines()]
-    assert [key for key, _, _ in lines] == ["NPROC", "RUN_FOLDER", "SAMPLE"]
+    assert [key for key, _, _ in lines] == ["NPROC", "RUN_FOLDER", "SAMPLE", *optional]
     return {key: value for key, _, value in lines}, err.splitlines()
 
 
@@ -272,6 +275,60 @@ def test_check_tells_which_numbers_of_nodes_the_batch_allows(
     assert node_counts("3-3", "2", monkeypatch, capsys)[0] == 2  # none is allowed
     _, lines = node_counts("1-1", "3", monkeypatch, capsys, "--run.lower_ranks=true")
     assert lines == ["1 node x 2 processes: global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "processes", "arguments", "training", "line"),
+    [
+        ("3", "2", [], "2", "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits; "
+         "all would train with 4 nodes"),
+        ("7", "2", [], "4", "7 nodes do not divide the batch of 16 sequences: 4 of them train, 3 wait; "
+         "all would train with 8 nodes"),
+        ("12", "2", [], "8", "12 nodes do not divide the batch of 16 sequences: 8 of them train, 4 wait"),
+        ("3", "3", ["--run.lower_ranks=true"], "2",
+         "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits"),
+        ("3", "2", ["--parallel.tp=4"], "2", "3 nodes do not divide into the degrees of [parallel]: "
+         "2 of them train, 1 waits; all would train with 4 nodes"),
+    ],
+)  # fmt: skip
+def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
+    nodes: str,
+    processes: str,
+    arguments: list[str],
+    training: str,
+    line: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "x.toml").write_text("[training]\nmicro_batch_size = 1\nglobal_batch_size = 16\n[model]\nkv_heads = 4")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NNODES", nodes)
+    monkeypatch.setenv("NPROC", processes)
+    words = ["x.toml", "--run.folder=runs/a", *arguments]
+    out, err = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
+    assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == (training, line)
+    assert err[0] == line
+    assert err[-1].startswith("global batch 16 sequences = ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--run.folder=runs/a", "--parallel.dp_shard=4"],  # the degrees are fixed
+        ["--run.folder=runs/a", "--training.micro_batch_size=16"],  # even one node has too many ranks
+        [],  # the nodes would make up a folder of their own each
+    ],
+)
+def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text("[training]\nmicro_batch_size = 8\nglobal_batch_size = 16")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NNODES", "3")
+    monkeypatch.setenv("NPROC", "2")
+    (line,) = refusal(capsys, lambda: load_config(["x.toml", "--check", *arguments]))
+    assert "wait" not in line
 
 
 def test_a_range_of_nodes_needs_check_and_the_processes_of_a_node(

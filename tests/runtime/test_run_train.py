@@ -257,6 +257,43 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
     assert outputs == ["global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n", "", "", ""]
 
 
+def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes]) -> None:
+    nodes = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    notes = noted(DEBUG, gpus=2, **(SLURM | nodes), SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0")
+    assert notes.torchrun[:2] == ["--nproc-per-node=2", "--nnodes=2"]
+    notes = noted(DEBUG, gpus=2, **(SLURM | nodes), SLURM_NODEID="2", SLURM_PROCID="2", SLURM_LOCALID="0")
+    assert notes.calls[0].words[:3] == ["-m", "torchllm.runtime.spare_node", "runs/debug-70123"]
+
+    tasks = SLURM | nodes | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    outputs = []
+    for node in range(3):
+        for task in range(2):
+            number = node + 3 * task  # srun --distribution=cyclic
+            place = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(task)}
+            notes = noted(DEBUG, gpus=2, **tasks, **place)
+            outputs.append(notes.err)
+            words, environment = notes.calls[0]
+            if node == 2:
+                assert words[1] == "torchllm.runtime.spare_node"
+                continue
+            expected = {"RANK": str(2 * node + task), "WORLD_SIZE": "4", "LOCAL_RANK": str(task)}
+            assert {name: environment[name] for name in expected} == expected
+            assert environment["LOCAL_WORLD_SIZE"] == "2"
+    assert outputs[0].startswith(SPARE_LINE)
+    assert outputs[1:] == ["", "", "", f"node 2 waits for the end of the job: {SPARE_LINE}", ""]
+
+
+def test_slurm_with_more_tasks_than_share_the_batch(noted: Callable[..., Notes]) -> None:
+    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
+    for task in range(3):
+        place = {"SLURM_NODEID": "1", "SLURM_PROCID": str(3 + task), "SLURM_LOCALID": str(task)}
+        words, environment = noted(DEBUG, gpus=3, **tasks, **place).calls[0]
+        if task == 2:
+            assert words[1] == "torchllm.runtime.spare_node"
+        else:
+            assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(2 + task), "4")
+
+
 def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -> None:
     tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
     notes = noted(DEBUG, **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
@@ -316,6 +353,44 @@ OWN_FOLDER = (
     """echo "{\\"launched\\": \\"$TORCHLLM_LAUNCHED\\"}" >"$TORCHLLM_TAKE_LEASE/lease/000001" """
 )
 """what the launcher of node 0 does first, as far as run_train.sh sees it"""
+
+
+SPARE_LINE = "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits; all would train with 4 nodes\n"
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (1, 1), (3, 75)])
+def test_of_three_nodes_two_train_and_the_third_waits(
+    noted: Callable[..., Notes], tmp_path: Path, status: int, expected: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "stopped.json").touch()  # node 0 removes it; whether the job was stopped, the spare node sees itself
+    pod = POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2"}
+    arguments = [DEBUG, f"--run.folder={folder}", "--run.stopped_exit_status=75"]
+    training = noted(*arguments, **(pod | {"PET_NODE_RANK": "0"}))
+    assert training.torchrun[:2] == ["--nproc-per-node=2", "--nnodes=2"]
+    assert training.calls[0].environment["NNODES"] == "2"
+    assert training.err.startswith(SPARE_LINE)
+    (folder / "stopped.json").touch()
+    spare = noted(*arguments, **(pod | {"PET_NODE_RANK": "2"}), PRETEND=f"exit {status}")
+    (call,) = spare.calls
+    assert call.words[:3] == ["-m", "torchllm.runtime.spare_node", str(folder)]
+    assert spare.err == f"node 2 waits for the end of the job: {SPARE_LINE}"
+    assert (spare.status, spare.out) == (expected, "")
+
+
+def test_a_signal_to_a_spare_node_stops_no_other(
+    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
+) -> None:
+    stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
+    pod = POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "2"}
+    until_asked = 'while [ ! -e "$4" ]; do sleep 0.05; done; exit 3'
+    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=until_asked, **pod)
+    run.until(lambda: any((tmp_path / "notes").glob("*/environment")))
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert not (folder / "stop").exists()
 
 
 def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:

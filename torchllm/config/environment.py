@@ -25,6 +25,8 @@ class Ranks(NamedTuple):
     """this process is one of them"""
     most_nodes: int | None = None
     """--check tries every number of nodes from `nodes` to this one; None: the number is fixed"""
+    spare: str = ""
+    """why nodes of the job do not train: it has more than `nodes`, none of whose numbers fits the layout"""
 
 
 def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:

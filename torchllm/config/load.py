@@ -114,8 +114,9 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     layout the planner may choose calls `torchllm.start.load_configs` instead: here parallel.layout must be "manual".
 
     --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE= and maybe STOPPED_EXIT_STATUS=,
-    ON_EVENT= and DRY_RUN=, and ends with SystemExit(0), as --help does. Without it the process must be a rank, unless
-    it only speaks about them (a dry run): more than one rank needs WORLD_SIZE in the environment.
+    ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends with SystemExit(0), as
+    --help does. Without it the process must be a rank, unless it only speaks about them (a dry run): more than one rank
+    needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=one_device)
@@ -179,6 +180,7 @@ def finish(draft: Draft[C]) -> C:
     _cut_schedule(draft)
     if draft.ranks is not None and draft.ranks.most_nodes is not None:
         _check_node_counts(draft, draft.ranks, draft.ranks.most_nodes)
+    _spare_nodes(draft)
     world = _ranks_to_start(draft)
     _check_values(draft, world)
     _name_folder(draft)
@@ -231,30 +233,77 @@ def _check_node_counts(draft: Draft[C], ranks: Ranks, most_nodes: int) -> NoRetu
     raise SystemExit(0 if allowed else 2)
 
 
+def _spare_nodes(draft: Draft[C]) -> None:
+    """Lower the number of nodes to the largest that fits the layout, if a degree is open: the last ones wait.
+
+    A scheduler that was asked for 2 to 4 nodes may have given 3. It is decided in --check, for run_train.sh.
+    """
+    ranks = draft.ranks
+    if ranks is None or ranks.per_node is None or not _may_lower(draft) or draft.config.run.dry_run:
+        return
+    if _fitting_processes(draft, ranks.nodes) is not None:
+        return
+    for nodes in range(ranks.nodes - 1, 0, -1):
+        if _fitting_processes(draft, nodes) is not None:
+            waiting = ranks.nodes - nodes
+            why = f"{ranks.nodes} nodes do not {_unmet_need(draft, ranks)}: {nodes} of them train, {waiting} "
+            why += "waits" if waiting == 1 else "wait"
+            for more in range(ranks.nodes + 1, 2 * ranks.nodes + 1):
+                if _fitting_processes(draft, more) == ranks.per_node:
+                    why += f"; all would train with {more} nodes"
+                    break
+            draft.notes.append(why)
+            draft.ranks = Ranks(world=nodes * ranks.per_node, nodes=nodes, per_node=ranks.per_node, spare=why)
+            return
+
+
 def _ranks_to_start(draft: Draft[C]) -> int | None:
     """Return the number of ranks, None if it is unknown.
 
     With run.lower_ranks it is the largest number, of so many or fewer processes per node, that fits the layout.
     """
-    if draft.ranks is None:
+    ranks = draft.ranks
+    if ranks is None:
         return None
-    config, ranks = draft.config, draft.ranks
-    has_open_degree = -1 in (config.parallel.dp_shard, config.parallel.dp_replicate)
-    speaks_about_ranks = draft.arguments.check or config.run.dry_run  # a rank cannot change their number
-    if not config.run.lower_ranks or not has_open_degree or not speaks_about_ranks or ranks.per_node is None:
+    if ranks.per_node is None or not _may_lower(draft):
         return ranks.world
+    per_node = _fitting_processes(draft, ranks.nodes)
+    if per_node is None:
+        return ranks.world
+    if per_node < ranks.per_node:
+        need = _unmet_need(draft, ranks)
+        draft.notes.append(f"{ranks.per_node} processes do not {need}: starting {per_node}")
+    return ranks.nodes * per_node
 
-    unfit = {problem.key for problem in layout_problems(config, ranks.world)}
-    if not unfit:
-        return ranks.world
-    for per_node in range(min(ranks.per_node - 1, MOST_LOWERED), 0, -1):
-        if not layout_problems(config, ranks.nodes * per_node):
-            why = "divide into the degrees of [parallel]"
-            if "training.global_batch_size" in unfit:
-                why = f"divide the batch of {config.training.global_batch_size} sequences"
-            draft.notes.append(f"{ranks.per_node} processes do not {why}: starting {per_node}")
-            return ranks.nodes * per_node
-    return ranks.world
+
+def _may_lower(draft: Draft[C]) -> bool:
+    """Return whether fewer ranks than there are may be started: a rank cannot change their number."""
+    parallel = draft.config.parallel
+    has_open_degree = -1 in (parallel.dp_shard, parallel.dp_replicate)
+    return has_open_degree and (draft.arguments.check or draft.config.run.dry_run)
+
+
+def _fitting_processes(draft: Draft[C], nodes: int) -> int | None:
+    """Return how many processes per node fit the layout on so many nodes: all, or fewer with run.lower_ranks.
+
+    None if no number fits.
+    """
+    per_node = draft.ranks.per_node if draft.ranks is not None else None
+    if per_node is None:
+        return None
+    fewest = 1 if draft.config.run.lower_ranks else per_node
+    for processes in (per_node, *range(min(per_node - 1, MOST_LOWERED), fewest - 1, -1)):
+        if not layout_problems(draft.config, nodes * processes):
+            return processes
+    return None
+
+
+def _unmet_need(draft: Draft[C], ranks: Ranks) -> str:
+    """Return what so many ranks do not do, for a message."""
+    unfit = {problem.key for problem in layout_problems(draft.config, ranks.world)}
+    if "training.global_batch_size" in unfit:
+        return f"divide the batch of {draft.config.training.global_batch_size} sequences"
+    return "divide into the degrees of [parallel]"
 
 
 def _cut_schedule(draft: Draft[C]) -> None:
@@ -305,7 +354,8 @@ def _name_folder(draft: Draft[C]) -> None:
     elif not run.folder and draft.ranks is not None:
         draft.config = replace(draft.config, run=replace(run, folder=_new_folder(draft.arguments.file)))
         is_rank_of_several = draft.ranks.are_started and draft.ranks.world != 1 and not draft.arguments.check
-        is_shared = draft.ranks.nodes > 1 or is_rank_of_several
+        has_nodes = draft.ranks.nodes > 1 or draft.ranks.spare != ""
+        is_shared = has_nodes or is_rank_of_several
         if is_shared and not run.dry_run and not job_id():  # each process would make up a name of its own
             draft.report(path, "set it: there is no job id to name the folder after on all ranks alike")
 
@@ -332,6 +382,9 @@ def _print_check(config: Config, ranks: Ranks) -> None:
     print(f"NPROC={per_node}")
     print(f"RUN_FOLDER={config.run.folder}")
     print(f"SAMPLE={int(config.generate.after_training)}")
+    if ranks.spare:
+        print(f"TRAINING_NODES={ranks.nodes}")
+        print(f"WAIT_REASON={ranks.spare}")
     if config.run.stopped_exit_status:
         print(f"STOPPED_EXIT_STATUS={config.run.stopped_exit_status}")
     if config.run.on_event:

@@ -11,7 +11,7 @@ rank that failed has printed its error; a rank that was killed could not, and is
 import signal
 import sys
 
-from torchllm.runtime.lease import own_for_ranks
+from torchllm.runtime.lease import DONE, own_for_ranks, release_leases
 from torchllm.runtime.parent import end_with_parent, find_children, tie_children
 
 if __name__ == "__main__":  # before torch is imported, for seconds
@@ -63,6 +63,7 @@ def launch(arguments: list[str]) -> None:
         os.environ[REFUSAL_FILE] = str(refusal)
         try:
             main([*ours, *arguments])
+            release_leases(DONE)
         except SignalException as ended:
             sys.exit(128 + ended.sigval)
         except (RendezvousError, DistError, ChildFailedError) as error:

@@ -9,7 +9,7 @@ and links it to the next number: of several that try, the file system lets one s
 every `Timing.beat` seconds. Who wants the folder watches that count:
 
     it changes                                       the owner lives: the folder is refused
-    it says RELEASED                                 free
+    it says RELEASED or DONE                         free
     same boot of the same machine, process gone      free at once
     no change for `Timing.limit` seconds             free
 
@@ -54,6 +54,8 @@ HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for the ranks that it starts"""
 RELEASED = "released".ljust(10)
 """count of an owner whose job has ended; as long as any other count"""
+DONE = "done".ljust(10)
+"""count of an owner whose job has ended without an error"""
 
 _NUMBERS = ("pid", "started", "since")
 """fields of an Owner that are numbers; the others are texts"""
@@ -99,7 +101,7 @@ class Owner(Process):
     since: int
     """seconds since 1970, by the owner's clock: for messages only"""
     count: str
-    """ten digits; RELEASED when the job has ended"""
+    """ten digits; RELEASED or DONE when the job has ended"""
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -145,14 +147,17 @@ class Lease:
         _HELD.append(self)
         atexit.register(self.release)  # a process that ends gives its folder back, unless it is killed
 
-    def release(self) -> None:
-        """Give the folder back: a job that waits for it may start at once. The second call does nothing."""
+    def release(self, count: str = RELEASED) -> None:
+        """Give the folder back: a job that waits for it may start at once. The second call does nothing.
+
+        count: RELEASED or DONE.
+        """
         if self._released.is_set() or os.getpid() != self._owner.pid:  # a forked child has the object, not the lease
             return
         self._released.set()
         self._thread.join(self._timing.beat)
         with suppress(OSError):  # the process ends, which frees the folder a little later
-            self._write(RELEASED)
+            self._write(count)
         _HELD.remove(self)
         atexit.unregister(self.release)
 
@@ -187,10 +192,10 @@ _HELD: list[Lease] = []
 """the leases of this process"""
 
 
-def release_leases() -> None:
-    """Release every lease that this process holds."""
+def release_leases(count: str = RELEASED) -> None:
+    """Release every lease that this process holds. count: RELEASED, or DONE after a success."""
     for lease in list(_HELD):
-        lease.release()
+        lease.release(count)
 
 
 def take_lease(run_folder: Path, timing: Timing | None = None) -> Lease:
@@ -303,7 +308,7 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
     owner = _parse(content)
     silent = 0.0
     looked = timing.clock()
-    while not _has_ended(owner) and silent < timing.limit:
+    while not has_ended(owner) and silent < timing.limit:
         if silent == 0.0:
             wait = f"waiting up to {timing.limit:g} s for a sign of life"
             print(f"{name} belongs to {owner or 'an unknown job'}: {wait}", file=sys.stderr, flush=True)
@@ -317,7 +322,7 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
         content, owner = latest, _parse(latest)
         if content is None or _newest_number(file.parent) != number:
             return
-        if not _has_ended(owner):
+        if not has_ended(owner):
             raise FolderOwned(
                 f"{name} belongs to another job, which is running: {owner or 'unknown'}. "
                 "End that job, or set another run.folder"
@@ -332,8 +337,20 @@ def _read(file: Path) -> bytes | None:
         return None
 
 
-def _has_ended(owner: Owner | None) -> bool:
-    return owner is not None and (owner.count == RELEASED or is_gone(owner))
+def has_ended(owner: Owner | None) -> bool:
+    """Return whether an owner has given its folder back, or is known to be gone; False of an unknown one."""
+    return owner is not None and (owner.count in (RELEASED, DONE) or is_gone(owner))
+
+
+def newest_owner(run_folder: Path) -> Owner | None:
+    """Return who has taken a run folder last, as its file says now; None if there is nobody. Raises OSError."""
+    lease_folder = run_folder / FOLDER
+    try:
+        number = _newest_number(lease_folder)
+        content = _read(_file(lease_folder, number)) if number else None
+    except FileNotFoundError:
+        return None
+    return _parse(content)
 
 
 def _new_owner() -> Owner:

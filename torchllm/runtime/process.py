@@ -29,7 +29,7 @@ from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_li
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
-from torchllm.runtime.lease import Claim, check_owner, release_leases, take_or_inherit
+from torchllm.runtime.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.same_start import refuse_different_starts
@@ -177,7 +177,7 @@ class Runtime:
             self._vote.wait()
         if self.hang_watch is not None:
             self.hang_watch.close()
-        release_leases()
+        release_leases(DONE)
         dist.destroy_process_group()
         drop_unwritten_output()
 

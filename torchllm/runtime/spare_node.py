@@ -1,0 +1,88 @@
+"""Let a spare node wait for its job: `python -m torchllm.runtime.spare_node RUN_FOLDER REQUEST_FILE`. No torch.
+
+A job that got more nodes than its batch can be shared by trains on the first ones, and run_train.sh starts this on the
+others. They wait for the end of the job and end alike, so that a scheduler sees one job and starts all nodes again
+together. All that a spare node knows of the others is the lease in the run folder (lease.py), which the job's owner
+gives back at the end: with DONE after a success.
+
+A spare node that alone is asked to end, because its pod is evicted, say, ends, and the job goes on without it.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torchllm.runtime.lease import DONE, Owner, Timing, has_ended, newest_owner
+from torchllm.runtime.parent import end_with_parent
+from torchllm.runtime.stop import STOP, STOPPED
+
+COMPLETE, FAILED, ASKED = 0, 1, 3
+"""exit status: the job is done; it has failed or never begun; it was asked to stop, or this node alone was"""
+BEGIN_LIMIT = 900.0
+"""seconds in which the job must begin, as long as its launchers wait for each other"""
+REQUEST_PATIENCE = 10.0
+"""seconds in which other nodes, if they are asked to stop as well, have created the file `STOP`"""
+
+
+def wait_for_job(run_folder: Path, request: Path, timing: Timing | None = None) -> int:
+    """Wait for the end of the job that trains in a run folder; return the exit status.
+
+    request: a file that exists when this node was asked to end. The newest owner of the folder may be that of an
+    earlier job: the job has begun when the lease changes.
+    """
+    timing = timing or Timing()
+    first = owner = newest_owner(run_folder)
+    began = False
+    unchanged = 0.0
+    requested = 0.0
+    looked = timing.clock()
+    while unchanged < (timing.limit if began else BEGIN_LIMIT):
+        timing.sleep(timing.look)
+        moment = timing.clock()
+        elapsed = min(moment - looked, 2 * timing.look)  # this node may have been suspended with all others
+        looked = moment
+        unchanged += elapsed
+        with suppress(OSError):  # a file system that does not answer now
+            latest = newest_owner(run_folder)
+            if latest != owner:
+                owner, began, unchanged = latest, True, 0.0
+        if began and has_ended(owner):
+            return _status_of_ended_job(run_folder, owner)
+        if request.exists():
+            requested += elapsed
+            if requested > REQUEST_PATIENCE and not (run_folder / STOP).exists():
+                _say("this node was asked to end; the job goes on without it")
+                return ASKED
+    if began:
+        _say(f"the job has given no sign of life for {timing.limit:g} s: {owner}")
+        return FAILED
+    if _is_done(first) and not (run_folder / STOPPED).exists():
+        return COMPLETE  # before this node was started
+    _say(f"no job has begun in {run_folder} for {BEGIN_LIMIT:g} s")
+    return FAILED
+
+
+def _status_of_ended_job(run_folder: Path, owner: Owner | None) -> int:
+    if (run_folder / STOPPED).exists():
+        return ASKED
+    return COMPLETE if _is_done(owner) else FAILED
+
+
+def _is_done(owner: Owner | None) -> bool:
+    return owner is not None and owner.count == DONE
+
+
+def _say(line: str) -> None:
+    print(f"spare node: {line}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Wait as the command line says; return the exit status."""
+    end_with_parent()
+    run_folder, request = arguments
+    return wait_for_job(Path(run_folder), Path(request))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
