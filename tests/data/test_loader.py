@@ -557,6 +557,21 @@ def test_workers_end_with_a_killed_trainer_even_if_they_are_stuck() -> None:
     assert all(ends(pid) for pid in pids)
 
 
+def test_a_killed_worker_is_one_line() -> None:
+    done = run_script(
+        "import multiprocessing; from torchllm.runtime.error_report import report_errors\n"
+        "report_errors()\n"
+        "worker, _ = multiprocessing.active_children()\n"
+        "worker.kill()\n"
+        "while True: next_batches(loader)"
+    )
+    assert done.returncode == 1
+    ending = "(is killed by signal: Killed|exited unexpectedly)"  # torch has two ways to notice it
+    assert re.fullmatch(
+        rf"error: DataLoader worker \(pid\S* \d+\) {ending}: most likely the machine has run out of .*\n", done.stderr
+    )
+
+
 def _gather_texts(text: str | None) -> list[str | None]:
     gathered: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, text)

@@ -80,6 +80,26 @@ def test_a_rank_that_has_lost_a_peer_lets_that_peer_speak_first(
     assert slept == [error_report.OTHERS_WAIT] * 2
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out of",
+            "Bus error",
+        ),
+        ("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details are lost", "exit code 1"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "exited unexpectedly"),
+    ],
+)
+def test_a_lost_worker_is_one_line(text: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = ValueError("while another error was handled")
+    error.__context__ = RuntimeError(text)
+    end_with(error, rank=0, local_rank=0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: DataLoader worker (pid")
+    assert f"{named}: most likely the machine has run out of memory: lower data.workers" in line
+
+
 def test_other_errors_are_no_lost_peers() -> None:
     assert not lost_connection(ConnectionResetError("Connection reset by peer"))  # of a download
     assert not lost_connection(RuntimeError("shape mismatch"))

@@ -36,6 +36,9 @@ LOST_PEER = re.compile(
 )
 """what gloo, NCCL and the store say on a rank whose peer has ended"""
 
+LOST_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by|exited unexpectedly)[^.]*")
+"""what torch says, wherever it interrupts the main thread, when a process that reads data has ended"""
+
 
 class _Ending:
     """How this process ends after an error."""
@@ -51,8 +54,9 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
     """Set up logging and what happens to an uncaught error.
 
     Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
-    plain line, once per job; a lost connection to another rank as one line, later than that rank's error; any other
-    error is a bug and keeps its traceback. The exit status is 2 after a RefusedStart, else 1.
+    plain line, once per job; a lost connection to another rank as one line, later than that rank's error; a killed
+    process that reads data as one line; any other error is a bug and keeps its traceback. The exit status is 2 after a
+    RefusedStart, else 1.
     """
     main = rank == 0
     handler = LogHandler(sys.stderr)
@@ -72,6 +76,12 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
                 # sleep here. If only this node has it, its first rank prints it.
                 _let_launcher_end_this(FIRST_ON_NODE_WAITS if local_rank == 0 else OTHERS_WAIT)
             log.error("error: %s", error)
+        elif worker := lost_worker(error):
+            log.error(
+                "error: %s: most likely the machine has run out of memory: lower data.workers, or start fewer other "
+                "programs",
+                worker,
+            )
         elif lost := lost_connection(error):
             _let_launcher_end_this(OTHERS_WAIT)
             log.error("lost the connection to another rank, whose own error is the cause: %s", lost)
@@ -92,6 +102,14 @@ def lost_connection(error: BaseException) -> str:
     for cause in _with_causes(error):
         if isinstance(cause, RuntimeError) and LOST_PEER.search(str(cause)):
             return str(cause).partition("\n")[0]
+    return ""
+
+
+def lost_worker(error: BaseException) -> str:
+    """Return which process that reads data has ended, and how; "" if `error` comes from something else."""
+    for cause in _with_causes(error):
+        if isinstance(cause, RuntimeError) and (match := LOST_WORKER.search(str(cause))):
+            return match[0]
     return ""
 
 
