@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchllm.config import Data, Model, Source, Training, gradient_accumulation
+from torchllm.config import Data, Model, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.cache import cached_corpora, is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.data.cache_root import cache_root
+from torchllm.data.cache import is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
+from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
@@ -250,7 +250,7 @@ class TrainLoader:
         sizes, fingerprints, tokenizers = [], [], set()
         skipped: Counter[str] = Counter()
         for index, (settings, source) in enumerate(zip(data.sources, sources, strict=True)):
-            self._names.append(_name_source(index, settings))
+            self._names.append(name_source(index, settings))
             self._weights.append(settings.weight)
             sizes.append(source.count("train", length))
             if count := source.count("validation", length):
@@ -359,48 +359,14 @@ class TrainLoader:
 
         Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
         """
-        saved = state["fingerprint"]
-        saved_data = (record or {}).get("config", {}).get("data", {})
-        differences = self._source_differences(saved["sources"], saved_data.get("sources", []))
-        saved_tokenizers, tokenizers = saved["tokenizer"], self._fingerprint["tokenizer"]
-        if saved_tokenizers and tokenizers and saved_tokenizers != tokenizers:  # synthetic sources have none
-            differences.append(_tokenizer_difference(saved_data.get("tokenizer"), self._data.tokenizer))
-        for key in ("sequence_length", "seed"):
-            if saved[key] != self._fingerprint[key]:
-                differences.append(f"{key}: {saved[key]} in the checkpoint, {self._fingerprint[key]} now")
+        settings = (record or {}).get("config", {}).get("data", {})
+        differences = data_differences(state["fingerprint"], self._fingerprint, settings, self._data)
         if differences:
             listed = "\n  ".join(differences)
             raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
         self.close()
         self._consumed = self._first_sequence = state["sequences"]
         self._steps = state.get("steps", self._consumed // self._training.global_batch_size)
-
-    def _source_differences(self, saved: list[list[Any]], saved_settings: list[dict[str, Any]]) -> list[str]:
-        """Return a line for each difference from the saved sources.
-
-        saved: [fingerprint, weight] of each. saved_settings: its table in the config; [] if that is not known.
-        """
-        current = self._fingerprint["sources"]
-        saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
-        lines = []
-        common = zip(saved, current, strict=False)  # there may be more or fewer sources than when it was saved
-        for index, ((saved_print, saved_weight), (fingerprint, weight)) in enumerate(common):
-            name = self._names[index]
-            if saved_print != fingerprint:
-                settings = self._data.sources[index]
-                if saved_names and saved_names[index] != _describe_source(settings.kind, settings.path):
-                    lines.append(f"{name}: in the checkpoint it is {saved_names[index]}")
-                else:
-                    lines.append(f"{name}: its tokens are others: its files have changed, or how they are read")
-                if is_raw(settings):
-                    lines.append(_advise_earlier_corpus(index, self._data, saved_print))
-            if saved_weight != weight:
-                lines.append(f"{name}: weight {saved_weight} in the checkpoint, {weight} now")
-        if len(saved) != len(current):
-            lines.append(f"data.sources: {len(saved)} in the checkpoint, {len(current)} now")
-            lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
-            lines += [f"only now: {name}" for name in self._names[len(saved) :]]
-        return lines
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again."""
@@ -475,33 +441,6 @@ class TrainLoader:
         if len(rounded) > _LISTED:
             listed.append(f"and {len(rounded) - _LISTED} other sources")
         return "; ".join(listed)
-
-
-def _name_source(index: int, source: Source) -> str:
-    """Return a source as an error names it: data.sources.0 (text 'a/*.txt')."""
-    return f"data.sources.{index} ({_describe_source(source.kind, source.path)})"
-
-
-def _describe_source(kind: str, path: str) -> str:
-    """Return what a source is, in words: text 'a/*.txt'."""
-    return f"{kind} {path!r}" if path else kind
-
-
-def _tokenizer_difference(saved: str | None, current: str) -> str:
-    """Return how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
-    if saved is None or saved == current:
-        return f"data.tokenizer {current!r} is another one than in the checkpoint: its file or data.pattern has changed"
-    return f"data.tokenizer: {saved!r} in the checkpoint, {current!r} now"
-
-
-def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
-    """Return how to go on with the corpus of a checkpoint where its raw source is now tokenized to another one."""
-    folders = cached_corpora(data, fingerprint)
-    path = json.dumps(str(folders[0])) if folders else f"its folder (it is not in the cache, {cache_root(data)})"
-    return (
-        f"the checkpoint was trained on a corpus of other files or settings, or of an earlier version of torchllm; to "
-        f'go on with that corpus, set kind = "tokens" and path = {path} in data.sources.{index}'
-    )
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:

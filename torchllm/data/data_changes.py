@@ -1,0 +1,83 @@
+"""What differs between the data of a checkpoint and that of the run that resumes from it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torchllm.config import Data, Source
+from torchllm.data.cache import cached_corpora, is_raw
+from torchllm.data.cache_root import cache_root
+
+
+def data_differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], saved_settings: Mapping[str, Any], data: Data
+) -> list[str]:
+    """Return a line for each difference because of which the sequences would not be those of the saved run.
+
+    saved, current: fingerprints, as TrainLoader makes them. saved_settings: [data] in the config of the checkpoint, {}
+    if that is not known. data: that of this run.
+    """
+    differences = _source_differences(saved["sources"], current["sources"], saved_settings.get("sources", []), data)
+    saved_tokenizers, tokenizers = saved["tokenizer"], current["tokenizer"]
+    if saved_tokenizers and tokenizers and saved_tokenizers != tokenizers:  # synthetic sources have none
+        differences.append(_tokenizer_difference(saved_settings.get("tokenizer"), data.tokenizer))
+    for key in ("sequence_length", "seed"):
+        if saved[key] != current[key]:
+            differences.append(f"{key}: {saved[key]} in the checkpoint, {current[key]} now")
+    return differences
+
+
+def _source_differences(
+    saved: list[list[Any]], current: list[list[Any]], saved_settings: list[dict[str, Any]], data: Data
+) -> list[str]:
+    """Return a line for each difference from the saved sources.
+
+    saved, current: [fingerprint, weight] of each. saved_settings: the table of each; [] if that is not known.
+    """
+    saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
+    names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
+    lines = []
+    common = zip(saved, current, strict=False)  # there may be more or fewer sources than when it was saved
+    for index, ((saved_print, saved_weight), (fingerprint, weight)) in enumerate(common):
+        if saved_print != fingerprint:
+            settings = data.sources[index]
+            if saved_names and saved_names[index] != _describe_source(settings.kind, settings.path):
+                lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
+            else:
+                lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
+            if is_raw(settings):
+                lines.append(_advise_earlier_corpus(index, data, saved_print))
+        if saved_weight != weight:
+            lines.append(f"{names[index]}: weight {saved_weight} in the checkpoint, {weight} now")
+    if len(saved) != len(current):
+        lines.append(f"data.sources: {len(saved)} in the checkpoint, {len(current)} now")
+        lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
+        lines += [f"only now: {name}" for name in names[len(saved) :]]
+    return lines
+
+
+def name_source(index: int, source: Source) -> str:
+    """Return a source as an error names it: data.sources.0 (text 'a/*.txt')."""
+    return f"data.sources.{index} ({_describe_source(source.kind, source.path)})"
+
+
+def _describe_source(kind: str, path: str) -> str:
+    """Return what a source is, in words: text 'a/*.txt'."""
+    return f"{kind} {path!r}" if path else kind
+
+
+def _tokenizer_difference(saved: str | None, current: str) -> str:
+    """Return how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
+    if saved is None or saved == current:
+        return f"data.tokenizer {current!r} is another one than in the checkpoint: its file or data.pattern has changed"
+    return f"data.tokenizer: {saved!r} in the checkpoint, {current!r} now"
+
+
+def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
+    """Return how to go on with the corpus of a checkpoint where its raw source is now tokenized to another one."""
+    folders = cached_corpora(data, fingerprint)
+    path = json.dumps(str(folders[0])) if folders else f"its folder (it is not in the cache, {cache_root(data)})"
+    return (
+        f"the checkpoint was trained on a corpus of other files or settings, or of an earlier version of torchllm; to "
+        f'go on with that corpus, set kind = "tokens" and path = {path} in data.sources.{index}'
+    )
