@@ -91,11 +91,17 @@ def test_a_job_whose_node_is_lost_has_failed(waiting: Waiting, capsys: pytest.Ca
     assert "spare node: the job has given no sign of life for 90 s: job 7, process " in capsys.readouterr().err
 
 
-def test_a_job_on_this_host_that_was_killed_has_failed_at_once(waiting: Waiting) -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    gone = replace(OWNER, boot=this_process().boot, pid=process.pid)
-    waiting.at(3, lambda: waiting.own("0000000005", owner=gone))
+def test_a_job_that_is_lost_before_its_first_sign_of_life_has_failed(waiting: Waiting) -> None:
+    waiting.own("0000000000")  # unless it is an earlier job that was lost, whose folder is taken after 90 s
+    assert waiting.status() == FAILED
+    assert waiting.now == 180
+
+
+def test_a_job_on_this_host_that_is_killed_has_failed_at_once(waiting: Waiting) -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    started = int(Path(f"/proc/{process.pid}/stat").read_text().split()[21])
+    waiting.own("0000000000", owner=replace(OWNER, boot=this_process().boot, pid=process.pid, started=started))
+    waiting.at(3, lambda: (process.kill(), process.wait()))
     assert waiting.status() == FAILED
     assert waiting.now == 3
 

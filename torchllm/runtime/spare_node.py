@@ -28,16 +28,17 @@ REQUEST_PATIENCE = 10.0
 def wait_for_job(run_folder: Path, request: Path, timing: Timing | None = None) -> int:
     """Wait for the end of the job that trains in a run folder; return the exit status.
 
-    request: a file that exists when this node was asked to end. The newest owner of the folder may be that of an
-    earlier job: the job has begun when the lease changes.
+    request: a file that exists when this node was asked to end. The first owner that is found may be this job's, or an
+    earlier one's: unless that is known to have ended, this job's first node needs time to take the folder from it.
     """
     timing = timing or Timing()
     first = owner = newest_owner(run_folder)
-    began = False
+    began = first is not None and not has_ended(first)
+    limit = 2 * timing.limit if began else BEGIN_LIMIT
     unchanged = 0.0
     requested = 0.0
     looked = timing.clock()
-    while unchanged < (timing.limit if began else BEGIN_LIMIT):
+    while unchanged < limit:
         timing.sleep(timing.look)
         moment = timing.clock()
         elapsed = min(moment - looked, 2 * timing.look)  # this node may have been suspended with all others
@@ -46,7 +47,7 @@ def wait_for_job(run_folder: Path, request: Path, timing: Timing | None = None) 
         with suppress(OSError):  # a file system that does not answer now
             latest = newest_owner(run_folder)
             if latest != owner:
-                owner, began, unchanged = latest, True, 0.0
+                owner, began, limit, unchanged = latest, True, timing.limit, 0.0
         if began and has_ended(owner):
             return _status_of_ended_job(run_folder, owner)
         if request.exists():
@@ -55,11 +56,11 @@ def wait_for_job(run_folder: Path, request: Path, timing: Timing | None = None) 
                 _say("this node was asked to end; the job goes on without it")
                 return ASKED
     if began:
-        _say(f"the job has given no sign of life for {timing.limit:g} s: {owner}")
+        _say(f"the job has given no sign of life for {limit:g} s: {owner}")
         return FAILED
     if _is_done(first) and not (run_folder / STOPPED).exists():
         return COMPLETE  # before this node was started
-    _say(f"no job has begun in {run_folder} for {BEGIN_LIMIT:g} s")
+    _say(f"no job has begun in {run_folder} for {limit:g} s")
     return FAILED
 
 
