@@ -50,9 +50,17 @@ once" >&2
 }
 
 # Whether the file would stop this job: until node 0 owns the run folder (torchllm/runtime/lease.py), another job may.
+# Without a child process: Slurm signals all processes of a step, several times, and one would die of the next signal.
 is_owner() {
+    local file owner
     [ -n "$is_training" ] || return 1
-    [ "$node_rank" != 0 ] || grep -Fqs "\"launched\": \"$TORCHLLM_LAUNCHED\"" "$folder"/lease/[0-9]*
+    [ "$node_rank" = 0 ] || return 0
+    for file in "$folder"/lease/[0-9]*; do
+        owner=""
+        read -r owner 2>/dev/null <"$file" || true
+        [[ $owner != *"\"launched\": \"$TORCHLLM_LAUNCHED\""* ]] || return 0
+    done
+    return 1
 }
 trap 'on_signal TERM' TERM
 trap 'on_signal INT' INT

@@ -461,6 +461,24 @@ def test_only_a_second_interrupt_ends_everything_at_once(
     assert run.wait() == 128 + signal.SIGQUIT
 
 
+def test_signals_to_all_processes_at_once_are_one_request(
+    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
+) -> None:
+    """As Slurm sends them: the programs that run_train.sh starts to handle the first get the following ones."""
+    stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
+    pretend = f"until [ -e {folder}/end ]; do sleep 0.1; done; exit 3"
+    run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=f"{OWN_FOLDER}; {pretend}")
+    run.until((folder / "lease/000001").exists)
+    time.sleep(0.2)
+    for _ in range(200):
+        os.killpg(run.process.pid, signal.SIGTERM)
+        time.sleep(0.001)
+    run.until((folder / "stop").exists)
+    (folder / "end").touch()
+    assert run.wait() == 3
+    assert "before anything was started" not in run.err.read_text()
+
+
 # ---- real runs
 
 
