@@ -110,6 +110,7 @@ gpus() {
 node=0 node_rank=0 head="" port=29500 per_gpu=0
 if [ -n "${PET_NNODES:-}" ]; then # Kubernetes operators configure torchrun through PET_ variables
     [[ $PET_NNODES =~ ^[0-9]+$ ]] || fail "PET_NNODES=$PET_NNODES: must be a fixed number of nodes"
+    [ "${PET_MAX_RESTARTS:-0}" = 0 ] || fail "PET_MAX_RESTARTS=$PET_MAX_RESTARTS: set run.restarts instead"
     NNODES=$PET_NNODES node=${PET_NODE_RANK:-0} head=${PET_MASTER_ADDR:-} port=${PET_MASTER_PORT:-$port}
     node_rank=$node
     case ${PET_NPROC_PER_NODE:-auto} in auto | gpu | cpu) ;; *) NPROC=$PET_NPROC_PER_NODE ;; esac
@@ -151,7 +152,8 @@ if [ "$status" != 0 ]; then
     cat "$report" >&2 || true
     exit "$status"
 fi
-sample=0 folder="" dry_run=0 on_event="" stopped_exit_status=0 wait_reason="the batch is shared by fewer processes"
+sample=0 folder="" dry_run=0 restarts=0 on_event="" stopped_exit_status=0
+wait_reason="the batch is shared by fewer processes"
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
@@ -160,6 +162,7 @@ while IFS= read -r line; do
         RUN_FOLDER=*) folder=${line#*=} ;;
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
+        RESTARTS=*) restarts=${line#*=} ;;
         STOPPED_EXIT_STATUS=*) stopped_exit_status=${line#*=} ;;
         ON_EVENT=*) on_event=${line#*=} ;;
         *) [ "$node_rank" != 0 ] || say "$line" >&2 ;;
@@ -187,12 +190,15 @@ elif [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
     export MASTER_ADDR=$head MASTER_PORT=$port
+    [ "$restarts" = 0 ] || [ "$node_rank" != 0 ] || say "one task per GPU: no rank is started again in the job; after a \
+failure let Slurm start it again (--requeue, srun --kill-on-bad-exit=1)" >&2
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
 else
     launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
     fi
+    [ "$restarts" = 0 ] || launch+=(--restarts="$restarts" --run-folder="$folder")
     [ "$node_rank" != 0 ] || export TORCHLLM_TAKE_LEASE=$folder # no second job writes there
     command=("${launch[@]}" "$recipe" "$@")
 fi

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.tiny_run import ROOT
+from tests.tiny_run import DEBUG, ROOT, free_port
 
 SCRIPT = str(ROOT / "run_train.sh")
 PATIENCE = 120.0
@@ -103,3 +103,10 @@ def clean(extra: Mapping[str, str]) -> dict[str, str]:
     )
     environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     return environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def start_nodes(start: Callable[..., Started], folder: Path, *arguments: str, **environment: str) -> list[Started]:
+    """Start a job of two nodes with one rank each, both on this host."""
+    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
+    return [start(DEBUG, *arguments, f"--run.folder={folder}", **pod, PET_NODE_RANK=str(node)) for node in (0, 1)]

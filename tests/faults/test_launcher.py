@@ -1,4 +1,4 @@
-"""Who can reach a job of one node, what outlives a killed process, and a second attempt of the same job."""
+"""Who can reach a job of one node, and what outlives a killed process."""
 
 import os
 import random
@@ -16,11 +16,9 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from tests.launched import Started, children
+from tests.launched import Started, children, start_nodes
 from tests.listening import listening_addresses
-from tests.recipes.warm import pretrain
-from tests.tiny_run import DEBUG, SMALL, STEPS, curve, free_port, tensor_files
-from torchllm.metrics.goodput import account, read_launches
+from tests.tiny_run import DEBUG, SMALL, free_port
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in")
@@ -187,13 +185,6 @@ time.sleep(600)
 """a recipe whose ranks notice nothing, like ranks in a collective of NCCL whose peer is gone"""
 
 
-def start_nodes(start: Callable[..., Started], folder: Path, *arguments: str, **environment: str) -> list[Started]:
-    """Start a job of two nodes with one rank each, both on this host."""
-    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
-    return [start(DEBUG, *arguments, f"--run.folder={folder}", **pod, PET_NODE_RANK=str(node)) for node in (0, 1)]
-
-
 @pytest.mark.parametrize(
     ("victim", "handler", "line"),
     [(0, "SIG_IGN", "error: node 0 has ended: "), (1, "SIG_DFL", "error: the launcher of node 1 was killed")],
@@ -239,39 +230,3 @@ def test_a_node_that_is_lost_before_it_has_joined_is_named(start: Callable[..., 
     joining.connection.socket.close()  # what the kernel does for a killed launcher
     assert head.process.wait(END_WITHIN) == 1
     assert head.err.read_text().endswith("error: the launcher of node 1 was killed, or its node was shut down\n")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert pretrain(2, folder) == ["", ""]
-    return folder
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_second_attempt_of_a_job_is_the_same_run(
-    start: Callable[..., Started], tmp_path: Path, trials: int, whole: Path, nodes: int
-) -> None:
-    if trials == 1 and nodes == 1:
-        pytest.skip("tried with --trials=2 or more")
-    for trial in range(trials):
-        folder = tmp_path / f"run-{trial}"
-        options = [word for word in SMALL if not word.startswith("--checkpoint.interval")]
-        options += [*QUICK, "--data.workers=0", "--checkpoint.interval=2"]
-        if nodes == 1:
-            runs = [start(DEBUG, *options, f"--run.folder={folder}", PET_MAX_RESTARTS="1")]
-        else:
-            runs = start_nodes(start, folder, *options, PET_MAX_RESTARTS="1")
-        runs[0].until((folder / "checkpoints/step-00000002/manifest.json").exists)
-        time.sleep(random.uniform(0, 1) if trials > 1 else 0)
-        launchers = [child for run in runs for child in children(run.process.pid)]
-        ranks = [rank for launcher in launchers for rank in children(launcher)]
-        os.kill(ranks[trial % 2 - 1], signal.SIGKILL)
-        assert [run.wait() for run in runs] == [0] * nodes, runs[0].err.read_text()
-        launches = read_launches(folder / "goodput.json")
-        assert len(launches) == 2
-        seconds, lost = account(launches)
-        assert 0 < sum(lost.values()) < seconds
-        assert curve(folder) == curve(whole)
-        assert tensor_files(folder, STEPS) == tensor_files(whole, STEPS)

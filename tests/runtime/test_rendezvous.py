@@ -2,18 +2,29 @@
 
 import os
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.utils.store import barrier
 
 from tests.tiny_run import free_port
-from torchllm.config.environment import LAUNCHED
-from torchllm.runtime import rendezvous
+from torchllm.config.environment import ATTEMPT, LAUNCHED
+from torchllm.runtime import rank_notes, rendezvous
 from torchllm.runtime.node_watch import NodeWatch
-from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous, describe_end
+from torchllm.runtime.rendezvous import BACKEND, AttemptOver, AttemptRendezvous, Decide, RankLeft, describe_end
+from torchllm.runtime.restarts import PartEnding, Verdict
 
 
 def together(action: Callable[..., object], items: object) -> list:
@@ -38,6 +49,9 @@ def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list
     opened: list[AttemptRendezvous] = []
 
     monkeypatch.setenv(LAUNCHED, "1000.0")  # a later attempt changes it
+    monkeypatch.setenv(ATTEMPT, "1")  # and this
+    monkeypatch.delenv(ATTEMPT)
+    monkeypatch.delenv(rank_notes.FOLDER, raising=False)
 
     def open_all(nodes: int) -> list[AttemptRendezvous]:
         port = free_port()
@@ -54,7 +68,7 @@ def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list
 
     yield open_all
     for launcher in opened:
-        launcher.shutdown()
+        launcher.close(is_done=True)
 
 
 @pytest.fixture
@@ -68,6 +82,7 @@ def test_each_attempt_has_a_store_of_its_own(open_nodes: Callable[[int], list[At
     launchers = open_nodes(nodes)
     first = together(begin, launchers)
     assert os.environ[LAUNCHED] == "1000.0"
+    assert ATTEMPT not in os.environ
     for node, info in enumerate(first):
         assert (info.rank, info.world_size) == (node, nodes)
         assert info.bootstrap_store_info == first[0].bootstrap_store_info
@@ -78,28 +93,114 @@ def test_each_attempt_has_a_store_of_its_own(open_nodes: Callable[[int], list[At
     assert len(ports) == 2
     assert second[-1].store.num_keys() <= 1  # torch's own
     assert float(os.environ[LAUNCHED]) > 1000
+    assert os.environ[ATTEMPT] == "2"
 
 
-def test_a_node_that_begins_again_makes_the_others_begin_again(
+def decide_to(verdict: Verdict, seen: list[object]) -> Decide:
+    """Return what node 0 decides; it notes what it is given."""
+
+    def decide(endings: Sequence[PartEnding], first: int) -> Verdict:
+        seen.append((list(endings), first))
+        return verdict
+
+    return decide
+
+
+KILLED = PartEnding("failed", 1, -9, "host-1")
+
+
+@pytest.mark.parametrize("verdict", get_args(Verdict))
+def test_a_part_that_fails_ends_the_attempt_and_node_0_decides_what_follows(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None, verdict: Verdict
+) -> None:
+    launchers = open_nodes(3)
+    together(begin, launchers)
+    seen: list[object] = []
+    assert [node.num_nodes_waiting() for node in launchers] == [0, 0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(launchers[1].agree, KILLED, decide_to("end", seen))
+        for node in (launchers[0], launchers[2]):
+            with pytest.raises(AttemptOver):
+                ask_for_ever(node)
+        stopped = PartEnding("stopped")
+        verdicts = together(lambda node: node.agree(stopped, decide_to(verdict, seen)), [launchers[0], launchers[2]])
+        assert [*verdicts, failed.result()] == [verdict] * 3
+    assert seen == [([stopped, KILLED, stopped], 1)]
+    assert [node.first_to_fail for node in launchers] == [1, 1, 1]
+    together(begin, launchers)
+    assert [node.num_nodes_waiting() for node in launchers] == [0, 0, 0]
+
+
+def test_what_a_stranger_writes_ends_no_attempt_otherwise(
     open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None
 ) -> None:
     launchers = open_nodes(2)
     together(begin, launchers)
-    assert [node.num_nodes_waiting() for node in launchers] == [0, 0]
-    with ThreadPoolExecutor(1) as pool:
-        failed = pool.submit(begin, launchers[1])
-        while launchers[0].num_nodes_waiting() == 0:
-            assert not failed.done()  # it waits for node 0
-        stores = [begin(launchers[0]).store, failed.result().store]
-    stores[0].set("key", "value")
-    assert stores[1].get("key") == b"value"
-    assert [node.num_nodes_waiting() for node in launchers] == [0, 0]
+    store = launchers[1].launchers
+    assert store is not None
+    store.set("attempt_1/failed", "../..")
+    store.set("attempt_1/ending_1", "\x1b[2J 1 2 3")
+    store.set("attempt_1/verdict", "rm -rf")
+    seen: list[object] = []
+    assert launchers[1].agree(KILLED, decide_to("restart", seen)) == "end"
+    store.set("attempt_1/ending_1", "\x1b[2J 1 2 3")
+    assert launchers[0].agree(PartEnding("stopped"), decide_to("restart", seen)) == "restart"
+    assert seen == [([PartEnding("stopped"), PartEnding("stopped")], 0)]
+
+
+def test_a_node_that_does_not_end_its_part_is_named(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=0.3))
+    launchers = open_nodes(2)
+    together(begin, launchers)
+    with pytest.raises(RendezvousTimeoutError, match="node 1 does not answer"):
+        launchers[0].agree(KILLED, decide_to("restart", []))
+
+
+def test_nodes_whose_ranks_are_done_wait_for_the_others_unless_the_attempt_is_over(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own wait takes no notice of the others for five minutes."""
+    monkeypatch.setattr(rendezvous, "CHECK_INTERVAL", 0.1)
+    launchers = open_nodes(2)
+    infos = together(begin, launchers)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(barrier, infos[1].store, 2, "done")
+        time.sleep(0.3)
+        assert not waits.done()
+        barrier(infos[0].store, 2, "done")
+        waits.result(10)
+        waits = pool.submit(barrier, infos[1].store, 2, "done again")
+        agreed = pool.submit(launchers[0].agree, KILLED, decide_to("restart", []))
+        waits.result(10)
+        assert isinstance(launchers[1].find_end(), AttemptOver)
+        assert launchers[1].agree(PartEnding("stopped"), decide_to("end", [])) == agreed.result() == "restart"
+
+
+def test_a_rank_that_ends_with_status_0_before_it_has_left_the_job_is_named(
+    open_nodes: Callable[[int], list[AttemptRendezvous]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
+    (node,) = open_nodes(1)
+    node.next_rendezvous()
+    assert node.num_nodes_waiting() == 0
+    rank_notes.join(3)
+    assert rank_notes.members() == [(3, os.getpid())]
+    assert node.num_nodes_waiting() == 0
+    child = subprocess.Popen(["true"])
+    child.wait()
+    (tmp_path / "rank-3").write_text(str(child.pid))
+    with pytest.raises(RankLeft, match="rank 3 ended in the middle of the run, with exit status 0"):
+        node.num_nodes_waiting()
+    rank_notes.leave(3)
+    assert node.num_nodes_waiting() == 0
 
 
 def test_a_node_that_ends_ends_the_others(open_nodes: Callable[[int], list[AttemptRendezvous]], eager: None) -> None:
     launchers = open_nodes(3)
     together(begin, launchers)
-    launchers[1].shutdown()
+    launchers[1].close(is_done=False)
     for node in (launchers[0], launchers[2]):
         with pytest.raises(RendezvousClosedError, match="node 1 has ended the job"):
             node.num_nodes_waiting()
@@ -144,5 +245,5 @@ def test_the_others_are_asked_once_per_second(open_nodes: Callable[[int], list[A
     launchers = open_nodes(2)
     together(begin, launchers)
     assert launchers[0].num_nodes_waiting() == 0
-    launchers[1].shutdown()
+    launchers[1].close(is_done=False)
     assert launchers[0].num_nodes_waiting() == 0

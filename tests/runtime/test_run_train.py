@@ -234,6 +234,8 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
             "--nnodes=2",
             "--rdzv-endpoint=node1:30123",
             f"--rdzv-conf=rank={node}",
+            "--restarts=3",
+            "--run-folder=runs/debug-70123",
             f"{ROOT}/recipes/pretrain.py",
             DEBUG,
             "--run.folder=runs/debug-70123",
@@ -254,7 +256,20 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
         expected |= {"MASTER_ADDR": "node1", "MASTER_PORT": "30123"}
         assert {name: environment[name] for name in expected} == expected
         outputs.append(notes.err)
-    assert outputs == ["global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n", "", "", ""]
+    line = "one task per GPU: no rank is started again in the job; after a failure let Slurm start it again "
+    line += "(--requeue, srun --kill-on-bad-exit=1)\n"
+    first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{line}"
+    assert outputs == [first, "", "", ""]
+
+
+def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
+    folder = "--run.folder=runs/a"
+    assert "--restarts=5" in noted(DEBUG, folder, "--run.restarts=5").torchrun
+    assert "--run-folder=runs/a" in noted(DEBUG, folder, "--run.restarts=5").torchrun
+    assert "--restarts=3" not in noted(DEBUG, folder, "--run.restarts=0", **POD).torchrun
+    other = noted(DEBUG, **(POD | {"PET_MAX_RESTARTS": "2"}))
+    assert (other.status, other.calls) == (2, [])
+    assert other.err == "run_train.sh: PET_MAX_RESTARTS=2: set run.restarts instead\n"
 
 
 def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes]) -> None:
@@ -329,6 +344,8 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
         "--nnodes=2",
         "--rdzv-endpoint=run-master-0:23456",
         "--rdzv-conf=rank=1",
+        "--restarts=3",
+        "--run-folder=/shared/run",
     ]
     assert notes.torchrun == [*expected, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
     assert not {"RANK", "WORLD_SIZE"} & notes.calls[0].environment.keys()  # the pod's numbers are no rank's
@@ -338,7 +355,7 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
         notes = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
         assert notes.torchrun[0] == "--nproc-per-node=2"
     one_node = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
-    assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", f"{ROOT}/recipes/pretrain.py"]
+    assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", "--restarts=3"]
 
     elastic = noted(DEBUG, **(POD | {"PET_NNODES": "1:4"}))
     assert (elastic.status, elastic.calls) == (2, [])

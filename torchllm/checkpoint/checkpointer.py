@@ -44,6 +44,7 @@ from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
+from torchllm.config.environment import is_restart
 from torchllm.train.step import Health
 
 LISTED = 3
@@ -117,14 +118,16 @@ class Checkpointer:
         return manifest
 
     def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
-        """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one."""
+        """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one.
+
+        In a later attempt of the same job that is its newest, once there is one.
+        """
         warn = partial(log_on_first, self._group, level=logging.WARNING)
         if self._settings.resume == "auto":
-            newest = newest_verified(without_suspects(folders, self._history.suspects, warn), self._load, warn)
-            if newest is None:
-                log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
-            return None if newest is None else newest[1]
+            return self._load_newest(folders)
         if self._settings.resume == "none":
+            if folders and is_restart():
+                return self._load_newest(folders)
             if folders:
                 raise CheckpointError(
                     f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
@@ -134,6 +137,8 @@ class Checkpointer:
         folder = Path(self._settings.resume)
         step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
         newer = [path for path in folders if manifests.step_of(path) > step and path not in self._history.suspects]
+        if newer and is_restart():
+            return self._load_newest(folders)
         if newer:
             raise CheckpointError(
                 f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
@@ -143,6 +148,14 @@ class Checkpointer:
         if suspicion is not None:
             warn(f"{folder} is loaded because checkpoint.resume names it, but is marked as suspect: {suspicion}")
         return self._load(folder)
+
+    def _load_newest(self, folders: list[Path]) -> Manifest | None:
+        """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""
+        warn = partial(log_on_first, self._group, level=logging.WARNING)
+        newest = newest_verified(without_suspects(folders, self._history.suspects, warn), self._load, warn)
+        if newest is None:
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
+        return None if newest is None else newest[1]
 
     def _load(self, folder: Path) -> Manifest:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint, and remembers that it is damaged."""

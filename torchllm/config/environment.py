@@ -11,8 +11,10 @@ from torchllm.config.toml import shown
 
 LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable: when run_train.sh, or a later attempt of its job, was started, in seconds since 1970"""
-REFUSAL_FILE = "TORCHLLM_REFUSAL_FILE"
-"""environment variable: the file that a rank creates if it refuses to start; the launcher then ends with status 2"""
+ATTEMPT = "TORCHLLM_ATTEMPT"
+"""environment variable of the ranks that a launcher starts again: which attempt of the job this is, from 2"""
+SCHEDULED_RESTARTS = 3
+"""restarts without progress that a job makes under a scheduler, unless run.restarts says otherwise"""
 
 
 class Ranks(NamedTuple):
@@ -71,6 +73,17 @@ def job_id() -> str:
         if value not in ("", "none"):
             return value
     return ""
+
+
+def default_restarts() -> int:
+    """Return what run.restarts = -1 means here: under Slurm, or where the variables for Kubernetes are set, or not."""
+    is_scheduled = "SLURM_STEP_ID" in os.environ or "PET_NNODES" in os.environ
+    return SCHEDULED_RESTARTS if is_scheduled else 0
+
+
+def is_restart() -> bool:
+    """Return whether this process is a rank of a later attempt of the same job."""
+    return ATTEMPT in os.environ
 
 
 def print_error_lines(lines: Iterable[str]) -> None:

@@ -23,7 +23,15 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from torchllm.config.arguments import Arguments, override, parse_arguments
 from torchllm.config.checks import AXES, layout_problems, resolve_degrees, value_problems
-from torchllm.config.environment import Ranks, job_id, print_error_lines, print_notes, read_ranks, refuse
+from torchllm.config.environment import (
+    Ranks,
+    default_restarts,
+    job_id,
+    print_error_lines,
+    print_notes,
+    read_ranks,
+    refuse,
+)
 from torchllm.config.inert import idle_keys
 from torchllm.config.read import Fault, read_table
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
@@ -113,10 +121,10 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process. A recipe whose
     layout the planner may choose calls `torchllm.start.load_configs` instead: here parallel.layout must be "manual".
 
-    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE= and maybe STOPPED_EXIT_STATUS=,
-    ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends with SystemExit(0), as
-    --help does. Without it the process must be a rank, unless it only speaks about them (a dry run): more than one rank
-    needs WORLD_SIZE in the environment.
+    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE= and maybe RESTARTS=,
+    STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends
+    with SystemExit(0), as --help does. Without it the process must be a rank, unless it only speaks about them (a dry
+    run): more than one rank needs WORLD_SIZE in the environment.
     SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=one_device)
@@ -385,6 +393,9 @@ def _print_check(config: Config, ranks: Ranks) -> None:
     if ranks.spare:
         print(f"TRAINING_NODES={ranks.nodes}")
         print(f"WAIT_REASON={ranks.spare}")
+    restarts = default_restarts() if config.run.restarts < 0 else config.run.restarts
+    if restarts:
+        print(f"RESTARTS={restarts}")
     if config.run.stopped_exit_status:
         print(f"STOPPED_EXIT_STATUS={config.run.stopped_exit_status}")
     if config.run.on_event:

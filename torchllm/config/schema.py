@@ -48,6 +48,9 @@ class Run:
     """let run_train.sh start fewer processes, and say so, when the batch cannot be shared by all of them"""
     timeout: Positive = 600.0
     """seconds that a rank may wait for other ranks before the job is aborted, with a message that names the cause"""
+    restarts: Annotated[int, Bound(at_least=-1)] = -1
+    """how often the launchers start all ranks again after one died, counted anew after each later checkpoint; -1: 3
+    under Slurm and Kubernetes, else 0"""
     stopped_exit_status: Annotated[int, Bound(at_least=0, at_most=125)] = 0
     """exit status of run_train.sh when the run was asked to stop; over 0 where 0 means that all is done (Kubernetes)"""
     collect_garbage_interval: Natural = 100

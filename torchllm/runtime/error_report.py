@@ -7,7 +7,6 @@ does not.
 
 import atexit
 import logging
-import os
 import re
 import signal
 import sys
@@ -15,12 +14,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
-from torchllm.config.environment import REFUSAL_FILE
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.parent import end_process
+from torchllm.runtime.rank_notes import note_error
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
 log = logging.getLogger(__name__)
@@ -69,8 +67,9 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
             _ending.status = 1
         if isinstance(error, RefusedStart):
             _ending.status = 2
-            _tell_launcher_of_refusal()
+            note_error("refused")
         if isinstance(error, UserError):
+            note_error("user_error")
             if not main:
                 # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which
                 # sleep here. If only this node has it, its first rank prints it.
@@ -119,13 +118,6 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _tell_launcher_of_refusal() -> None:
-    """Write the file that gives the whole job this status: the launcher may end this process before it ends itself."""
-    if file := os.environ.get(REFUSAL_FILE):
-        with suppress(OSError):
-            Path(file).touch()
 
 
 def _let_launcher_end_this(seconds: float) -> None:

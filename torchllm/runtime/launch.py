@@ -1,11 +1,12 @@
-"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch TORCHRUN_ARGUMENTS`.
+"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch [--restarts=N --run-folder=RUN] ARGUMENTS`.
 
-There are six differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
+There are seven differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
 it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
 end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
 only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
-run_train.sh asks for a stop through a file instead. And it prints no traceback of its own when a rank ends the job: a
-rank that failed has printed its error; a rank that was killed could not, and is named here.
+run_train.sh asks for a stop through a file instead. It starts the whole job again after a rank has died (restarts.py).
+And it prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that
+was killed could not, and is named here.
 """
 
 import signal
@@ -20,23 +21,26 @@ if __name__ == "__main__":  # before torch is imported, for seconds
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell makes its background processes ignore it
     own_for_ranks()
 
+import argparse
 import logging
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.run import main
 
-from torchllm.config.environment import REFUSAL_FILE
-from torchllm.runtime import rendezvous
+from torchllm.runtime import rank_notes, rendezvous
 from torchllm.runtime.descriptors import raise_descriptor_limit
+from torchllm.runtime.rendezvous import AttemptOver, AttemptRendezvous, RankLeft
+from torchllm.runtime.restarts import PartEnding, Restarts
 
 REFUSED = 2
 """exit status of a rank that refuses to start, and of its job"""
@@ -44,48 +48,113 @@ SECONDS_TO_END = 10
 """that the other ranks of a node have, after one has failed, from SIGTERM to SIGKILL"""
 
 
-def launch(arguments: list[str]) -> None:
-    """Run torchrun with `arguments`.
+def launch(arguments: Sequence[str]) -> None:
+    """Run torchrun with `arguments`, again for each restart of the job.
 
     Raises SystemExit with 1 if a rank failed, 2 if it refused to start, 128 + N if signal N ended the job.
     """
+    parser = argparse.ArgumentParser(prog="python -m torchllm.runtime.launch", allow_abbrev=False, add_help=False)
+    parser.add_argument("--restarts", type=int, default=0, help="restarts of the job without progress")
+    parser.add_argument("--run-folder", type=Path, default=Path(), help="where its checkpoints are")
+    options, torchrun_arguments = parser.parse_known_args(arguments)
     raise_descriptor_limit()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))  # of a launcher that ends
     if hasattr(os, "pidfd_open"):  # Linux
         threading.Thread(target=_limit_ends, name="end of the ranks", daemon=True).start()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
-    rendezvous.register()
-    ours = ["--signals-to-handle=SIGQUIT", f"--rdzv-backend={rendezvous.BACKEND}"]
-    # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
-    ours += ["--rdzv-endpoint=none", "--node-rank=0"]
-    with tempfile.TemporaryDirectory(prefix="torchllm-") as folder:
-        refusal = Path(folder) / "refused"
-        os.environ[REFUSAL_FILE] = str(refusal)
+    Launcher(torchrun_arguments, Restarts(options.restarts, options.run_folder)).run()
+
+
+class Launcher:
+    """A node's launcher: what it keeps from one attempt of the job to the next."""
+
+    def __init__(self, arguments: Sequence[str], restarts: Restarts) -> None:
+        """Make one that runs torchrun with `arguments`. restarts: node 0's account of them."""
+        # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
+        ours = ["--signals-to-handle=SIGQUIT", f"--rdzv-backend={rendezvous.BACKEND}", "--rdzv-endpoint=none"]
+        self.arguments = [*ours, "--node-rank=0", "--max-restarts=0", *arguments]
+        self.restarts = restarts
+        self.rendezvous: AttemptRendezvous | None = None
+        rendezvous.register(self._create_rendezvous)
+
+    def _create_rendezvous(self, parameters: RendezvousParameters) -> AttemptRendezvous:
+        """Return the rendezvous of the job, which is the same in all attempts."""
+        if self.rendezvous is None:
+            self.rendezvous = AttemptRendezvous(parameters)
+        return self.rendezvous
+
+    def run(self) -> None:
+        """Run the job. Raises SystemExit as `launch` does."""
+        status = 1
         try:
-            main([*ours, *arguments])
-            release_leases(DONE)
-        except SignalException as ended:
-            sys.exit(128 + ended.sigval)
-        except (RendezvousError, DistError, ChildFailedError) as error:
-            if refusal.exists():  # a rank has said why; torchrun knows only that it, or another node, has ended
-                sys.exit(REFUSED)
-            if reason := describe_failure(error):
+            verdict = "restart"
+            while verdict == "restart":
+                ending = self._run_attempt()
+                if ending.kind == "done":
+                    status = 0
+                    release_leases(DONE)
+                    return
+                assert self.rendezvous is not None
+                verdict = self.rendezvous.agree(ending, self.restarts.decide)
+            if verdict == "refuse":
+                status = REFUSED
+            elif reason := self._describe(ending):
                 print(reason, file=sys.stderr)
-            sys.exit(1)
+        except SignalException as ended:
+            status = 128 + ended.sigval
+        except RendezvousError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except DistError as error:
+            print(f"error: the launchers of all nodes could not begin together: {error}", file=sys.stderr)
+        finally:
+            if self.rendezvous is not None:
+                self.rendezvous.close(is_done=status == 0)
+        sys.exit(status)
 
+    def _run_attempt(self) -> PartEnding:
+        """Run the ranks of this node once, and return how they have ended."""
+        with tempfile.TemporaryDirectory(prefix="torchllm-") as folder:
+            os.environ[rank_notes.FOLDER] = folder
+            ending = self._run_ranks()
+            if rank_notes.has_error("refused") or ending.status == REFUSED:
+                return ending._replace(kind="refused")
+            if rank_notes.has_error("user_error"):
+                return ending._replace(kind="user_error")
+            return ending
 
-def describe_failure(error: Exception) -> str:
-    """Return what to say of an error of torchrun; "" if a rank has said it."""
-    if isinstance(error, ChildFailedError):
-        rank, failure = error.get_first_failure()
-        status = failure.exitcode
-        if status == 1:
+    def _run_ranks(self) -> PartEnding:
+        """Run torchrun once, and return how the ranks of this node have ended."""
+        try:
+            main(self.arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            return PartEnding("failed", rank, failure.exitcode, self._host())
+        except RankLeft as left:
+            return PartEnding("left", left.rank, 0, self._host())
+        except AttemptOver:
+            return PartEnding("stopped")
+        assert self.rendezvous is not None
+        members = rank_notes.members()
+        if members:  # though all ranks of this node have ended with exit status 0
+            return PartEnding("left", members[0].rank, 0, self._host())
+        end = self.rendezvous.find_end()
+        if end is None or isinstance(end, RendezvousConnectionError):  # node 0 was done first
+            return PartEnding("done")
+        if isinstance(end, AttemptOver):
+            return PartEnding("stopped")
+        raise end
+
+    def _host(self) -> str:
+        """Return the name of this host as messages have it: "" in a job of one node."""
+        if self.rendezvous is None or self.rendezvous.nodes == 1:
             return ""
-        ending = f"was killed: {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"rank {rank} {ending}"
-    if isinstance(error, RendezvousError):
-        return f"error: {error}"
-    return f"error: the launchers of all nodes could not begin together: {error}"
+        return os.uname().nodename
+
+    def _describe(self, ending: PartEnding) -> str:
+        """Return what is left to say of an attempt that was the last; "" if a rank of this node has said it."""
+        if ending.kind == "stopped" and self.rendezvous is not None:
+            return f"error: node {self.rendezvous.first_to_fail} has ended the job; its output says why"
+        return "" if ending.is_told else ending.describe()
 
 
 def _limit_ends() -> None:

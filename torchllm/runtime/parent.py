@@ -35,7 +35,7 @@ def end_with_parent() -> None:
     if parent is None:
         return
     _request_death_signal()
-    if os.getppid() != int(parent) and not _is_running(int(parent)):
+    if os.getppid() != int(parent) and not is_running(int(parent)):
         _kill_this_process()
     if has_pipe:
         _watch_pipe()
@@ -99,8 +99,8 @@ def _watch_pipe() -> None:
     threading.Thread(target=wait, name="end of the launcher", daemon=True).start()
 
 
-def _is_running(pid: int) -> bool:
-    """Return whether a process exists."""
+def is_running(pid: int) -> bool:
+    """Return whether a process exists, be it a child whose exit status nobody has asked for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

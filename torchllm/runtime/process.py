@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Config, Run, Training
-from torchllm.config.environment import LAUNCHED
+from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime import rank_notes
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
@@ -178,6 +179,7 @@ class Runtime:
         if self.hang_watch is not None:
             self.hang_watch.close()
         release_leases(DONE)
+        rank_notes.leave(self.rank)
         dist.destroy_process_group()
         drop_unwritten_output()
 
@@ -218,6 +220,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     report_errors(rank, local_rank)
+    rank_notes.join(rank)
     is_launched = LAUNCHED in os.environ and not reads_only
     stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched)
     stop_requests.listen()
@@ -274,8 +277,8 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
 
 
 def _call_on_restart_and_end(run: Run, folder: Path) -> None:
-    """Call `run.on_event` if torchrun has started the job again, and at the end of one without run_train.sh."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    """Call `run.on_event` if the launchers have started the job again, and at the end of one without run_train.sh."""
+    if is_restart():
         call_on_event(run.on_event, "restart", folder)
     if run.on_event and LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
         atexit.register(call_at_end, run.on_event, folder)

@@ -7,38 +7,76 @@ all attempts, in which the ranks of a second attempt find the addresses, votes a
 A job of one node listens on the loopback address only. Among several nodes, the launcher of node 0 serves a store to
 the other launchers for as long as the job lasts, under the address and port that all of them are given. There it
 announces the port of each attempt's store. Whoever reaches these ports can end the job: the network must be trusted.
+
+torchrun runs each attempt without restarts of its own, which it would count per node. When the ranks of a node fail,
+its launcher says so in the launchers' store, all others end their ranks, and all of them tell node 0 how their part has
+ended; node 0 decides for the job whether there is another attempt (`agree`, restarts.py).
 """
 
 import os
 import re
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import get_args
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 
-from torchllm.config.environment import LAUNCHED
+from torchllm.config.environment import ATTEMPT, LAUNCHED
+from torchllm.runtime import rank_notes
 from torchllm.runtime.node_watch import NodeConnection, NodeWatch
-from torchllm.runtime.store import LOOPBACK, TCPStore, connect_store, serve_loopback_store, serve_store
+from torchllm.runtime.parent import is_running
+from torchllm.runtime.restarts import PartEnding, Verdict
+from torchllm.runtime.store import (
+    LOOPBACK,
+    PrefixStore,
+    Store,
+    TCPStore,
+    connect_store,
+    serve_loopback_store,
+    serve_store,
+)
 
 BACKEND = "torchllm"
 """name of this rendezvous for torchrun's --rdzv-backend"""
+FAILED = "failed"
+"""end of the key of the launchers' store, per attempt: the node whose part of it ended first"""
 CHECK_INTERVAL = 1.0
 """seconds between two looks of a launcher at what the other nodes do"""
 ENDED = "ended"
 """key of the launchers' store: the node whose launcher has ended first, and how: `3 failed` or `3 lost`"""
 WATCH_PORT = "watch_port"
 """key of the launchers' store: port of node 0's NodeWatch"""
+PATIENCE = timedelta(seconds=60)
+"""that node 0 has with the other nodes when an attempt has failed: they end their ranks within some 12 s"""
+
+Decide = Callable[[Sequence[PartEnding], int], Verdict]
+"""returns what follows an attempt, from how each node's part has ended, and which ended first"""
+
+
+class AttemptOver(RendezvousClosedError):
+    """Another node's part of this attempt has failed."""
+
+
+class RankLeft(RendezvousError):
+    """A rank of this node has ended in the middle of the run, with exit status 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} ended in the middle of the run, with exit status 0")
+        self.rank = rank
 
 
 class AttemptRendezvous(RendezvousHandler):
@@ -54,8 +92,12 @@ class AttemptRendezvous(RendezvousHandler):
         """counts the attempts from 1"""
         self.launchers: TCPStore | None = None
         """store of the launchers; None in a job of one node"""
+        self.store: TCPStore | None = None
+        """store of this attempt"""
         self.connection: NodeConnection | None = None
         """to node 0; None there, and in a job of one node"""
+        self.first_to_fail = 0
+        """the node whose part of the last attempt that failed ended first"""
         self.has_ranks = False
         """torchrun has started this attempt's ranks, and looks after them"""
         self.next_check = 0.0
@@ -112,57 +154,139 @@ class AttemptRendezvous(RendezvousHandler):
         self.has_ranks = False
         if self.attempt > 1:
             os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
-        store = self._open_attempt()
-        address = RendezvousStoreInfo(self.head, store.port)
-        return RendezvousInfo(store, self.node, self.nodes, address)
+            os.environ[ATTEMPT] = str(self.attempt)
+        self.store = self._open_attempt()
+        address = RendezvousStoreInfo(self.head, self.store.port)
+        return RendezvousInfo(AttemptStore(self.store, self.find_end), self.node, self.nodes, address)
 
     def _open_attempt(self) -> TCPStore:
         """Return the store of this attempt."""
         if self.launchers is None:
             return serve_loopback_store(0, self.timeout)
-        begun, port = _attempt_keys(self.attempt)
-        self.launchers.set(begun, "")
         if self.node != 0:
-            return self._open(int(self.launchers.get(port)))
+            return self._open(int(self.launchers.get(self._key("port"))))
         store = self._open(0)
-        self.launchers.set(port, str(store.port))
+        self.launchers.set(self._key("port"), str(store.port))
         return store
 
-    def num_nodes_waiting(self) -> int:
-        """Return whether another node has begun the next attempt, as 0 or 1; then torchrun restarts this node's ranks.
+    def _key(self, name: str) -> str:
+        """Return a key of the launchers' store for this attempt."""
+        return f"attempt_{self.attempt}/{name}"
 
-        torchrun calls it ten times per second. Raises RendezvousClosedError or RendezvousConnectionError, which make
-        torchrun end this node's ranks, if a launcher has ended the job.
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no node may join a job that runs. torchrun calls it ten times per second.
+
+        What it raises makes torchrun end this node's ranks: RankLeft, AttemptOver, or another RendezvousError if a
+        launcher has ended the job.
         """
         self.has_ranks = True
+        for member in rank_notes.members():
+            if not is_running(member.pid):  # with another status torchrun would have ended all ranks
+                raise RankLeft(member.rank)
         if self.launchers is None or time.monotonic() < self.next_check:
             return 0
         self.next_check = time.monotonic() + CHECK_INTERVAL
+        end = self.find_end()
+        if end is not None:
+            raise end
+        return 0
+
+    def find_end(self) -> RendezvousError | None:
+        """Return why this attempt, or the job, is over according to the other launchers; None if it goes on."""
+        if self.launchers is None:
+            return None
         try:
             if self.launchers.check([ENDED]):
-                raise RendezvousClosedError(describe_end(self.launchers.get(ENDED)))
-            begun, _ = _attempt_keys(self.attempt + 1)
-            return int(self.launchers.check([begun]))
+                return RendezvousClosedError(describe_end(self.launchers.get(ENDED)))
+            if self.launchers.check([self._key(FAILED)]):
+                return AttemptOver("another node's part of this attempt has failed")
+        except dist.DistError:
+            return _node_0_has_ended()
+        return None
+
+    def agree(self, ending: PartEnding, decide: Decide) -> Verdict:
+        """End this attempt on all nodes, and return what node 0 has decided for all of them.
+
+        ending: of this node's part, whose ranks have ended. decide: node 0 calls it. Raises RendezvousError if another
+        launcher does not answer.
+        """
+        self.has_ranks = False
+        if self.launchers is None:
+            return decide([ending], 0)
+        try:
+            first = self.launchers.compare_set(self._key(FAILED), "", str(self.node)).decode(errors="replace")
+            self.first_to_fail = min(int(first), self.nodes - 1) if re.fullmatch("[0-9]{1,7}", first) else 0
+            self.launchers.set(self._key(f"ending_{self.node}"), ending.text())
+            if self.node == 0:
+                verdict = decide(self._endings(), self.first_to_fail)
+                self.launchers.set(self._key("verdict"), verdict)
+                return verdict
+            self.launchers.wait([self._key("verdict")], 2 * PATIENCE)
+            text = self.launchers.get(self._key("verdict")).decode(errors="replace")
         except dist.DistError as error:
-            raise RendezvousConnectionError("node 0 has ended: its launcher does not answer any more") from error
+            raise _node_0_has_ended() from error
+        return next((verdict for verdict in get_args(Verdict) if verdict == text), "end")
+
+    def _endings(self) -> list[PartEnding]:
+        """Return how the part of each node has ended, when all have."""
+        assert self.launchers is not None
+        endings = []
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        for node in range(self.nodes):
+            key = self._key(f"ending_{node}")
+            while not self.launchers.check([key]):  # `wait` would keep `_lose` from the store
+                if time.monotonic() > deadline:
+                    raise RendezvousTimeoutError(f"node {node} does not answer: its launcher has not ended its ranks")
+                time.sleep(0.1)
+            endings.append(PartEnding.parse(self.launchers.get(key).decode(errors="replace")))
+        return endings
 
     def is_closed(self) -> bool:
         """Return False: while this launcher lives, it may begin another attempt."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: what ends a job is `shutdown`."""
+        """Do nothing: what ends a job is `close`."""
 
     def get_run_id(self) -> str:
         """Return what torchrun was told to call the job."""
         return self.run_id
 
     def shutdown(self) -> bool:
-        """Tell the other launchers that this one ends. After a success, all nodes are done: torchrun has waited."""
-        self._note_end(self.node, "failed")
+        """Do nothing: torchrun calls it after each attempt."""
+        return True
+
+    def close(self, *, is_done: bool) -> None:
+        """Leave the other launchers; end them too, unless the job is done."""
+        if not is_done:
+            self._note_end(self.node, "failed")
         if self.connection is not None:
             self.connection.close()
-        return True
+
+
+class AttemptStore(PrefixStore):
+    """The store of an attempt as torchrun sees it: it does not wait for nodes that will not come.
+
+    torchrun waits here for all nodes when the ranks of its own are done, for five minutes.
+    """
+
+    def __init__(self, store: Store, find_end: Callable[[], RendezvousError | None]) -> None:
+        """Make one for the launchers of an attempt. find_end: returns why it is over; None if it goes on."""
+        super().__init__("launchers", store)
+        self.find_end = find_end
+
+    def wait(self, keys: list[str]) -> None:  # type: ignore[override]  # torchrun passes no time-out
+        """Return when the keys are set, or the attempt is over."""
+        while self.find_end() is None:
+            try:
+                super().wait(keys, timedelta(seconds=CHECK_INTERVAL))
+                return
+            except dist.DistStoreError:  # the time is up
+                continue
+
+
+def _node_0_has_ended() -> RendezvousConnectionError:
+    return RendezvousConnectionError("node 0 has ended: its launcher does not answer any more")
 
 
 def describe_end(value: bytes) -> str:
@@ -176,11 +300,6 @@ def describe_end(value: bytes) -> str:
     return f"node {node} has ended the job; its output says why"
 
 
-def _attempt_keys(attempt: int) -> tuple[str, str]:
-    """Return the keys of the launchers' store: that a node has begun an attempt, and the port of its store."""
-    return f"attempt_{attempt}/begun", f"attempt_{attempt}/port"
-
-
-def register() -> None:
-    """Make torchrun know this rendezvous under the name `BACKEND`."""
-    rendezvous_handler_registry.register(BACKEND, AttemptRendezvous)
+def register(create: Callable[[RendezvousParameters], AttemptRendezvous]) -> None:
+    """Make torchrun know this rendezvous under the name `BACKEND`. create: called at the beginning of each attempt."""
+    rendezvous_handler_registry.register(BACKEND, create)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from torchllm.runtime import rank_notes
 from torchllm.runtime.parent import end_process
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class StopRequests:
         if self.rank == 0:
             log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
             write_marker(self.folder, None)
+        rank_notes.leave(self.rank)
         end_process(0)
 
     def _hide_consequences(self) -> None:

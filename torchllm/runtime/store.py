@@ -10,11 +10,12 @@ import socket
 from datetime import timedelta
 
 # public names, but not re-exported for type checkers
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported there
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not there
 
 __all__ = [
     "LOOPBACK",
     "HashStore",
+    "PrefixStore",
     "Signer",
     "Store",
     "TCPStore",

@@ -1,0 +1,237 @@
+"""Jobs whose launchers start all ranks again after one has died."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launched import Started, children, clean, start_nodes
+from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
+from torchllm.metrics.goodput import account, read_launches
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
+
+QUICK = [word for word in SMALL if not word.startswith("--checkpoint.interval")]
+QUICK += ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
+QUICK += ["--checkpoint.interval=2"]
+
+
+def ranks_of(runs: list[Started]) -> list[int]:
+    """Return the process ids of all ranks that run now."""
+    launchers = [child for run in runs for child in children(run.process.pid)]
+    found = [rank for launcher in launchers for rank in children(launcher)]
+    return [rank for rank in found if is_session_leader(rank)]
+
+
+def is_session_leader(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+def has_step_2(folder: Path) -> bool:
+    return (folder / "checkpoints/step-00000002/manifest.json").exists()
+
+
+def assert_same_run(folder: Path, undisturbed: Path) -> None:
+    assert curve(folder) == curve(undisturbed)
+    assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
+
+
+def test_ranks_killed_at_random_moments_on_any_node_cost_only_time(
+    start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
+) -> None:
+    folder = tmp_path / "run"
+    runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000")
+    runs[0].until(lambda: has_step_2(folder))
+    kills = 0
+    while kills < trials and all(run.process.poll() is None for run in runs):
+        time.sleep(random.uniform(0, 12) if trials > 1 else 0)
+        ranks = ranks_of(runs)
+        if ranks:
+            os.kill(ranks[-1] if trials == 1 else random.choice(ranks), signal.SIGKILL)
+            kills += 1
+    assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
+    lines = [line for line in runs[0].err.read_text().splitlines() if "; restart " in line]
+    assert lines
+    assert all(f" on {os.uname().nodename} was killed: SIGKILL; restart " in line for line in lines)
+    assert_same_run(folder, undisturbed)
+    launches = read_launches(folder / "goodput.json")
+    seconds, lost = account(launches)
+    assert 0 < sum(lost.values()) < seconds
+
+
+FAULTY = f"""
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+attempt, rank = int(os.environ.get("TORCHLLM_ATTEMPT", "1")), os.environ.get("RANK")
+folder = [word.partition("=")[2] for word in sys.argv if word.startswith("--run.folder=")][-1]
+
+def after_step_2(act):
+    def wait():
+        while not Path(folder, "checkpoints/step-00000002/manifest.json").exists():
+            time.sleep(0.01)
+        act()
+    threading.Thread(target=wait, daemon=True).start()
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hang():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if rank == "1":
+    FAULT
+sys.argv[0] = {str(ROOT / "recipes/pretrain.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""recipes/pretrain.py, in which something happens to rank 1"""
+
+
+def run_with_fault(start: Callable[..., Started], folder: Path, fault: str, restarts: int) -> list[Started]:
+    """Start a job of two nodes in which something happens to rank 1, on node 1."""
+    recipe = folder.with_suffix(".py")
+    recipe.write_text(FAULTY.replace("FAULT", fault))
+    return start_nodes(start, folder, *QUICK, f"--run.restarts={restarts}", "--run.timeout=10", RECIPE=str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("fault", "restarts"),
+    [
+        ("attempt == 1 and after_step_2(die) or attempt == 2 and time.sleep(3)", 1),
+        ("attempt == 1 and after_step_2(die) or attempt == 2 and die()", 2),
+        ("attempt == 1 and after_step_2(hang)", 1),
+    ],
+    ids=["rank-late-after-restart", "death-during-restart", "hang"],
+)
+def test_a_restart_in_which_something_happens_is_the_same_run(
+    start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path, fault: str, restarts: int
+) -> None:
+    if trials == 1:
+        pytest.skip("tried with --trials=2 or more")
+    for trial in range(trials):
+        folder = tmp_path / f"run-{trial}"
+        runs = run_with_fault(start, folder, fault, 2)
+        assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
+        assert runs[0].err.read_text().count("; restart ") == restarts
+        assert_same_run(folder, undisturbed)
+
+
+def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(
+    start: Callable[..., Started], tmp_path: Path, trials: int
+) -> None:
+    if trials == 1:
+        pytest.skip("tried with --trials=2 or more")
+    runs = run_with_fault(start, tmp_path / "run", "after_step_2(lambda: os._exit(0))", 0)
+    assert [run.wait() for run in runs] == [1, 1]
+    assert runs[1].err.read_text().splitlines()[-1] == (
+        f"rank 1 on {os.uname().nodename} ended in the middle of the run, with exit status 0"
+    )
+    assert runs[0].err.read_text().splitlines()[-1] == "error: node 1 has ended the job; its output says why"
+
+
+SHORT = """
+import os, sys, time
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime import rank_notes
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.parent import end_with_parent
+end_with_parent()
+rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHLLM_ATTEMPT", "1"))
+report_errors(rank, rank)
+rank_notes.join(rank)
+if rank == 1:
+    FAULT
+time.sleep(60 if attempt < 4 else 0)
+rank_notes.leave(rank)
+"""
+"""ranks that do nothing for a minute, except for rank 1; the fourth attempt is done at once"""
+
+
+class Outcome:
+    """What came of a short job of two ranks."""
+
+    def __init__(self, folder: Path, fault: str, restarts: int) -> None:
+        recipe = folder / "short.py"
+        recipe.write_text(SHORT.replace("FAULT", fault))
+        command = [sys.executable, "-m", "torchllm.runtime.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, "--nproc-per-node=2", str(recipe)],
+            cwd=ROOT,
+            env=clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        self.status = done.returncode
+        self.lines = done.stderr.splitlines()
+        self.seconds = time.monotonic() - began
+
+
+LEFT = "rank 1 ended in the middle of the run, with exit status 0"
+KILLED = "rank 1 was killed: SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("fault", "restarts", "status", "lines"),
+    [
+        ("os._exit(0)", 0, 1, [LEFT]),
+        (
+            "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9) if attempt < 4 else None",
+            3,
+            0,
+            [
+                f"{LEFT}; restart 1 of 3 from the beginning",
+                f"{KILLED}; restart 2 of 3 from the beginning",
+                f"{KILLED}; restart 3 of 3 from the beginning",
+            ],
+        ),
+        (
+            "os.kill(os.getpid(), 9)",
+            1,
+            1,
+            [
+                f"{KILLED}; restart 1 of 1 from the beginning",
+                "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
+                KILLED,
+            ],
+        ),
+        ("raise UserError('of the user')", 3, 1, ["rank 1: error: of the user"]),
+        ("raise RefusedStart('of the start')", 3, 2, ["rank 1: error: of the start"]),
+        ("sys.exit(2)", 3, 2, []),
+    ],
+    ids=["left", "restarted", "spent", "user-error", "refused", "status-2"],
+)
+def test_only_what_may_pass_is_tried_again(
+    tmp_path: Path, trials: int, fault: str, restarts: int, status: int, lines: list[str]
+) -> None:
+    if trials == 1 and fault != "os.kill(os.getpid(), 9)":
+        pytest.skip("tried with --trials=2 or more")
+    outcome = Outcome(tmp_path, fault, restarts)
+    assert (outcome.status, outcome.lines) == (status, lines)
+
+
+def test_a_stop_that_is_asked_for_while_a_rank_dies_ends_the_job(
+    start: Callable[..., Started], tmp_path: Path, trials: int
+) -> None:
+    if trials == 1:
+        pytest.skip("tried with --trials=2 or more")
+    folder = tmp_path / "run"
+    run = start(DEBUG, *QUICK, f"--run.folder={folder}", "--run.restarts=3")
+    run.until(lambda: has_step_2(folder))
+    for rank in ranks_of([run]):
+        os.kill(rank, signal.SIGSTOP)
+    run.process.terminate()
+    run.until((folder / "stop").exists)
+    os.kill(ranks_of([run])[1], signal.SIGKILL)
+    assert run.wait() == 1
+    assert run.err.read_text().splitlines()[-2:] == ["not restarted: the run was asked to stop", KILLED]

@@ -1,0 +1,69 @@
+"""Notes that the ranks of a node leave for their launcher, beyond their exit status: files in a folder per attempt.
+
+A rank that has joined the job says so until it leaves it as it should. One that ends in between with exit status 0
+(`os._exit(0)` in a library, say) would look like one that is done, while the other ranks wait for it. No torch.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+FOLDER = "TORCHLLM_RANK_NOTES"
+"""environment variable: the folder that the launcher has made for the notes; unset in a job without launcher"""
+
+RankError = Literal["refused", "user_error"]
+"""kind of an error that another attempt would have again: a RefusedStart, another UserError"""
+
+
+class Member(NamedTuple):
+    """A rank that has joined the job and has not left it."""
+
+    rank: int
+    pid: int
+
+
+def note_error(kind: RankError) -> None:
+    """Tell the launcher of an error; it may end this process before it ends itself."""
+    _write(kind, "")
+
+
+def has_error(kind: RankError) -> bool:
+    """Return whether a rank of this node has noted an error of this kind; for the launcher."""
+    folder = _folder()
+    return folder is not None and (folder / kind).exists()
+
+
+def join(rank: int) -> None:
+    """Note that this process, which is a rank, has joined the job."""
+    _write(f"rank-{rank}", str(os.getpid()))
+
+
+def leave(rank: int) -> None:
+    """Note that this rank has nothing left to do for the job: it may end with exit status 0."""
+    folder = _folder()
+    if folder is not None:
+        with suppress(OSError):
+            (folder / f"rank-{rank}").unlink()
+
+
+def members() -> list[Member]:
+    """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
+    found = []
+    folder = _folder()
+    for file in folder.glob("rank-*") if folder is not None else ():
+        with suppress(OSError, ValueError):  # it is just written, or removed
+            found.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
+    return sorted(found)
+
+
+def _folder() -> Path | None:
+    name = os.environ.get(FOLDER)
+    return Path(name) if name else None
+
+
+def _write(name: str, text: str) -> None:
+    folder = _folder()
+    if folder is not None:
+        with suppress(OSError):  # the launcher will know less
+            (folder / name).write_text(text)

@@ -1,0 +1,134 @@
+"""Restarts of a job by its own launchers: what ends an attempt, and whether another one follows. No torch.
+
+A rank that dies on any node ends the attempt on all nodes. Each launcher then tells node 0 how its part has ended
+(`PartEnding`), node 0 decides for all (`Restarts.decide`), and all of them begin the next attempt, or end.
+
+An attempt is not repeated where the same would come of it: after a RefusedStart, a UserError, or exit status 2; or
+after `run.restarts` attempts without progress. Progress is a checkpoint of a later step than any before it. So a job
+that dies at the same step each time ends, whereas one that loses a rank per day never does.
+"""
+
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from torchllm.runtime.stop import STOP, STOPPED
+
+Verdict = Literal["restart", "end", "refuse"]
+"""what follows an attempt; refuse: the job ends with exit status 2"""
+EndingKind = Literal["done", "failed", "left", "user_error", "refused", "stopped"]
+"""how a node's part of an attempt has ended.
+
+failed: a rank died, or had an error. left: a rank ended with exit status 0 although the job was not done. user_error,
+refused: ranks said why. stopped: another node's part ended first.
+"""
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+
+class PartEnding(NamedTuple):
+    """How a node's part of an attempt has ended."""
+
+    kind: EndingKind
+    rank: int = 0
+    """which failed, or left"""
+    status: int = 0
+    """its exit status; negative: the signal that killed it"""
+    host: str = ""
+    """its host; "" in a job of one node"""
+
+    def text(self) -> str:
+        """Return the ending as a line; `parse` is the inverse."""
+        return f"{self.kind} {self.rank} {self.status} {self.host}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PartEnding":
+        """Read a line that `text` wrote; "stopped" if it did not."""
+        kinds = "|".join(get_args(EndingKind))
+        match = re.fullmatch(rf"({kinds}) (\d{{1,9}}) (-?\d{{1,3}}) ([\w.-]{{0,255}})", text)
+        if match is None:  # whoever reaches the launchers' store may write there
+            return cls("stopped")
+        return cls(match[1], int(match[2]), int(match[3]), match[4])  # type: ignore[arg-type]  # the pattern lists them
+
+    def describe(self) -> str:
+        """Return which rank has ended, and how; "" if none of this node has ended by itself."""
+        if self.kind not in ("failed", "left"):
+            return ""
+        who = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        if self.kind == "left":
+            return f"{who} ended in the middle of the run, with exit status 0"
+        if self.status < 0:
+            return f"{who} was killed: {_signal_name(-self.status)}"
+        return f"{who} ended with status {self.status}"
+
+    @property
+    def is_told(self) -> bool:
+        """Return whether the rank has printed why it has ended."""
+        return self.kind in ("user_error", "refused") or (self.kind == "failed" and self.status == 1)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+@dataclass
+class Restarts:
+    """Node 0's account of the restarts of a job."""
+
+    limit: int
+    """`run.restarts`: restarts without progress"""
+    folder: Path
+    """of the run"""
+    made: int = 0
+    """restarts since the last progress"""
+    newest: int = -1
+    """highest step of a checkpoint that was published before or in earlier attempts; -1 if there is none"""
+
+    def __post_init__(self) -> None:
+        self.newest = newest_step(self.folder)
+
+    def decide(self, endings: Sequence[PartEnding], first: int) -> Verdict:
+        """Return what follows an attempt that has failed, and say so on stderr.
+
+        endings: of each node. first: the node whose part ended first, which is the cause.
+        """
+        if any(ending.kind == "refused" for ending in endings):
+            return "refuse"
+        if self.limit == 0 or any(ending.kind == "user_error" for ending in endings):
+            return "end"
+        if (self.folder / STOP).exists() or (self.folder / STOPPED).exists():
+            _say("not restarted: the run was asked to stop")
+            return "end"
+        step = newest_step(self.folder)
+        if step > self.newest:
+            self.newest, self.made = step, 0
+        cause = endings[first].describe() or f"node {first} has failed"
+        start = f"the checkpoint of step {step}" if step >= 0 else "the beginning"
+        if self.made >= self.limit:
+            _say(f"not restarted: {self.made} of {self.limit} restarts (run.restarts) have made no progress")
+            return "end"
+        self.made += 1
+        _say(f"{cause}; restart {self.made} of {self.limit} from {start}")
+        return "restart"
+
+
+def newest_step(folder: Path) -> int:
+    """Return the highest step of the checkpoints in a run folder; -1 if there is none."""
+    steps = [-1]
+    with suppress(OSError):
+        for file in (folder / "checkpoints").glob("*/manifest.json"):
+            if match := _CHECKPOINT.fullmatch(file.parent.name):
+                steps.append(int(match[1]))
+    return max(steps)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
