@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,34 @@ def test_an_owner_that_counts_is_not_replaced(tmp_path: Path, capfd: pytest.Capt
     assert "End that job, or set another run.folder" in str(refused.value)
     assert described in capfd.readouterr().err  # before it waits
     assert names(tmp_path) == ["000004"]
+
+
+def test_a_requeued_job_waits_for_its_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It lives on a node that Slurm does not reach, until its ranks have missed those of the other nodes."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    earlier = owner(job="7")
+    file = write_owner(tmp_path, 4, earlier.text())
+    clock = Clock()
+    began = clock.now
+    for beat in range(1, 30):
+        text = replace(earlier, count=f"{beat:010d}").text()
+        clock.events[began + 10 * beat] = partial(file.write_text, text)
+    assert take(tmp_path, clock.timing()).claim.number == 5
+    assert 290 + 90 <= clock.now - began < 290 + 95
+    assert capfd.readouterr().err.count("waiting for its end") == 1
+
+
+def test_a_requeued_job_does_not_wait_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    file = write_owner(tmp_path, 4, owner(job="8").text())
+    clock = Clock()
+    clock.events[clock.now + 9.5] = lambda: file.write_text(owner(job="8", count="0000000004").text())
+    with pytest.raises(FolderOwned):
+        take(tmp_path, clock.timing())
 
 
 def test_requests_to_stop_are_those_of_the_owner(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ def is_restart() -> bool:
     return ATTEMPT in os.environ
 
 
+def is_requeued() -> bool:
+    """Return whether Slurm has started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def print_error_lines(lines: Iterable[str]) -> None:
     """Print lines on stderr, each once, from one process of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":

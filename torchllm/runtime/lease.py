@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.config.environment import job_id
+from torchllm.config.environment import is_requeued, job_id
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.process_identity import Process, is_gone, this_process
 from torchllm.runtime.stop import STOP, STOPPED
@@ -301,17 +301,23 @@ def _claimant(run_folder: Path, number: int) -> str:
 
 
 def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
-    """Return when the owner of `number` has ended, or another number is the newest. Raises FolderOwned if it lives."""
+    """Return when the owner of `number` has ended, or another number is the newest.
+
+    Raises FolderOwned if it lives, unless it is an earlier start of this job: on a node that Slurm does not reach any
+    more and therefore has replaced, it goes on for as long as its ranks wait for the other nodes.
+    """
     file = _file(run_folder / FOLDER, number)
     name = f"run.folder = {str(run_folder)!r}"
     content = _read(file)
     owner = _parse(content)
+    wait = f"waiting up to {timing.limit:g} s for a sign of life"
+    lives = False
     silent = 0.0
     looked = timing.clock()
     while not has_ended(owner) and silent < timing.limit:
-        if silent == 0.0:
-            wait = f"waiting up to {timing.limit:g} s for a sign of life"
+        if wait:
             print(f"{name} belongs to {owner or 'an unknown job'}: {wait}", file=sys.stderr, flush=True)
+            wait = ""
         timing.sleep(timing.look)
         moment = timing.clock()
         silent += min(moment - looked, 2 * timing.look)  # if this process was suspended, so, perhaps, was the owner
@@ -322,11 +328,17 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
         content, owner = latest, _parse(latest)
         if content is None or _newest_number(file.parent) != number:
             return
-        if not has_ended(owner):
+        if has_ended(owner):
+            return
+        if owner is None or not is_requeued() or owner.job != job_id():
             raise FolderOwned(
                 f"{name} belongs to another job, which is running: {owner or 'unknown'}. "
                 "End that job, or set another run.folder"
             )
+        if not lives:
+            wait = "this job's earlier start, which lives on a node that Slurm has given up; waiting for its end"
+        lives = True
+        silent = 0.0
 
 
 def _read(file: Path) -> bytes | None:
