@@ -124,6 +124,10 @@ class Host:
                     commands[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ").strip()
         return {pid: command for pid, command in commands.items() if command}  # a zombie has none
 
+    def is_alive(self) -> bool:
+        """Return whether the host has not been closed."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """Kill what runs on this host and remove it."""
         _end(self._process)

@@ -98,11 +98,11 @@ def table(faults: Sequence[Fault]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table(page: Path, content: str) -> None:
+def write_table(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
     """Put the table between its marks in a page."""
     text = page.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(before + BEGIN + content + END + after)
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(before + begin + content + end + after)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,122 @@
+"""A training job on the cluster, and what is seen of it."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.slurm.cluster import SlurmCluster
+from tests.tiny_run import DEBUG, ROOT, SMALL
+
+STEPS = 100
+QUICK_STEPS = 7
+"""they take milliseconds; each further one takes a second for as long as the file `SLOW` is there"""
+SLOW = "slow"
+RECIPE = "slow_pretrain.py"
+CHANGED = [
+    f"--training.steps={STEPS}",
+    "--training.global_batch_size=12",  # for 2, 3 and 4 ranks
+    "--checkpoint.interval=5",
+    "--evaluate.interval=50",
+    "--metrics.tensorboard=false",
+    "--generate.after_training=false",
+]
+SETTINGS = [word for word in SMALL if word.partition("=")[0] not in {new.partition("=")[0] for new in CHANGED}]
+SETTINGS += CHANGED
+KINDS = {
+    "run_train.sh": r"^bash \S*run_train\.sh ",
+    "launcher": r" -m torchllm\.runtime\.launch ",
+    "rank": rf"python\S* (-u )?\S*{RECIPE} ",
+}
+"""patterns of command lines; workers of a rank's data loader have its own"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+def write_recipe(folder: Path) -> None:
+    """Write recipes/pretrain.py with slow steps, so that a job can be met in training."""
+    source = (ROOT / "recipes/pretrain.py").read_text()
+    pause = f"            if n > {QUICK_STEPS} and Path({str(folder / SLOW)!r}).exists():\n"
+    pause += "                time.sleep(1.0)\n"
+    for place, addition in (("            with monitor.data_wait():\n", pause), ("import sys\n", "import time\n")):
+        assert place in source
+        source = source.replace(place, addition + place, 1)
+    source = source.replace("import sys\n", "import sys\nfrom pathlib import Path\n", 1)
+    (folder / RECIPE).write_text(source)
+
+
+class Job:
+    """A job that trains in a run folder of its own. It can be submitted again, and goes on."""
+
+    def __init__(self, cluster: SlurmCluster, name: str) -> None:
+        self.cluster = cluster
+        self.folder = cluster.folder / "runs" / name
+        self.output = cluster.folder / f"{name}.txt"
+        """what all its starts have printed"""
+        self.number = 0
+        """Slurm's"""
+
+    def command(self, *settings: str) -> list[str]:
+        """Return the command that trains."""
+        return ["./run_train.sh", DEBUG, *SETTINGS, *settings, f"--run.folder={self.folder}"]
+
+    def submit(
+        self, *options: str, srun: str = "srun", settings: Sequence[str] = (), then: str = "", **environment: str
+    ) -> None:
+        """Submit it: sbatch OPTIONS --wrap "SRUN ./run_train.sh ... SETTINGS THEN". Its steps are slow from now on."""
+        (self.cluster.folder / SLOW).touch()
+        words = [*options, "--wrap", f"{srun} {shlex.join(self.command(*settings))}{then}"]
+        variables = {"NPROC": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        variables |= {"RECIPE": str(self.cluster.folder / RECIPE)} | environment
+        files = [f"--output={self.output}", "--open-mode=append"]
+        self.number = int(self.cluster.run("sbatch", "--parsable", *files, *words, **variables))
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    @property
+    def step(self) -> int:
+        """The last step that it has logged."""
+        logged = re.findall(rf"^step +(\d+)/{STEPS} ", self.text, re.M)
+        return int(logged[-1]) if logged else 0
+
+    @property
+    def checkpoint(self) -> int:
+        """The step of its newest checkpoint."""
+        return max((int(file.parent.name[5:]) for file in self.folder.glob("checkpoints/*/manifest.json")), default=0)
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps from which it has gone on."""
+        return [int(step) for step in re.findall(r"resuming from .*: step (\d+),", self.text)]
+
+    @property
+    def state(self) -> str:
+        """What Slurm says of it."""
+        return self.cluster.state(self.number).name
+
+    def find(self, node: str, kind: str) -> int:
+        """Return the id of its first process of a kind, a key of `KINDS`, on a node."""
+        processes = self.cluster.network.hosts[node].processes()
+        return min(pid for pid, command in processes.items() if re.search(KINDS[kind], command))
+
+    def until_training(self) -> None:
+        """Wait for its first slow steps."""
+        self.cluster.until(lambda: self.step > QUICK_STEPS + 1)
+
+    def until_ended(self) -> float:
+        """Wait until Slurm says that it has ended and none of its processes is left on any node; return the seconds."""
+        return self.cluster.until(lambda: self.state in ENDED and not self.cluster.processes())
+
+    def until_requeued(self) -> float:
+        """Wait until it has begun to train once more; return the seconds."""
+        starts = len(self.resumed)
+        return self.cluster.until(lambda: len(self.resumed) > starts)
+
+    def finish(self) -> None:
+        """Let it train to its end."""
+        (self.cluster.folder / SLOW).unlink()
+        self.until_ended()
+        assert self.state == "COMPLETED", self.cluster.describe()
