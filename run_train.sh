@@ -152,7 +152,7 @@ if [ "$status" != 0 ]; then
     cat "$report" >&2 || true
     exit "$status"
 fi
-sample=0 folder="" dry_run=0 restarts=0 on_event="" stopped_exit_status=0
+sample=0 folder="" dry_run=0 restarts=0 start_timeout="" on_event="" stopped_exit_status=0
 wait_reason="the batch is shared by fewer processes"
 while IFS= read -r line; do
     case $line in
@@ -163,6 +163,7 @@ while IFS= read -r line; do
         SAMPLE=*) sample=${line#*=} ;;
         DRY_RUN=*) dry_run=${line#*=} ;;
         RESTARTS=*) restarts=${line#*=} ;;
+        START_TIMEOUT=*) start_timeout=${line#*=} ;;
         STOPPED_EXIT_STATUS=*) stopped_exit_status=${line#*=} ;;
         ON_EVENT=*) on_event=${line#*=} ;;
         *) [ "$node_rank" != 0 ] || say "$line" >&2 ;;
@@ -198,7 +199,8 @@ else
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
     fi
-    [ "$restarts" = 0 ] || launch+=(--restarts="$restarts" --run-folder="$folder")
+    launch+=(--restarts="$restarts" --run-folder="$folder" --start-timeout="$start_timeout")
+    [ "$node_rank" != 0 ] || [ -z "$on_event" ] || launch+=(--on-event="$on_event")
     [ "$node_rank" != 0 ] || export TORCHLLM_TAKE_LEASE=$folder # no second job writes there
     command=("${launch[@]}" "$recipe" "$@")
 fi

@@ -37,7 +37,7 @@ ROOMS = [
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
 TORCH_FREE = {"resources", "config", "spec", "planner", "preflight", "start", "bug_report", "cli"}
-TORCH_FREE_MODULES = {"runtime.lease"}
+TORCH_FREE_MODULES = {"runtime.lease", "runtime.heartbeat"}
 """in rooms that import torch; a launcher imports them before it"""
 
 PRIVATE = {  # what only torch_compat.py may do, and where else and why

@@ -16,6 +16,7 @@ from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.load import Draft, finish, read_draft
 from torchllm.preflight import Inspection, inspect_trained_run, inspect_training
+from torchllm.runtime.heartbeat import heartbeat
 
 C = TypeVar("C", bound=Config)
 
@@ -34,6 +35,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     output and exit status are those of `torchllm.config.load_config`. The cluster's file is checked too, and, before
     the processes of the run are started, the files that it reads and the folders that it writes.
     """
+    heartbeat().open()
     draft: Draft[Any] = read_draft(arguments, schema)
     check_cluster(draft)
     alternatives = plan_layout(draft)

@@ -42,6 +42,7 @@ from torchllm.optim.optimizer import ShardedAdamW, apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices
+from torchllm.runtime.heartbeat import Limit
 from torchllm.runtime.torch_compat import FlightRecord
 
 from .checkpoint_index import count_bytes, count_pieces, index_of, shapes_of_run, synthetic_ranks
@@ -201,7 +202,7 @@ def hang_lines(ranks: int) -> int:
 
     def describe() -> str:
         dumps = [read_dump(text) for text in texts]
-        return describe_hang(dumps, ranks, "node{}".format, 30.0, Path("hang"))
+        return describe_hang(dumps, ranks, "node{}".format, Limit(30.0, "run.timeout"), Path("hang"))
 
     assert "rank 1 (node1) has not entered" in describe()
     return lines_run(describe)

@@ -167,7 +167,7 @@ def check_lines(
     assert stop.value.code == 0
     out, err = capsys.readouterr()
     lines = [line.partition("=") for line in out.splitlines()]
-    assert [key for key, _, _ in lines] == ["NPROC", "RUN_FOLDER", "SAMPLE", *optional]
+    assert [key for key, _, _ in lines] == ["NPROC", "RUN_FOLDER", "SAMPLE", "START_TIMEOUT", *optional]
     return {key: value for key, _, value in lines}, err.splitlines()
 
 

@@ -17,6 +17,7 @@ from torchllm.models.decoder import build_model
 from torchllm.optim.grad_norm import grad_norm
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.runtime.heartbeat import heartbeat
 from torchllm.spec.parameters import canonical_name
 
 SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches on each of 2 ranks
@@ -235,6 +236,24 @@ def test_the_pipeline_returns_what_the_plain_step_does(settings: Settings) -> No
         check_gradients(name, parameter.grad, results[0].gradients_once[name], results[0].gradients_twice[name])
         squares += parameter.grad.double().square().sum().item()
     assert results[0].norm == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def beats(settings: Settings) -> tuple[int, int]:
+    """Return how many beats a step has on this rank, and how many micro batches."""
+    config = tiny(settings)
+    mesh, stages = build(config)
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    batches = my_batches(config, mesh, 1)
+    before = heartbeat().count
+    step(batches, torch.tensor(SCALE))
+    return heartbeat().count - before, len(batches)
+
+
+@pytest.mark.parametrize("settings", [SMALL, PP2], ids=["plain", "pipeline"])
+def test_a_step_shows_progress_with_each_micro_batch(settings: Settings) -> None:
+    """A step may take an hour: its launcher must not take it for stuck."""
+    for count, micro_batches in run(beats, 2, settings):
+        assert count == micro_batches > 1
 
 
 def sent(settings: Settings, axis: str) -> list[tuple[str, int]]:

@@ -70,7 +70,7 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, body: Body) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
-    runtime = start_runtime(Run(folder=str(folder), device="cpu", timeout=TIMEOUT))
+    runtime = start_runtime(Run(folder=str(folder), device="cpu", timeout=TIMEOUT, start_timeout=TIMEOUT))
     runtime.barrier()
     (folder / f"began-{rank}").touch()
     try:
@@ -150,7 +150,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None
     assert job.statuses == [1] * 4
     assert TIMEOUT < job.seconds < TIMEOUT + 10
     lines = job.stderr.split("\n  ")
-    assert lines[0] == "hang: ranks waited over 2 s (run.timeout) for other ranks; aborting"
+    assert lines[0] == "hang: ranks waited over 2 s (run.start_timeout) for other ranks; aborting"
     blocked_at = line_of(reduce, "dist.all_reduce")
     assert lines[1].startswith(f"rank 2 ({HOST}) has not entered gloo:all_reduce number ")
     assert lines[1].rpartition(" have")[0].endswith(f" of ranks 0-3 ({blocked_at}); ranks 0-1, 3")
@@ -212,7 +212,7 @@ import sys, torch, torch.distributed as dist
 from torchllm.config import Run
 from torchllm.runtime.process import start_runtime
 
-runtime = start_runtime(Run(folder=sys.argv[1], device="cpu", timeout=2.0))
+runtime = start_runtime(Run(folder=sys.argv[1], device="cpu", timeout=2.0, start_timeout=2.0))
 for step in range(3):
     if runtime.rank != 1 or step != 1:
         dist.all_reduce(torch.ones(3))

@@ -106,13 +106,14 @@ def test_the_script_is_clean() -> None:
 def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Callable[..., Notes]) -> None:
     notes = noted()
     *launch, config, folder = notes.torchrun
-    assert launch == ["--nproc-per-node=2", f"{ROOT}/recipes/pretrain.py"]
+    assert launch[:2] == ["--nproc-per-node=2", "--restarts=0"]
+    assert launch[3:] == ["--start-timeout=1800", f"{ROOT}/recipes/pretrain.py"]
     assert config == f"{ROOT}/{DEBUG}"
     assert re.fullmatch(r"--run\.folder=runs/debug-[\w-]+", folder)
     assert notes.status == 0
     assert notes.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
     assert notes.out == ""
-    assert noted("--training.steps=99").torchrun[2:4] == [config, "--training.steps=99"]
+    assert noted("--training.steps=99").torchrun[5:7] == [config, "--training.steps=99"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_what_is_wrong_is_said_before_anything_is_started(
 def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
     notes = noted(DEBUG, "--check", "--run.folder=runs/a=b=")
     assert (notes.status, notes.calls) == (0, [])
-    assert notes.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\n"
+    assert notes.out == "NPROC=2\nRUN_FOLDER=runs/a=b=\nSAMPLE=1\nSTART_TIMEOUT=1800\n"
     # The stand-in only knows --check: that --help reached the recipe is enough here.
     assert [call.words[-2:] for call in noted(DEBUG, "--help").calls] == [[DEBUG, "--help"]]
 
@@ -236,6 +237,7 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
             f"--rdzv-conf=rank={node}",
             "--restarts=3",
             "--run-folder=runs/debug-70123",
+            "--start-timeout=1800",
             f"{ROOT}/recipes/pretrain.py",
             DEBUG,
             "--run.folder=runs/debug-70123",
@@ -266,6 +268,7 @@ def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
     folder = "--run.folder=runs/a"
     assert "--restarts=5" in noted(DEBUG, folder, "--run.restarts=5").torchrun
     assert "--run-folder=runs/a" in noted(DEBUG, folder, "--run.restarts=5").torchrun
+    assert "--on-event=true" in noted(DEBUG, folder, "--run.on_event=true").calls[0].words
     assert "--restarts=3" not in noted(DEBUG, folder, "--run.restarts=0", **POD).torchrun
     other = noted(DEBUG, **(POD | {"PET_MAX_RESTARTS": "2"}))
     assert (other.status, other.calls) == (2, [])
@@ -323,7 +326,7 @@ def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -
         "run_train.sh: this is Slurm's batch script, which runs on only one of 2 nodes: use srun ./run_train.sh\n"
     )
     alone = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1")
-    assert alone.torchrun[:2] == ["--nproc-per-node=2", f"{ROOT}/recipes/pretrain.py"]
+    assert alone.torchrun[:2] == ["--nproc-per-node=2", "--restarts=0"]
 
 
 POD = {
@@ -346,6 +349,7 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
         "--rdzv-conf=rank=1",
         "--restarts=3",
         "--run-folder=/shared/run",
+        "--start-timeout=1800",
     ]
     assert notes.torchrun == [*expected, f"{ROOT}/recipes/pretrain.py", DEBUG, *["--run.folder=/shared/run"] * 2]
     assert not {"RANK", "WORLD_SIZE"} & notes.calls[0].environment.keys()  # the pod's numbers are no rank's

@@ -358,11 +358,11 @@ def test_group_progress() -> None:
     assert run(progress, 2) == [[0, 1, 0], [0, 0, 0]]
 
 
-def limits() -> tuple[list[list[int]], str]:
-    world, pair = dist.group.WORLD, dist.new_group([0, 1])
+def limits() -> tuple[list[torch_compat.LimitedGroup], str]:
+    world, pair = dist.group.WORLD, dist.new_group([0, 1], group_desc="a pair")
     assert world is not None
     dist.barrier(group=pair)  # connects: a group's first operation waits for its peers longer than this time-out
-    group_ranks = torch_compat.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
+    groups = torch_compat.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
     error = ""
     if dist.get_rank() == 0:
         try:
@@ -370,12 +370,12 @@ def limits() -> tuple[list[list[int]], str]:
         except RuntimeError as failure:
             error = str(failure)
     dist.barrier()
-    return list(group_ranks.values()), error
+    return list(groups.values()), error
 
 
 def test_limit_groups() -> None:
     (groups_0, error_0), (groups_1, error_1) = run(limits, 2)
-    assert groups_0 == groups_1 == [[0, 1]]
+    assert groups_0 == groups_1 == [([0, 1], "a pair")]
     assert "Timed out waiting 200ms" in error_0
     assert error_1 == ""
 

@@ -45,6 +45,8 @@ from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.environment import is_restart
+from torchllm.runtime.hang_watch import SAVES_IN_BACKGROUND
+from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
 
 LISTED = 3
@@ -98,11 +100,13 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         if settings.asynchronous:
             # If training used the same group, it and a save in the background would wait for each other.
-            self._group = self._own_group = dist.new_group(backend="gloo") if host_group is not None else None
+            if host_group is not None:
+                self._group = self._own_group = dist.new_group(backend="gloo", group_desc=SAVES_IN_BACKGROUND)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._snapshot = run_state.Snapshot(self._parts())
         self._history = CheckpointHistory(settings, self._root, self._group, check_owner, evaluates=evaluates)
 
+    @during("load")
     def resume(self) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resume` asks for into model and optimizer, and return its manifest.
 
@@ -182,6 +186,7 @@ class Checkpointer:
             log_on_first(self._group, f"it has no extra state {shorten(self.missing_extra_state)}: starting anew")
         return manifest
 
+    @during("save")
     def save(self, step: int, data: Mapping[str, Any]) -> None:
         """Write the checkpoint of `step`, in the background if the config says so; `data` is the loader's JSON state.
 
@@ -252,6 +257,7 @@ class Checkpointer:
         """Return at once whether a background save has failed; `save` and `close` raise its error on all ranks."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
+    @during("save")
     def close(self) -> None:
         """Wait for a background save, raising its error, and for the deletion of old checkpoints. The last call."""
         try:
@@ -263,6 +269,7 @@ class Checkpointer:
             if self._own_group is not None:
                 dist.destroy_process_group(self._own_group)
 
+    @during("save")
     def _finish(self) -> None:
         """Wait for the background save, if there is one, and raise its error."""
         pending, self._pending = self._pending, None

@@ -17,6 +17,10 @@ SCHEDULED_RESTARTS = 3
 """restarts without progress that a job makes under a scheduler, unless run.restarts says otherwise"""
 
 
+START_TIMEOUT = "TORCHLLM_START_TIMEOUT"
+"""environment variable: run.start_timeout, for ranks that have not read their config yet"""
+
+
 class Ranks(NamedTuple):
     """Number of processes of a run; None where it is unknown."""
 

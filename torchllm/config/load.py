@@ -121,7 +121,7 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process. A recipe whose
     layout the planner may choose calls `torchllm.start.load_configs` instead: here parallel.layout must be "manual".
 
-    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE= and maybe RESTARTS=,
+    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and maybe RESTARTS=,
     STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends
     with SystemExit(0), as --help does. Without it the process must be a rank, unless it only speaks about them (a dry
     run): more than one rank needs WORLD_SIZE in the environment.
@@ -390,6 +390,7 @@ def _print_check(config: Config, ranks: Ranks) -> None:
     print(f"NPROC={per_node}")
     print(f"RUN_FOLDER={config.run.folder}")
     print(f"SAMPLE={int(config.generate.after_training)}")
+    print(f"START_TIMEOUT={config.run.start_timeout:g}")
     if ranks.spare:
         print(f"TRAINING_NODES={ranks.nodes}")
         print(f"WAIT_REASON={ranks.spare}")

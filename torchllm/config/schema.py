@@ -47,7 +47,11 @@ class Run:
     lower_ranks: bool = False
     """let run_train.sh start fewer processes, and say so, when the batch cannot be shared by all of them"""
     timeout: Positive = 600.0
-    """seconds that a rank may wait for other ranks before the job is aborted, with a message that names the cause"""
+    """seconds without progress in a step after which the job is ended, with a message that names the cause"""
+    start_timeout: Positive = 1800.0
+    """the same in the start-up: until all nodes are there, while data and a checkpoint load, in steps that compile"""
+    save_timeout: Positive = 1800.0
+    """the same while a checkpoint is saved"""
     restarts: Annotated[int, Bound(at_least=-1)] = -1
     """how often the launchers start all ranks again after one died, counted anew after each later checkpoint; -1: 3
     under Slurm and Kubernetes, else 0"""

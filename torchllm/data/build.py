@@ -24,6 +24,7 @@ from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.records import UNREADABLE
 from torchllm.data.sources import ShardRange, open_raw_source
 from torchllm.data.tokenize_shard import FinishedShard, ShardTokenizer, id_dtype
+from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 
 _SMALLEST_SHARD_MIB = 64.0
@@ -161,7 +162,9 @@ def _finished_shards(
                     waiting.append(pool.submit(_write_shard, shard))
                 if len(waiting) == processes * _WAITING_PER_PROCESS:
                     yield waiting.popleft().result()
+                    beat("tokenizing")
             while waiting:
                 yield waiting.popleft().result()
+                beat("tokenizing")
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -22,6 +22,7 @@ from torchllm.data.records import NO_PLACE_TO_CUT, UNREADABLE, TextRecord
 from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, replacing, shard_path
 from torchllm.data.sources import RawSource, ShardRange
 from torchllm.data.tokenizer import Tokenizer
+from torchllm.runtime.heartbeat import beat
 
 _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
@@ -128,6 +129,7 @@ class _ShardWriter:
 
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
+        beat("tokenizing")
         encoded = iter(self._tokenizer.encode_documents([record.text for record in batch if not record.fault]))
         for record in batch:
             if record.fault:

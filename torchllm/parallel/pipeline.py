@@ -38,6 +38,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free_after_backward
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
+from torchllm.runtime.heartbeat import beat
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class OneStage:
         (model,) = self.stages
         losses = []
         for index, batch in enumerate(batches):
+            beat("micro batch")
             begin_micro_batch(self.stages, self.zero_stage, last=index == len(batches) - 1)
             loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels) * scale
             loss.backward()
@@ -181,6 +183,8 @@ class Pipeline:
         if effective_zero_stage(parallel) == 3:
             for stage in stages:
                 free_after_backward(stage)
+        for stage in stages:  # torch's schedule calls them
+            stage.register_forward_pre_hook(lambda *_: beat("micro batch"))
 
         defer_weights = SCHEDULES[parallel.schedule].splits_backward
         pipeline_stages = [

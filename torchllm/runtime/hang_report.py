@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.runtime.heartbeat import Limit
 from torchllm.runtime.torch_compat import FlightRecord
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -253,16 +254,16 @@ def _same_call(first: FlightRecord, second: FlightRecord) -> bool:
 
 
 def describe_hang(
-    dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], seconds: float, folder: Path
+    dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], limit: Limit, folder: Path
 ) -> str:
     """Return the report: which rank holds up the job, in which operation, and where that rank's program is.
 
-    `host_of` returns the host of a rank, of one that does not answer too; `seconds` is run.timeout; `folder` holds the
+    `host_of` returns the host of a rank, of one that does not answer too; `limit` was exceeded; `folder` holds the
     dumps.
     """
     operations = blocked_operations(dumps)
     culprits = find_culprits(dumps, operations, world_size)
-    lines = [f"hang: ranks waited over {seconds:g} s (run.timeout) for other ranks; aborting"]
+    lines = [f"hang: ranks waited over {limit.seconds:g} s ({limit.key}) for other ranks; aborting"]
     by_rank = {dump.rank: dump for dump in dumps}
     for rank in culprits[:DESCRIBED]:
         lines += _describe_culprit(rank, host_of(rank), by_rank, operations)

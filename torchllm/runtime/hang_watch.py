@@ -1,17 +1,20 @@
 """End a job that hangs, and say why: which rank the others wait for, in which operation, and where its program is.
 
 A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
-a wait for a message, has made no progress for run.timeout. The first rank that finds one raises the alarm in the job's
+a wait for a message, has made no progress for too long: run.timeout in a step, run.start_timeout in the start-up,
+run.save_timeout in a save (`heartbeat.Limits`). The first rank that finds one raises the alarm in the job's
 store. Then every rank publishes there what it knows (`hang_report.RankDump`) and writes it, in full, to
 RUN/hang/TIME/rank_N.json. One rank, as a rule rank 0, draws the conclusion and logs it, once; then all ranks end their
-process. The process groups' own time-outs come `GRACE` seconds later, for a job whose store is gone.
+process. A rank that cannot reach the store ends alone. The process groups' own time-outs are `GRACE` seconds longer
+than the longest limit: they are for a job in which no such thread runs any more. What no rank can see, because all are
+stuck in the same call, its launcher sees (`rank_watch.py`).
 
 One store serves all ranks. Therefore a rank asks for an alarm the less often the more ranks there are, and what it
 publishes grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
 a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
 
-Only rank 0's node must be alive for that. A rank that is busy on its own (a compilation, a slow disk) while others wait
-longer than run.timeout raises the alarm too, as the process groups' time-out would: raise run.timeout.
+Only rank 0's node must be alive for that. Where a rank is busy on its own (a slow disk) while others wait longer than
+the limit, they raise the alarm too, as a process group's time-out would: raise the setting that the report names.
 """
 
 import logging
@@ -30,9 +33,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
+from torchllm.runtime.heartbeat import Limit, heartbeat
 from torchllm.runtime.on_event import call_on_event
 from torchllm.runtime.store import Signer, connect_store
-from torchllm.runtime.torch_compat import GroupProgress, flight_records, group_progress, limit_groups
+from torchllm.runtime.torch_compat import FlightRecord, GroupProgress, flight_records, group_progress, limit_groups
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,9 @@ TICK = 1.0
 PATIENCE = 3.0
 """seconds that the other ranks have to publish what they know"""
 GRACE = 10.0
-"""seconds by which the process groups' time-out is longer than run.timeout"""
+"""seconds by which the process groups' time-out is longer than all limits"""
+SAVES_IN_BACKGROUND = "saves in the background"
+"""description of a process group that has the limit of a save, whatever the main thread is doing"""
 POLLS_PER_SECOND = 20_000
 """requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
 CHECKS_PER_SECOND = 4_000
@@ -104,20 +110,18 @@ class HangWatch:
         world_size: int,
         ranks_of_node: range,
         folder: Path,
-        timeout: float,
         secret: bytes,
         on_event: str = "",
     ) -> None:
         """Watch `rank`. Call it on all ranks: it waits for the others of this node.
 
-        ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". timeout: in seconds.
-        secret: the same on all ranks.
+        ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same on
+        all ranks.
         on_event: command that the reporting rank calls (`run.on_event`).
         """
         self.rank = rank
         self.world_size = world_size
         self.folder = folder
-        self.timeout = timeout
         self.on_event = on_event
         self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
@@ -127,6 +131,12 @@ class HangWatch:
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
         self.signer = Signer(secret)
         self.siblings = self._open_siblings(ranks_of_node)
+        self.has_store = True
+        """it answers"""
+        self.exceeded: Limit | None = None
+        """that this rank has found exceeded"""
+        self.background_groups: set[str] = set()
+        """names of the groups that save in the background"""
         self.group_ranks: dict[str, str] = {}
         """ranks of each process group (`write_slices`), by torch's name of the group"""
         self.progress: dict[str, GroupProgress] = {}
@@ -149,20 +159,22 @@ class HangWatch:
         """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
         next_check = time.monotonic()
         while not self.closed.wait(TICK):
-            for name, ranks in limit_groups(self.timeout + GRACE, self.group_ranks).items():
-                self.group_ranks[name] = write_slices(ranks)
+            for name, group in limit_groups(max(heartbeat().limits) + GRACE, self.group_ranks).items():
+                self.group_ranks[name] = write_slices(group.ranks)
+                if group.description == SAVES_IN_BACKGROUND:
+                    self.background_groups.add(name)
             alarm = self.hangs()
-            if not alarm and time.monotonic() >= next_check:
+            if not alarm and self.has_store and time.monotonic() >= next_check:
                 next_check += self.check_interval
                 try:
                     alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
                 except dist.DistError:
-                    return  # the store ends with the job; the process groups have their own time-out
+                    self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
             if alarm:
                 self._end_job()
 
     def hangs(self) -> bool:
-        """Return whether this rank has waited for other ranks longer than the time-out. Call it once per `TICK`."""
+        """Return whether this rank has waited for other ranks longer than its limit. Call it once per `TICK`."""
         moment = time.monotonic()
         progress = group_progress()
         for group, state in progress.items():
@@ -177,20 +189,37 @@ class HangWatch:
         position = id(frame), frame.f_lasti, self.progress
         if position != self.position:
             self.position, self.position_since = position, moment
-        return moment - self.position_since > self.timeout and _in_waiting_code(frame)
+        limit = heartbeat().limit()
+        if moment - self.position_since <= limit.seconds or not _in_waiting_code(frame):
+            return False
+        self.exceeded = limit
+        return True
 
     def _group_hangs(self, moment: float) -> bool:
         """Return whether a collective has been unfinished for too long."""
-        stuck = [group for group, moved in self.last_moved.items() if moment - moved > self.timeout]
+        seconds = heartbeat().limit().seconds
+        stuck = [group for group, moved in self.last_moved.items() if moment - moved > seconds]
         if not stuck:
             return False
-        # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
-        oldest = min((record.created for record in unfinished_records(flight_records())), default=time.time_ns())
         self.last_moved.update(dict.fromkeys(stuck, moment))
-        return time.time_ns() - oldest > self.timeout * 1e9
+        # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
+        for record in unfinished_records(flight_records()):
+            limit = self._limit_of(record)
+            if time.time_ns() - record.created > limit.seconds * 1e9:
+                self.exceeded = limit
+                return True
+        return False
+
+    def _limit_of(self, record: FlightRecord) -> Limit:
+        """Return how long an operation may take."""
+        if record.group in self.background_groups:
+            return Limit(heartbeat().limits.save, "run.save_timeout")
+        return heartbeat().limit()
 
     def _end_job(self) -> None:
         """Report the hang together with the other ranks and end this process."""
+        self.exceeded = self.exceeded or heartbeat().limit()
+        heartbeat().begin("hang report")  # the launcher waits for it
         # The main thread may fail now because other ranks end: it has nothing to add to the report.
         sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
         try:
@@ -216,7 +245,8 @@ class HangWatch:
         if self._speaks_for_all(position):
             call_on_event(self.on_event, "hang", self.folder)
             dumps = self._published_dumps()
-            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, self.timeout, folder))
+            limit = self.exceeded or heartbeat().limit()
+            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, limit, folder))
             self.store.set(REPORTED, "")
         else:
             self.store.wait([REPORTED], timedelta(seconds=3 * patience))

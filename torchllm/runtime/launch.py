@@ -1,10 +1,11 @@
-"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch [--restarts=N --run-folder=RUN] ARGUMENTS`.
+"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch [OPTIONS] TORCHRUN_ARGUMENTS`.
 
-There are seven differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
+There are eight differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
 it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
 end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
 only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
 run_train.sh asks for a stop through a file instead. It starts the whole job again after a rank has died (restarts.py).
+It ends ranks that are stuck (rank_watch.py).
 And it prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that
 was killed could not, and is named here.
 """
@@ -13,7 +14,7 @@ import signal
 import sys
 
 from torchllm.runtime.lease import DONE, own_for_ranks, release_leases
-from torchllm.runtime.parent import end_with_parent, find_children, tie_children
+from torchllm.runtime.parent import end_with_parent, find_ranks, is_session_leader, tie_children
 
 if __name__ == "__main__":  # before torch is imported, for seconds
     end_with_parent()
@@ -39,6 +40,7 @@ from torch.distributed.run import main
 
 from torchllm.runtime import rank_notes, rendezvous
 from torchllm.runtime.descriptors import raise_descriptor_limit
+from torchllm.runtime.rank_watch import RankWatch, memory_folder
 from torchllm.runtime.rendezvous import AttemptOver, AttemptRendezvous, RankLeft
 from torchllm.runtime.restarts import PartEnding, Restarts
 
@@ -55,25 +57,29 @@ def launch(arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m torchllm.runtime.launch", allow_abbrev=False, add_help=False)
     parser.add_argument("--restarts", type=int, default=0, help="restarts of the job without progress")
-    parser.add_argument("--run-folder", type=Path, default=Path(), help="where its checkpoints are")
+    parser.add_argument("--run-folder", type=Path, help="where its checkpoints are, and reports of hangs go")
+    parser.add_argument("--start-timeout", type=float, help="run.start_timeout")
+    parser.add_argument("--on-event", default="", help="run.on_event, on node 0")
     options, torchrun_arguments = parser.parse_known_args(arguments)
     raise_descriptor_limit()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))  # of a launcher that ends
     if hasattr(os, "pidfd_open"):  # Linux
         threading.Thread(target=_limit_ends, name="end of the ranks", daemon=True).start()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
-    Launcher(torchrun_arguments, Restarts(options.restarts, options.run_folder)).run()
+    watch = RankWatch(options.start_timeout, options.run_folder, options.on_event)
+    Launcher(torchrun_arguments, Restarts(options.restarts, options.run_folder or Path()), watch).run()
 
 
 class Launcher:
     """A node's launcher: what it keeps from one attempt of the job to the next."""
 
-    def __init__(self, arguments: Sequence[str], restarts: Restarts) -> None:
-        """Make one that runs torchrun with `arguments`. restarts: node 0's account of them."""
+    def __init__(self, arguments: Sequence[str], restarts: Restarts, watch: RankWatch) -> None:
+        """Make one that runs torchrun with `arguments`. restarts: node 0's account of them. watch: of its ranks."""
         # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
         ours = ["--signals-to-handle=SIGQUIT", f"--rdzv-backend={rendezvous.BACKEND}", "--rdzv-endpoint=none"]
         self.arguments = [*ours, "--node-rank=0", "--max-restarts=0", *arguments]
         self.restarts = restarts
+        self.watch = watch
         self.rendezvous: AttemptRendezvous | None = None
         rendezvous.register(self._create_rendezvous)
 
@@ -86,6 +92,7 @@ class Launcher:
     def run(self) -> None:
         """Run the job. Raises SystemExit as `launch` does."""
         status = 1
+        self.watch.start()
         try:
             verdict = "restart"
             while verdict == "restart":
@@ -113,9 +120,12 @@ class Launcher:
 
     def _run_attempt(self) -> PartEnding:
         """Run the ranks of this node once, and return how they have ended."""
-        with tempfile.TemporaryDirectory(prefix="torchllm-") as folder:
+        with tempfile.TemporaryDirectory(prefix="torchllm-", dir=memory_folder()) as folder:
             os.environ[rank_notes.FOLDER] = folder
-            ending = self._run_ranks()
+            with self.watch.attempt(Path(folder) / "heartbeats"):
+                ending = self._run_ranks()
+            if stuck := self.watch.found:
+                return ending._replace(kind="hung", rank=ending.rank if stuck.rank is None else stuck.rank)
             if rank_notes.has_error("refused") or ending.status == REFUSED:
                 return ending._replace(kind="refused")
             if rank_notes.has_error("user_error"):
@@ -168,23 +178,15 @@ def _limit_ends() -> None:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # torch asks for the exit status, not this thread
         except ChildProcessError:  # there are no ranks yet
             ended = None
-        if ended is None or ended.si_status == 0 or not _is_rank(ended.si_pid):
+        if ended is None or ended.si_status == 0 or not is_session_leader(ended.si_pid):
             time.sleep(0.02)  # or a rank may end, and torch ask for its status, meanwhile
             continue
-        survivors = [os.pidfd_open(pid) for pid in find_children() if _is_rank(pid)]
+        survivors = [os.pidfd_open(pid) for pid in find_ranks()]
         time.sleep(SECONDS_TO_END)
         for handle in survivors:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
-
-
-def _is_rank(pid: int) -> bool:
-    """Return whether a child is a rank: torchrun starts each in a session of its own."""
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False
 
 
 if __name__ == "__main__":

@@ -67,15 +67,29 @@ def tie_children() -> None:
     os.environ[PARENT_PIPE] = "stdin"
 
 
-def find_children() -> list[int]:
-    """Return the ids of the processes that this one has started and that have not ended. Needs /proc."""
+def find_children(parent: int | None = None) -> list[int]:
+    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
+    wanted = os.getpid() if parent is None else parent
     pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
+            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
+            if int(started_by) == wanted and state != "Z":
                 pids.append(int(status.parent.name))
     return pids
+
+
+def find_ranks() -> list[int]:
+    """Return the children of this process, a launcher, that are ranks: torchrun starts each in a session of its own."""
+    return [pid for pid in find_children() if is_session_leader(pid)]
+
+
+def is_session_leader(pid: int) -> bool:
+    """Return whether a process has a session of its own."""
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _request_death_signal() -> None:

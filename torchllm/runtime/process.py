@@ -30,6 +30,7 @@ from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_li
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
+from torchllm.runtime.heartbeat import Limits, beat, heartbeat
 from torchllm.runtime.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
@@ -65,7 +66,7 @@ class Runtime:
     stop_requests: StopRequests
     """what has asked this rank to stop"""
     hang_watch: HangWatch | None = None
-    """None in a job of one rank, which waits for nobody"""
+    """None in a job of one rank, which waits for nobody: its launcher watches it"""
     claim: Claim | None = None
     """proves that this job owns the run folder; rank 0's"""
     _vote: "_Vote | None" = None
@@ -95,12 +96,14 @@ class Runtime:
         Call it once per step. It reads the vote that the previous call started and starts the next one, which runs
         beside the step, so the answer comes one step late and no step waits for it.
         """
+        beat("vote on stopping")
         stop = False
         if self._vote is None:
             self.stop_requests.begin_votes()
         else:
             stop, self.should_save = self._vote.wait()
             self.stop_requests.begin_training()
+            heartbeat().begin_steps()
         flags = torch.tensor([failed or self.stop_requests.requested(), self._save_requested()], dtype=torch.uint8)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
         self._vote = _Vote(flags, work)
@@ -145,8 +148,10 @@ class Runtime:
     def release_memory(self) -> None:
         """Free everything that nothing uses any more, cycles of references and the GPU's cached blocks among it.
 
-        Call it on all ranks between one model and the next: the old one is a cycle of references.
+        Call it on all ranks between one model and the next: the old one is a cycle of references. Steps have the time
+        limit of the start-up again, until one is taken.
         """
+        heartbeat().begin("start-up")
         gc.unfreeze()
         gc.collect()
         if self.collect_interval:
@@ -181,6 +186,7 @@ class Runtime:
         release_leases(DONE)
         rank_notes.leave(self.rank)
         dist.destroy_process_group()
+        heartbeat().close()
         drop_unwritten_output()
 
 
@@ -216,6 +222,10 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     another run folder than rank 0.
     """
     end_with_parent()
+    heart = heartbeat()
+    heart.open()
+    heart.limits = Limits(run.start_timeout, run.timeout, run.save_timeout)
+    heart.begin("start-up")
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -236,7 +246,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     ownership = _Ownership()
     if rank == 0 and not reads_only:
         ownership = _own_folder(Path(run.folder))
-    timeout = timedelta(seconds=run.timeout + GRACE)
+    timeout = timedelta(seconds=max(heart.limits) + GRACE)
     _join_job(run, rank, world_size, timeout)
     _set_torch_up(run, device)
     runtime = Runtime(
@@ -250,6 +260,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         claim=ownership.claim,
         stop_requests=stop_requests,
     )
+    beat("all ranks have joined")
     refuse_different_starts(configs, runtime.host_group)
     raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
     raise_first_error(runtime.gather_texts, device_error)
@@ -265,7 +276,6 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
             world_size,
             ranks_of_node,
             runtime.folder,
-            run.timeout,
             _share_secret(runtime.host_group),
             run.on_event,
         )

@@ -21,11 +21,11 @@ from torchllm.runtime.stop import STOP, STOPPED
 
 Verdict = Literal["restart", "end", "refuse"]
 """what follows an attempt; refuse: the job ends with exit status 2"""
-EndingKind = Literal["done", "failed", "left", "user_error", "refused", "stopped"]
+EndingKind = Literal["done", "failed", "hung", "left", "user_error", "refused", "stopped"]
 """how a node's part of an attempt has ended.
 
-failed: a rank died, or had an error. left: a rank ended with exit status 0 although the job was not done. user_error,
-refused: ranks said why. stopped: another node's part ended first.
+failed: a rank died, or had an error. hung: the launcher has ended ranks that were stuck. left: a rank ended with exit
+status 0 although the job was not done. user_error, refused: ranks said why. stopped: another node's part ended first.
 """
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
@@ -57,19 +57,21 @@ class PartEnding(NamedTuple):
 
     def describe(self) -> str:
         """Return which rank has ended, and how; "" if none of this node has ended by itself."""
-        if self.kind not in ("failed", "left"):
+        if self.kind not in ("failed", "hung", "left"):
             return ""
         who = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.kind == "left":
             return f"{who} ended in the middle of the run, with exit status 0"
+        if self.kind == "hung":
+            return f"{who} was stuck"
         if self.status < 0:
             return f"{who} was killed: {_signal_name(-self.status)}"
         return f"{who} ended with status {self.status}"
 
     @property
     def is_told(self) -> bool:
-        """Return whether the rank has printed why it has ended."""
-        return self.kind in ("user_error", "refused") or (self.kind == "failed" and self.status == 1)
+        """Return whether the rank, or its launcher, has printed why it has ended."""
+        return self.kind in ("user_error", "refused", "hung") or (self.kind == "failed" and self.status == 1)
 
 
 def _signal_name(number: int) -> str:

@@ -323,19 +323,27 @@ def group_with_name(name: str) -> dist.ProcessGroup:
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str
 
 
-def limit_groups(seconds: float, limited: Container[str]) -> dict[str, list[int]]:
-    """Set the time-out of every process group whose name is not in `limited`; return their ranks by name.
+class LimitedGroup(NamedTuple):
+    """A process group of this rank."""
+
+    ranks: list[int]
+    description: str
+    """what `dist.new_group` was given as its group_desc"""
+
+
+def limit_groups(seconds: float, limited: Container[str]) -> dict[str, LimitedGroup]:
+    """Set the time-out of every process group whose name is not in `limited`; return those groups by name.
 
     Private: torch lists no groups, and the groups of a mesh accept no time-out; they get torch's default, 10 min with
     NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that, as does the first operation of a group that
     connects its ranks only then (`TORCH_GLOO_LAZY_INIT`): a rank whose peer never comes waits for the connection.
     """
-    group_ranks: dict[str, list[int]] = {}
+    groups: dict[str, LimitedGroup] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_name not in limited:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            group_ranks[group.group_name] = dist.get_process_group_ranks(group)
-    return group_ranks
+            groups[group.group_name] = LimitedGroup(dist.get_process_group_ranks(group), group.group_desc)
+    return groups
 
 
 def dump_memory(file: str) -> None:

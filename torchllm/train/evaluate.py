@@ -10,6 +10,7 @@ from torchllm.models.head import IGNORED
 from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import ForwardBackward
+from torchllm.runtime.heartbeat import beat, during
 
 
 def evaluate(
@@ -19,8 +20,16 @@ def evaluate(
 
     Every rank must have the same number of batches.
     """
+    with during("evaluation"):
+        return _evaluate(forward_backward, batches, device, mesh)
+
+
+def _evaluate(
+    forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None
+) -> float:
     loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
+        beat("batch")
         loss += forward_backward.loss_sum(batch)
         tokens += (batch.labels != IGNORED).sum()
     for stage in forward_backward.stages:

@@ -1,0 +1,236 @@
+"""The heartbeat of a rank: that it goes on, and what it is doing, for its launcher (`rank_watch.py`). No torch.
+
+Rank and launcher map the same few bytes of memory, on /dev/shm where the system has it: a beat is a write to memory, no
+system call, and nothing of it can hang with the run folder. Library functions beat: each named part of a step
+(`phase.phase`), the vote on stopping that ends a step, each batch of an evaluation. How long a rank may go without a
+beat depends on what it is doing: `Limits`.
+
+The rank prepares its own stack too: a timer of Python's faulthandler, set anew as beats come, writes it to a file that
+is open already. That works while the program is stuck outside Python, and in a process that does not react to signals.
+A rank that no launcher of ours has started has no file and no timer, only the limits, which `hang_watch.py` uses.
+"""
+
+import faulthandler
+import math
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from torchllm.config.environment import START_TIMEOUT
+
+HEARTBEATS = "TORCHLLM_HEARTBEATS"
+"""environment variable: folder of the heartbeats of this attempt's ranks on this node"""
+REARM_INTERVAL = 1.0
+"""seconds between two settings of the timer, at least: each starts a thread"""
+LONGEST_LIMIT = 1e6
+"""seconds; faulthandler takes no infinite ones"""
+REPORT_LIMIT = 60.0
+"""seconds that the ranks may take to report a hang that they have found themselves"""
+
+Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
+
+_RECORD = struct.Struct("=5qd96s")
+"""a Beat; the last field holds its three texts"""
+
+
+class Limits(NamedTuple):
+    """Seconds without a beat after which a rank counts as stuck."""
+
+    start: float = math.inf
+    """run.start_timeout: in the start-up, with the first steps, which compile; the first evaluation, which may too; and
+    while a checkpoint is loaded"""
+    step: float = math.inf
+    """run.timeout: in a step and between two batches of an evaluation"""
+    save: float = math.inf
+    """run.save_timeout: while a checkpoint is saved"""
+
+
+class Limit(NamedTuple):
+    """How long a rank may go without a beat in what it is doing now."""
+
+    seconds: float
+    key: str
+    """the setting that it comes from"""
+
+
+class Beat(NamedTuple):
+    """The last beat of a rank, as its launcher reads it."""
+
+    number: int
+    """counts the beats from 1"""
+    pid: int
+    rank: int
+    ranks_on_node: int
+    thread: int
+    """id of the main thread"""
+    limit: Limit
+    """infinite: the rank is not watched (any more)"""
+    activity: str
+    part: str
+    """the part of the activity that began last; may be empty"""
+
+
+class Heartbeat:
+    """The heart of this process: `open` shows it to the launcher."""
+
+    def __init__(self) -> None:
+        self.limits = Limits()
+        self.activities: list[Activity] = ["start-up"]
+        """what this rank is doing; the last is the innermost"""
+        self.has_evaluated = False
+        """the next evaluation compiles nothing"""
+        self.count = 0
+        self.record: bytearray | mmap.mmap = bytearray(_RECORD.size)
+        self.process = [os.getpid(), 0, 1, threading.main_thread().ident or 0]
+        """process id, rank, ranks of this node, and id of the main thread, for the record"""
+        self.stack_file: int | None = None
+        """descriptor of the file to which the timer writes the stacks of all threads; None: there is no timer"""
+        self.armed_at = -math.inf
+        """time.monotonic() when the timer was set"""
+        self.armed_limit = math.nan
+        self._texts: dict[tuple[Limit, Activity, str], bytes] = {}
+
+    def open(self) -> None:
+        """Show the heartbeat to the launcher that has started this process, if one has; only the first call does."""
+        folder = os.environ.pop(HEARTBEATS, None)
+        if folder is None:
+            return
+        self.process[1:3] = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.limits = Limits(start=float(os.environ.get(START_TIMEOUT, "inf")))
+        file = Path(folder, f"rank-{os.environ.get('LOCAL_RANK', 0)}")
+        unfinished = file.with_suffix(".new")
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, _RECORD.size)
+        self.record = mmap.mmap(descriptor, _RECORD.size)
+        os.close(descriptor)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self.stack_file = os.open(stack_file(file), flags, 0o600)
+        self.beat()
+        unfinished.rename(file)  # the launcher sees a whole record
+
+    def limit(self) -> Limit:
+        """Return how long this rank may go without a beat, or wait for other ranks, in what it is doing now."""
+        activity = self.activities[-1]
+        if activity == "save":
+            return Limit(self.limits.save, "run.save_timeout")
+        if activity == "hang report":
+            return Limit(REPORT_LIMIT, "")
+        if activity == "end":
+            return Limit(math.inf, "")
+        is_first = activity == "evaluation" and not self.has_evaluated
+        if activity in ("start-up", "load") or self.activities[0] == "start-up" or is_first:
+            return Limit(self.limits.start, "run.start_timeout")
+        return Limit(self.limits.step, "run.timeout")
+
+    def beat(self, part: str = "") -> None:
+        """Tell the launcher that this rank goes on, and with which part of what it is doing. Takes microseconds."""
+        self.count += 1
+        limit = self.limit()
+        _RECORD.pack_into(self.record, 0, self.count, *self.process, limit.seconds, self._text(limit, part))
+        if self.stack_file is not None:
+            self._set_timer(self.stack_file, limit.seconds)
+
+    def begin(self, activity: Activity) -> None:
+        """Take up an activity in place of all that this rank was doing."""
+        self.activities[:] = [activity]
+        self.has_evaluated = self.has_evaluated and activity != "start-up"
+        self.beat()
+
+    def begin_steps(self) -> None:
+        """End the start-up: every rank has taken its first step."""
+        if self.activities[0] == "start-up":
+            self.activities[0] = "step"
+            self.beat()
+
+    def close(self) -> None:
+        """Tell the launcher that this rank is not watched any more: what follows has no time limit."""
+        self.begin("end")
+        if self.stack_file is not None:
+            faulthandler.cancel_dump_traceback_later()
+            os.close(self.stack_file)
+            self.stack_file = None
+
+    def _text(self, limit: Limit, part: str) -> bytes:
+        """Return the texts of a beat as the record holds them."""
+        key = limit, self.activities[-1], part
+        if key not in self._texts:
+            self._texts[key] = "\t".join((limit.key, self.activities[-1], part)).encode()
+        return self._texts[key]
+
+    def _set_timer(self, stack_file: int, seconds: float) -> None:
+        """Have the stacks written when no beat comes for as long as the launcher waits, but not earlier.
+
+        The timer runs from its last setting, up to REARM_INTERVAL before the last beat. It walks the frames of threads
+        that may be running, which is safe only if they are not: in a rank that is stuck.
+        """
+        now = time.monotonic()
+        if seconds == self.armed_limit and now - self.armed_at < REARM_INTERVAL:
+            return
+        self.armed_at, self.armed_limit = now, seconds
+        os.ftruncate(stack_file, 0)  # what it may hold was written by a rank that was only slow
+        faulthandler.dump_traceback_later(min(seconds, LONGEST_LIMIT) + REARM_INTERVAL, file=stack_file)
+
+
+class _Process:
+    """The heartbeat of this process."""
+
+    heartbeat = Heartbeat()
+
+
+def heartbeat() -> Heartbeat:
+    """Return the heartbeat of this process."""
+    return _Process.heartbeat
+
+
+def _begin_as_child() -> None:
+    """Forget the heart of the process that this one was forked from: a data worker must not beat for its rank."""
+    _Process.heartbeat = Heartbeat()
+
+
+os.register_at_fork(after_in_child=_begin_as_child)
+
+
+def beat(part: str = "") -> None:
+    """Tell the launcher that this rank goes on, and with which part of what it is doing."""
+    _Process.heartbeat.beat(part)
+
+
+@contextmanager
+def during(activity: Activity) -> Iterator[None]:
+    """Return a context in which this rank does something that has a time limit of its own; for the main thread."""
+    heart = _Process.heartbeat
+    heart.activities.append(activity)
+    heart.beat()
+    try:
+        yield
+    finally:
+        heart.has_evaluated = heart.has_evaluated or activity == "evaluation"
+        if heart.activities[-1] == activity:
+            heart.activities.pop()
+        heart.beat()
+
+
+def read_beat(file: Path) -> Beat | None:
+    """Return the last beat of a rank of this node; None if it has not begun.
+
+    A beat that is being written may be read in parts; it is whole once the rank is stuck.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    number, pid, rank, ranks_on_node, thread, seconds, texts = _RECORD.unpack(content)
+    key, _, doing = texts.rstrip(b"\0").decode(errors="replace").partition("\t")
+    activity, _, part = doing.partition("\t")
+    return Beat(number, pid, rank, ranks_on_node, thread, Limit(seconds, key), activity, part)
+
+
+def stack_file(file: Path) -> Path:
+    """Return the file with the stacks of the rank whose heartbeat is `file`."""
+    return file.with_suffix(".stack")
