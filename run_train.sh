@@ -107,7 +107,7 @@ gpus() {
 
 # The nodes. The variables of each scheduler become NNODES, this node's number and head, the host of rank 0. Of the
 # processes with this script, the one with node_rank 0 speaks: with one task per GPU it is the number of the task.
-node=0 node_rank=0 head="" port=29500 per_gpu=0
+node=0 node_rank=0 head="" port=29500 job="" per_gpu=0
 if [ -n "${PET_NNODES:-}" ]; then # Kubernetes operators configure torchrun through PET_ variables
     [[ $PET_NNODES =~ ^[0-9]+$ ]] || fail "PET_NNODES=$PET_NNODES: must be a fixed number of nodes"
     [ "${PET_MAX_RESTARTS:-0}" = 0 ] || fail "PET_MAX_RESTARTS=$PET_MAX_RESTARTS: set run.restarts instead"
@@ -119,11 +119,13 @@ elif [ -n "${SLURM_STEP_ID:-}" ]; then
     # The numbers of the step, not of the job: a step may use only some of the job's nodes.
     NNODES=$SLURM_STEP_NUM_NODES node=$SLURM_NODEID node_rank=$SLURM_NODEID
     head=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
-    port=$((20000 + SLURM_JOB_ID % 20000))
+    # The first node takes a free port and tells the others by a file, unless MASTER_PORT says which.
+    port=${MASTER_PORT:-0} job=$SLURM_JOB_ID.$SLURM_STEP_ID.${SLURM_RESTART_COUNT:-0}
     if [ "$SLURM_STEP_NUM_TASKS" -gt "$NNODES" ]; then
         [[ $SLURM_STEP_TASKS_PER_NODE =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] || fail "$SLURM_STEP_NUM_TASKS tasks on $NNODES \
 nodes, $SLURM_STEP_TASKS_PER_NODE: use the same number on each node (--ntasks-per-node), or one task per node"
         per_gpu=1 NPROC=${BASH_REMATCH[1]} node_rank=$SLURM_PROCID
+        port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
         export LOCAL_RANK=$SLURM_LOCALID # one task per node prints messages about the config
     fi
 elif [ "${SLURM_NNODES:-1}" -gt 1 ]; then
@@ -186,7 +188,7 @@ is_spare=""
 if [ "$node" -ge "$NNODES" ] || { [ "$per_gpu" = 1 ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
     is_spare=1 request=$report # it stops nobody
     [ "${LOCAL_RANK:-0}" != 0 ] || say "node $node waits for the end of the job: $wait_reason" >&2
-    command=("$python" -m torchllm.runtime.spare_node "$folder" "$request") end_at_once=KILL
+    command=("$python" -m torchllm.runtime.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
 elif [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
@@ -198,6 +200,7 @@ else
     launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
+        [ -z "$job" ] || launch+=(--rdzv-id="$job")
     fi
     launch+=(--restarts="$restarts" --run-folder="$folder" --start-timeout="$start_timeout")
     [ "$node_rank" != 0 ] || [ -z "$on_event" ] || launch+=(--on-event="$on_event")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import Started, children
-from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
+from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, tensor_files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a launcher looks into /proc")
 
@@ -213,3 +213,18 @@ before(pretrain, "read_health", 6, hang_once)
     undisturbed = request.getfixturevalue("undisturbed")
     assert curve(folder) == curve(undisturbed)
     assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_node_that_waits_for_another_in_vain_says_for_whom_and_ends(
+    start: Callable[..., Started], tmp_path: Path, trials: int, node: int
+) -> None:
+    if trials == 1 and node == 0:
+        pytest.skip("tried with --trials=2 or more")
+    port = str(free_port())
+    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    run = start(DEBUG, "--run.start_timeout=1", f"--run.folder={tmp_path / 'run'}", **pod, PET_NODE_RANK=str(node))
+    assert run.wait() == 1
+    line = run.err.read_text().splitlines()[-1]
+    missing = "node 1 to begin" if node == 0 else f"node 0 at 127.0.0.1:{port} ([Errno 111] Connection refused)"
+    assert line.startswith(f"error: waited for 1 s (run.start_timeout) for {missing}. ")

@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -22,6 +23,7 @@ from torch.distributed.elastic.utils.store import barrier
 from tests.tiny_run import free_port
 from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.runtime import rank_notes, rendezvous
+from torchllm.runtime.head import HeadAddress, publish_head
 from torchllm.runtime.node_watch import NodeWatch
 from torchllm.runtime.rendezvous import BACKEND, AttemptOver, AttemptRendezvous, Decide, RankLeft, describe_end
 from torchllm.runtime.restarts import PartEnding, Verdict
@@ -57,10 +59,8 @@ def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list
         port = free_port()
 
         def open_node(node: int) -> AttemptRendezvous:
-            parameters = RendezvousParameters(
-                BACKEND, f"127.0.0.1:{port}", "job", nodes, nodes, rank=str(node), timeout="20"
-            )
-            return AttemptRendezvous(parameters)
+            parameters = RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "job", nodes, nodes, rank=str(node))
+            return AttemptRendezvous(parameters, start_timeout=20.0)
 
         launchers = together(open_node, range(nodes))
         opened.extend(launchers)
@@ -217,6 +217,47 @@ def test_a_launcher_that_is_killed_ends_the_others(
     for node in launchers[:2]:
         with pytest.raises(RendezvousClosedError, match="the launcher of node 2 was killed"):
             ask_for_ever(node)
+
+
+def parameters_of(node: int, port: int) -> RendezvousParameters:
+    return RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "70123.0.0", 2, 2, rank=str(node))
+
+
+def test_nodes_find_each_other_by_the_run_folder_where_no_port_is_given(tmp_path: Path) -> None:
+    """The file of an earlier job is still there, and its port belongs to somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        publish_head(tmp_path, "70123.0.9", HeadAddress("127.0.0.1", stranger.getsockname()[1]))
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(AttemptRendezvous, parameters_of(1, 0), 20.0, tmp_path)
+            time.sleep(0.2)
+            nodes = [AttemptRendezvous(parameters_of(0, 0), 20.0, tmp_path), second.result()]
+        stores = [info.store for info in together(begin, nodes)]
+        stores[0].set("key", "value")
+        assert stores[1].get("key") == b"value"
+    for node in nodes:
+        node.close(is_done=True)
+
+
+def test_nodes_that_do_not_meet_are_told_for_whom_they_have_waited(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(RendezvousConnectionError, match=rf"for node 0 at 127.0.0.1:{port} \(.*refused\)"):
+        AttemptRendezvous(parameters_of(1, port), 0.1)
+    with pytest.raises(RendezvousConnectionError, match=f"for node 0 to write {tmp_path}/head.json"):
+        AttemptRendezvous(parameters_of(1, 0), 0.1, tmp_path)
+    with socket.create_server(("", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(RendezvousConnectionError, match=f"cannot listen on port {taken}"):
+            AttemptRendezvous(parameters_of(0, taken), 0.1)
+    alone = AttemptRendezvous(parameters_of(0, port), 0.1)
+    with pytest.raises(RendezvousTimeoutError, match=r"waited for 0.1 s \(run.start_timeout\) for node 1 to begin"):
+        alone.next_rendezvous()
+    alone.close(is_done=False)
+
+
+def test_a_file_is_trusted_only_for_a_job_with_a_name_of_its_own(tmp_path: Path) -> None:
+    parameters = RendezvousParameters(BACKEND, "127.0.0.1:0", "none", 2, 2, rank="1")
+    with pytest.raises(RendezvousConnectionError, match="needs --run-folder, and a name of its own"):
+        AttemptRendezvous(parameters, 0.1, tmp_path)
 
 
 @pytest.mark.parametrize("message", [b"", b"2", b"../x\n", b"2\ndone\n", b"9" * 100])

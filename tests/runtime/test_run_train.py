@@ -233,8 +233,9 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
         assert notes.torchrun == [
             "--nproc-per-node=4",
             "--nnodes=2",
-            "--rdzv-endpoint=node1:30123",
+            "--rdzv-endpoint=node1:0",
             f"--rdzv-conf=rank={node}",
+            "--rdzv-id=70123.0.0",
             "--restarts=3",
             "--run-folder=runs/debug-70123",
             "--start-timeout=1800",
@@ -262,6 +263,13 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
     line += "(--requeue, srun --kill-on-bad-exit=1)\n"
     first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{line}"
     assert outputs == [first, "", "", ""]
+
+
+def test_the_port_of_the_first_node_can_be_given(noted: Callable[..., Notes]) -> None:
+    """Where a firewall lets only some ports through; and a job that is requeued has another name."""
+    task = {"SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    notes = noted(DEBUG, gpus=4, **SLURM, **task, MASTER_PORT="12345", SLURM_RESTART_COUNT="2")
+    assert notes.torchrun[2:5] == ["--rdzv-endpoint=node1:12345", "--rdzv-conf=rank=1", "--rdzv-id=70123.0.2"]
 
 
 def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:

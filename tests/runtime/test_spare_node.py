@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchllm.runtime.lease import DONE, RELEASED, Owner, Timing, this_process
-from torchllm.runtime.spare_node import ASKED, BEGIN_LIMIT, COMPLETE, FAILED, wait_for_job
+from torchllm.runtime.spare_node import ASKED, COMPLETE, FAILED, wait_for_job
+
+START_TIMEOUT = 900.0
 
 ROOT = Path(__file__).parents[2]
 OWNER = Owner(
@@ -49,7 +51,7 @@ class Waiting:
     def status(self) -> int:
         """Return the exit status of the spare node; `now` is when it ended."""
         timing = Timing(clock=lambda: self.now, sleep=self._sleep)
-        return wait_for_job(self.folder, self.request, timing)
+        return wait_for_job(self.folder, self.request, START_TIMEOUT, timing)
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_a_job_that_does_not_begin_is_waited_for_as_long_as_its_launchers_wait(
     waiting: Waiting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert waiting.status() == FAILED
-    assert waiting.now == BEGIN_LIMIT
+    assert waiting.now == START_TIMEOUT
     assert f"spare node: no job has begun in {waiting.folder} for 900 s" in capsys.readouterr().err
 
 

@@ -86,7 +86,8 @@ class Launcher:
     def _create_rendezvous(self, parameters: RendezvousParameters) -> AttemptRendezvous:
         """Return the rendezvous of the job, which is the same in all attempts."""
         if self.rendezvous is None:
-            self.rendezvous = AttemptRendezvous(parameters)
+            start_timeout = self.watch.start_timeout or rendezvous.START_TIMEOUT
+            self.rendezvous = AttemptRendezvous(parameters, start_timeout, self.watch.run_folder)
         return self.rendezvous
 
     def run(self) -> None:

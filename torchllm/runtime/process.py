@@ -30,6 +30,7 @@ from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_li
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
 from torchllm.runtime.hang_watch import GRACE, HangWatch
+from torchllm.runtime.head import HeadAddress, NodeMissing, NodeWait, reach_head
 from torchllm.runtime.heartbeat import Limits, beat, heartbeat
 from torchllm.runtime.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.runtime.on_event import call_at_end, call_on_event
@@ -322,17 +323,27 @@ def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
-    store = _open_store(rank, timeout)
+    store = _open_store(run, rank, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _open_store(rank: int, timeout: timedelta) -> Store:
-    """Return the store of all ranks, which the launcher serves, or rank 0 if the ranks have no launcher."""
+def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
+    """Return the store of all ranks, which the launcher serves, or rank 0 if the ranks have no launcher.
+
+    Raises UserError if rank 0 does not come.
+    """
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank != 0 or is_served:
+    if is_served:
+        return connect_store(address, port, timeout)
+    if rank != 0:
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        try:
+            reach_head(HeadAddress(address, port), NodeWait(run.start_timeout, speaks=speaks))
+        except NodeMissing as error:
+            raise UserError(str(error)) from error
         return connect_store(address, port, timeout)
     if address == LOOPBACK:
         return serve_loopback_store(port, timeout)

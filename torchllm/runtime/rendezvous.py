@@ -5,8 +5,9 @@ network writes into its store. "static" listens on all addresses even if the job
 all attempts, in which the ranks of a second attempt find the addresses, votes and alarms of the first.
 
 A job of one node listens on the loopback address only. Among several nodes, the launcher of node 0 serves a store to
-the other launchers for as long as the job lasts, under the address and port that all of them are given. There it
-announces the port of each attempt's store. Whoever reaches these ports can end the job: the network must be trusted.
+the other launchers for as long as the job lasts, under an address that all of them are given or find in the run folder
+(head.py). There it announces the port of each attempt's store. Whoever reaches these ports can end the job: the network
+must be trusted.
 
 torchrun runs each attempt without restarts of its own, which it would count per node. When the ranks of a node fail,
 its launcher says so in the launchers' store, all others end their ranks, and all of them tell node 0 how their part has
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import get_args
 
 import torch.distributed as dist
@@ -37,6 +39,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.runtime import rank_notes
+from torchllm.runtime.hang_report import format_ranks
+from torchllm.runtime.head import HeadAddress, NodeMissing, NodeWait, find_head, publish_head, reach_head
 from torchllm.runtime.node_watch import NodeConnection, NodeWatch
 from torchllm.runtime.parent import is_running
 from torchllm.runtime.restarts import PartEnding, Verdict
@@ -54,6 +58,8 @@ BACKEND = "torchllm"
 """name of this rendezvous for torchrun's --rdzv-backend"""
 FAILED = "failed"
 """end of the key of the launchers' store, per attempt: the node whose part of it ended first"""
+START_TIMEOUT = 900.0
+"""seconds that nodes wait for each other where run.start_timeout is unknown"""
 CHECK_INTERVAL = 1.0
 """seconds between two looks of a launcher at what the other nodes do"""
 ENDED = "ended"
@@ -82,12 +88,20 @@ class RankLeft(RendezvousError):
 class AttemptRendezvous(RendezvousHandler):
     """Brings the launchers of all nodes together at the beginning of each attempt to run the job."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        """Read the number of nodes, node 0's address and port (`endpoint`) and this node's number (`rank`)."""
+    def __init__(
+        self, parameters: RendezvousParameters, start_timeout: float = START_TIMEOUT, run_folder: Path | None = None
+    ) -> None:
+        """Read the number of nodes, node 0's address and port (`endpoint`) and this node's number (`rank`).
+
+        With port 0, node 0 takes any, and writes it into `run_folder`. start_timeout: seconds that nodes wait for each
+        other. Raises RendezvousConnectionError if they do not meet.
+        """
         self.nodes = parameters.max_nodes
         self.node = parameters.get_as_int("rank", 0) or 0
         self.run_id = parameters.run_id
-        self.timeout = timedelta(seconds=parameters.get_as_int("timeout", 900) or 900)
+        self.start_timeout = start_timeout
+        self.timeout = timedelta(seconds=start_timeout)
+        """of requests to a store"""
         self.attempt = 0
         """counts the attempts from 1"""
         self.launchers: TCPStore | None = None
@@ -105,13 +119,34 @@ class AttemptRendezvous(RendezvousHandler):
         self.head = LOOPBACK
         if self.nodes > 1:
             self.head, _, port = parameters.endpoint.rpartition(":")
-            self.launchers = self._open(int(port))
-            self._watch_nodes(self.launchers)
+            try:
+                self.launchers = self._meet(int(port), run_folder)
+                self._watch_nodes(self.launchers)
+            except (NodeMissing, OSError) as error:
+                raise RendezvousConnectionError(str(error)) from error
 
-    def _open(self, port: int) -> TCPStore:
-        """Return a store that node 0 serves on `port`, 0 being any."""
+    def _meet(self, port: int, run_folder: Path | None) -> TCPStore:
+        """Return the store of the launchers, which node 0 serves on `port`, or on one that the run folder tells."""
+        is_free = port == 0
+        if is_free and (run_folder is None or self.run_id == "none"):
+            raise NodeMissing("a job with any free port (0) needs --run-folder, and a name of its own: --rdzv-id")
         if self.node == 0:
-            return serve_store(self.head, port, self.timeout)
+            try:
+                store = serve_store(self.head, port, self.timeout)
+            except dist.DistNetworkError as error:
+                taken = f"cannot listen on port {port}, perhaps another process does: set another one on all nodes"
+                raise NodeMissing(taken) from error
+            if is_free and run_folder is not None:
+                publish_head(run_folder, self.run_id, HeadAddress(self.head, store.port))
+            return store
+        wait = NodeWait(self.start_timeout)
+        if is_free and run_folder is not None:
+            self.head, port = find_head(run_folder, self.run_id, wait)
+        return self._connect(port, wait)
+
+    def _connect(self, port: int, wait: NodeWait) -> TCPStore:
+        """Return a store of node 0."""
+        reach_head(HeadAddress(self.head, port), wait)
         return connect_store(self.head, port, self.timeout)
 
     def _watch_nodes(self, launchers: TCPStore) -> None:
@@ -120,8 +155,22 @@ class AttemptRendezvous(RendezvousHandler):
             watch = NodeWatch(self._lose)
             launchers.set(WATCH_PORT, str(watch.port))
             return
-        port = int(launchers.get(WATCH_PORT))
-        self.connection = NodeConnection(self.head, port, self.node, self.timeout.total_seconds())
+        port = int(self._await(launchers, WATCH_PORT, NodeWait(self.start_timeout)))
+        reach_head(HeadAddress(self.head, port), NodeWait(self.start_timeout))
+        self.connection = NodeConnection(self.head, port, self.node, self.start_timeout)
+
+    def _await(self, launchers: TCPStore, key: str, wait: NodeWait) -> bytes:
+        """Return a value of the launchers' store when node 0 has set it."""
+        while not launchers.check([key]):
+            self._raise_end()
+            wait.go_on(f"node 0 at {self.head} to begin", "Its own output says what it waits for")
+        return launchers.get(key)
+
+    def _raise_end(self) -> None:
+        """Raise why the job is over according to the other launchers, if it is."""
+        end = self.find_end()
+        if end is not None:
+            raise end
 
     def _lose(self, node: int) -> None:
         """End the job because the launcher of a node is gone."""
@@ -148,14 +197,17 @@ class AttemptRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin an attempt: return its store, this node's number and the number of nodes.
 
-        On another node than 0 it waits for node 0. Raises torch's DistError if that does not come in time.
+        The nodes wait for each other. Raises RendezvousTimeoutError if they do not come in time.
         """
         self.attempt += 1
         self.has_ranks = False
         if self.attempt > 1:
             os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
             os.environ[ATTEMPT] = str(self.attempt)
-        self.store = self._open_attempt()
+        try:
+            self.store = self._open_attempt()
+        except NodeMissing as error:
+            raise RendezvousTimeoutError(str(error)) from error
         address = RendezvousStoreInfo(self.head, self.store.port)
         return RendezvousInfo(AttemptStore(self.store, self.find_end), self.node, self.nodes, address)
 
@@ -163,11 +215,22 @@ class AttemptRendezvous(RendezvousHandler):
         """Return the store of this attempt."""
         if self.launchers is None:
             return serve_loopback_store(0, self.timeout)
+        wait = NodeWait(self.start_timeout)
         if self.node != 0:
-            return self._open(int(self.launchers.get(self._key("port"))))
-        store = self._open(0)
+            self.launchers.set(self._key(f"begun_{self.node}"), "")
+            return self._connect(int(self._await(self.launchers, self._key("port"), wait)), wait)
+        store = serve_store(self.head, 0, self.timeout)
         self.launchers.set(self._key("port"), str(store.port))
+        self._await_nodes(self.launchers, wait)
         return store
+
+    def _await_nodes(self, launchers: TCPStore, wait: NodeWait) -> None:
+        """Let node 0 wait until all nodes have begun this attempt: torchrun would wait in silence."""
+        missing = list(range(1, self.nodes))
+        while missing := [node for node in missing if not launchers.check([self._key(f"begun_{node}")])]:
+            self._raise_end()
+            nodes = f"node {missing[0]}" if len(missing) == 1 else f"nodes {format_ranks(missing)}"
+            wait.go_on(f"{nodes} to begin", "Their own output says what they wait for")
 
     def _key(self, name: str) -> str:
         """Return a key of the launchers' store for this attempt."""

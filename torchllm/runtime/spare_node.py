@@ -1,4 +1,4 @@
-"""Let a spare node wait for its job: `python -m torchllm.runtime.spare_node RUN_FOLDER REQUEST_FILE`. No torch.
+"""Let a spare node wait for its job: `python -m torchllm.runtime.spare_node RUN_FOLDER REQUEST_FILE START_TIMEOUT`.
 
 A job that got more nodes than its batch can be shared by trains on the first ones, and run_train.sh starts this on the
 others. They wait for the end of the job and end alike, so that a scheduler sees one job and starts all nodes again
@@ -6,6 +6,7 @@ together. All that a spare node knows of the others is the lease in the run fold
 gives back at the end: with DONE after a success.
 
 A spare node that alone is asked to end, because its pod is evicted, say, ends, and the job goes on without it.
+No torch.
 """
 
 import sys
@@ -19,22 +20,21 @@ from torchllm.runtime.stop import STOP, STOPPED
 
 COMPLETE, FAILED, ASKED = 0, 1, 3
 """exit status: the job is done; it has failed or never begun; it was asked to stop, or this node alone was"""
-BEGIN_LIMIT = 900.0
-"""seconds in which the job must begin, as long as its launchers wait for each other"""
 REQUEST_PATIENCE = 10.0
 """seconds in which other nodes, if they are asked to stop as well, have created the file `STOP`"""
 
 
-def wait_for_job(run_folder: Path, request: Path, timing: Timing | None = None) -> int:
+def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: Timing | None = None) -> int:
     """Wait for the end of the job that trains in a run folder; return the exit status.
 
-    request: a file that exists when this node was asked to end. The first owner that is found may be this job's, or an
+    request: a file that exists when this node was asked to end. start_timeout: seconds in which the job must begin, as
+    long as its launchers wait for each other. The first owner that is found may be this job's, or an
     earlier one's: unless that is known to have ended, this job's first node needs time to take the folder from it.
     """
     timing = timing or Timing()
     first = owner = newest_owner(run_folder)
     began = first is not None and not has_ended(first)
-    limit = 2 * timing.limit if began else BEGIN_LIMIT
+    limit = 2 * timing.limit if began else start_timeout
     unchanged = 0.0
     requested = 0.0
     looked = timing.clock()
@@ -81,8 +81,8 @@ def _say(line: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Wait as the command line says; return the exit status."""
     end_with_parent()
-    run_folder, request = arguments
-    return wait_for_job(Path(run_folder), Path(request))
+    run_folder, request, start_timeout = arguments
+    return wait_for_job(Path(run_folder), Path(request), float(start_timeout))
 
 
 if __name__ == "__main__":

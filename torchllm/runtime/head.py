@@ -1,0 +1,107 @@
+"""How the launchers of other nodes find that of node 0, the head, and what they say while they wait for it. No torch.
+
+The head listens on the port that the environment gives, or else on any free one. It writes that into `FILE` of the run
+folder, with the job's name: the file may still be there from an earlier job in the folder, whose port may belong to
+anybody by now. So a job that uses the file must have a name that no other job has had, the same on all nodes, as Slurm
+gives it one (job, step and restart).
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = "head.json"
+"""in the run folder"""
+LOOK_INTERVAL = 0.5
+"""seconds between two looks for what is waited for"""
+SAY_INTERVAL = 60.0
+"""seconds between two lines that say what is waited for"""
+CONNECT_TIMEOUT = 10.0
+"""seconds that an attempt to connect may take"""
+
+
+class HeadAddress(NamedTuple):
+    """Where the head listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class NodeMissing(Exception):
+    """Another node was waited for in vain."""
+
+
+class NodeWait:
+    """A wait for other nodes, which says for what it waits, and ends."""
+
+    def __init__(self, limit: float, *, speaks: bool = True) -> None:
+        """Begin to wait, for `limit` seconds at most: `run.start_timeout`. speaks: say so on stderr."""
+        self.limit = limit
+        self.speaks = speaks
+        self.began = self.said = time.monotonic()
+
+    def go_on(self, what: str, advice: str) -> None:
+        """Sleep a little, while `what` is missing. Raises NodeMissing, with advice, when the time is up."""
+        now = time.monotonic()
+        if now - self.began > self.limit:
+            raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {what}. {advice}")
+        if self.speaks and now - self.said >= SAY_INTERVAL:
+            self.said = now
+            with suppress(OSError):
+                print(f"waiting for {what}: {now - self.began:.0f} s so far", file=sys.stderr, flush=True)
+        time.sleep(LOOK_INTERVAL)
+
+
+def publish_head(run_folder: Path, job: str, address: HeadAddress) -> None:
+    """Write where the head of a job listens. The file appears whole. Raises OSError."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    unfinished = run_folder / f".{FILE}.{os.getpid()}"
+    unfinished.write_text(json.dumps({"job": job, "host": address.host, "port": address.port}) + "\n")
+    unfinished.replace(run_folder / FILE)
+
+
+def find_head(run_folder: Path, job: str, wait: NodeWait) -> HeadAddress:
+    """Wait until the head of `job` has written where it listens, and return it. Raises NodeMissing."""
+    while True:
+        address = read_head(run_folder, job)
+        if address is not None:
+            return address
+        wait.go_on(
+            f"node 0 to write {run_folder / FILE}",
+            "Is it running, and is run.folder on a file system that all nodes share? With MASTER_PORT=PORT on all "
+            "nodes they do without this file",
+        )
+
+
+def read_head(run_folder: Path, job: str) -> HeadAddress | None:
+    """Return where the head of `job` listens; None if the file is missing, of another job, or damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        os.listdir(run_folder)  # asks the server of a network file system for new files
+        content = json.loads((run_folder / FILE).read_text())
+        host, port = str(content["host"]), int(content["port"])
+        if content["job"] == job and re.fullmatch(r"[\w.:-]{1,255}", host) and 0 < port < 2**16:
+            return HeadAddress(host, port)
+    return None
+
+
+def reach_head(address: HeadAddress, wait: NodeWait) -> None:
+    """Wait until the head accepts connections at `address`. Raises NodeMissing that says why it does not."""
+    while True:
+        try:
+            socket.create_connection(address, CONNECT_TIMEOUT).close()
+            return
+        except OSError as error:
+            wait.go_on(
+                f"node 0 at {address} ({error})",
+                f"Is it running, does this node know {address.host} as its address, and may the nodes reach each "
+                "other's ports, or does a firewall stand between them? Its own output says what it waits for",
+            )
