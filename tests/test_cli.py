@@ -69,6 +69,7 @@ def test_copy_lists_what_it_can_copy(capsys: pytest.CaptureFixture[str]) -> None
     cli.main(["copy"])
     names = capsys.readouterr().out.splitlines()
     assert {"pretrain", "sweep", "run_train.sh", "train_configs/models/llama3_8b.toml"} <= set(names)
+    assert "train_configs/kubernetes/indexed_job.yaml" in names
 
 
 def test_copies_have_the_same_content(folder: Path) -> None:

@@ -23,7 +23,7 @@ usage: torchllm COMMAND [ARGUMENTS]
   torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64 --sequence-length 8192 --global-batch-size 512
       Predict the fastest layouts. Same as python recipes/plan.py.
   torchllm copy NAME [TARGET]
-      Copy a recipe, a config or run_train.sh to edit it. Without a NAME: list what can be copied.
+      Copy a recipe, a config, a manifest for Kubernetes or run_train.sh to edit it. Without a NAME: list all of them.
           torchllm copy pretrain mine.py && RECIPE=mine.py torchllm train
           torchllm copy train_configs/debug.toml mine.toml && torchllm train mine.toml
   torchllm env
@@ -109,7 +109,8 @@ def copy(arguments: Sequence[str]) -> None:
 def copyable() -> dict[str, Path]:
     """Return the path of all that can be copied: recipes by name, the other files by their path."""
     configs = sorted(resource("train_configs").rglob("*.toml"))
-    files = [resource("run_train.sh"), resource("train_configs"), *configs]
+    manifests = sorted(resource("train_configs/kubernetes").glob("*.yaml"))
+    files = [resource("run_train.sh"), resource("train_configs"), *configs, *manifests]
     return recipes() | {str(file.relative_to(HOME)): file for file in files}
 
 
