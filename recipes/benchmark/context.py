@@ -116,7 +116,7 @@ def measured(config: "BenchmarkConfig", runtime: Runtime, method: Method, ranks:
     mesh = build_mesh(replace(degrees, cp_method=method, zero_stage=3), runtime.device)
     stage = built(config, runtime)
     if ranks > 1:  # one rank runs the plain attention core, with which the others are compared
-        apply_context_parallel(stage, mesh.cp, method)
+        apply_context_parallel(stage, mesh.cp, method, compute_dtype(config.training, runtime.device))
     apply_recompute(stage, config.recompute, config.model.layers)
     batch = synthetic_batches(config, mesh, runtime.device)[0]
     with TrafficRecorder() as forward:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchllm.config.errors import UserError
@@ -21,6 +22,7 @@ from torchllm.parallel.attention_kernels import (
     document_bias,
 )
 from torchllm.parallel.kernel_check import check_kernel
+from torchllm.runtime.torch_compat import TorchDispatchMode
 
 CPU = torch.device("cpu")
 KERNELS = [EagerKernel(), CpuKernel()]
@@ -144,10 +146,14 @@ def test_the_kernel_of_a_device() -> None:
     assert isinstance(block_kernel("sdpa", "cuda"), CudaKernels)
 
 
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "width"), [(1, 8), (4, 64), (3, 80)])
-def test_right_kernels_pass_the_check(groups: int, width: int) -> None:
-    check_kernel(CpuKernel(), CPU, groups, width)
-    check_kernel(EagerKernel(), CPU, groups, width)
+def test_right_kernels_pass_the_check(groups: int, width: int, dtype: torch.dtype) -> None:
+    check_kernel(CpuKernel(), CPU, groups, width, dtype)
+    check_kernel(EagerKernel(), CPU, groups, width, dtype)
 
 
 class Wrong(CpuKernel):
@@ -168,25 +174,144 @@ class Wrong(CpuKernel):
         return self._spoil(mask, super().backward(d_out, q, kv, attention, mask))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv"])
-def test_the_check_finds_a_wrong_result(result: str) -> None:
-    with pytest.raises(UserError, match=rf"float32 \({result} is off by .*model.attention = \"eager\""):
-        check_kernel(Wrong(result), CPU, 2, 16)
+def test_the_check_finds_a_wrong_result(result: str, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"{name} \({result} is off by .*model.attention = \"eager\""):
+        check_kernel(Wrong(result), CPU, 2, 16, dtype)
 
 
 def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
     class Contiguous(CpuKernel):
         def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: Any, mask: KeyMask) -> Gradients:
-            shape = attention.lse.shape
-            contiguous_strides = torch.empty(shape).stride()
-            misread = attention._replace(lse=attention.lse.as_strided(shape, contiguous_strides))
+            misread = attention._replace(lse=as_if_contiguous(attention.lse))
             return super().backward(d_out, q, kv, misread, mask)
 
     with pytest.raises(UserError, match="is off by"):
-        check_kernel(Contiguous(), CPU, 2, 16)
+        check_kernel(Contiguous(), CPU, 2, 16, torch.float32)
 
 
 def test_the_check_finds_a_kernel_that_fails() -> None:
-    """Without a GPU the CUDA kernels fail; with one, tests/gpu compares them."""
     with pytest.raises(UserError, match="does not do what the ring needs in float32"):
-        check_kernel(CudaKernels(), CPU, 2, 16)
+        check_kernel(CudaKernels(), CPU, 2, 16, torch.float32)
+
+
+UNUSED = torch.empty(0)
+"""what a kernel returns and nobody reads"""
+
+
+def as_if_contiguous(x: Tensor) -> Tensor:
+    """Return what a kernel reads that believes x to be contiguous."""
+    return x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+
+class CudaStandIn(TorchDispatchMode):
+    """Does what torch's CUDA kernels do, by the eager kernel, with what they ask for and what they misread.
+
+    tests/gpu compares the real ones, and tests/hollow runs their own checks.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.name().partition("::")[2]
+        stand_in = getattr(self, name, None)
+        return stand_in(*arguments, **(keywords or {})) if stand_in else function(*arguments, **(keywords or {}))
+
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *, scale: float
+    ) -> Any:
+        assert q.dtype == torch.bfloat16
+        self.refuse(q)
+        out, lse = eager(q, k, v, KeyMask(causal=causal), scale)
+        return out, lse, UNUSED, UNUSED, q.shape[2], k.shape[2], UNUSED, UNUSED, UNUSED
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
+    ) -> Any:
+        query_starts, key_starts, queries, keys, dropout, causal, _, _ = rest
+        assert (query_starts, key_starts, queries, keys, dropout) == (None, None, q.shape[2], k.shape[2], 0.0)
+        self.refuse(q)
+        return eager_backward(d_out, q, k, v, out, as_if_contiguous(lse), KeyMask(causal=causal), scale)
+
+    def _scaled_dot_product_efficient_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        with_lse: bool,
+        dropout: float = 0.0,
+        causal: bool = False,
+        *,
+        scale: float,
+    ) -> Any:
+        self.refuse(q, bias)
+        assert k.shape[1] == q.shape[1]
+        assert with_lse
+        out, lse = eager(q, k, v, KeyMask(causal, bias), scale)
+        return out, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), UNUSED, UNUSED
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        seed: Tensor,
+        offset: Tensor,
+        dropout: float,
+        outputs: list[bool],
+        causal: bool = False,
+        *,
+        scale: float,
+    ) -> Any:
+        self.refuse(q, bias)
+        assert outputs == [True, True, True, False]
+        assert lse.shape[-1] % 32 == 0
+        if q.dtype == torch.bfloat16:
+            by_token = out.transpose(1, 2)
+            out = as_if_contiguous(by_token).transpose(1, 2)
+        gradients = eager_backward(d_out, q, k, v, out, lse[..., : q.shape[2]], KeyMask(causal, bias), scale)
+        return *gradients, UNUSED
+
+    def refuse(self, q: Tensor, bias: Tensor | None = None) -> None:
+        """Raise what the real kernels raise."""
+        if q.shape[-1] % 8:
+            raise RuntimeError("head_size must be a multiple of 8")
+        if bias is not None and bias.stride(-2) % 16:
+            raise RuntimeError("attn_bias is not correctly aligned")
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, scale: float) -> PartialAttention:
+    """Eager attention with another scale than that of q's width; the mask's bias is for every head."""
+    rescaled = q.double() * (scale * q.shape[-1] ** 0.5)
+    out, lse = EagerKernel().forward(rescaled, torch.stack((k, v)).double(), one_bias(mask))
+    return PartialAttention(out.to(q.dtype), lse.float())
+
+
+def eager_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask, scale: float
+) -> Gradients:
+    """The gradients of `eager`."""
+    factor = scale * q.shape[-1] ** 0.5
+    attention = PartialAttention(out.double(), lse.double())
+    kv = torch.stack((k, v)).double()
+    dq, dk, dv = EagerKernel().backward(d_out.double(), q.double() * factor, kv, attention, one_bias(mask))
+    return Gradients((dq * factor).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype))
+
+
+def one_bias(mask: KeyMask) -> KeyMask:
+    """The mask with the bias of one head, in float64, as the eager kernel takes it."""
+    return mask if mask.bias is None else KeyMask(mask.causal, mask.bias[:, :1].double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "width"), [(1, 64), (4, 16), (2, 20), (3, 80)])
+def test_cuda_kernels_get_what_they_ask_for(groups: int, width: int, dtype: torch.dtype) -> None:
+    with CudaStandIn():
+        check_kernel(CudaKernels(), CPU, groups, width, dtype)

@@ -220,8 +220,8 @@ def cores() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         stages = [build_model(Model(layers=2)) for _ in range(2)]
-    apply_context_parallel(stages[0], mesh, "ring")
-    apply_context_parallel(stages[1], mesh, "ulysses")
+    apply_context_parallel(stages[0], mesh, "ring", torch.float32)
+    apply_context_parallel(stages[1], mesh, "ulysses", torch.float32)
     for ring, ulysses in zip(stages[0].layers.values(), stages[1].layers.values(), strict=True):
         assert isinstance(ring.self_attn.core, RingAttention)
         assert isinstance(ulysses.self_attn.core, UlyssesAttention)

@@ -30,6 +30,8 @@ from torchllm.models.document_attention import visible_keys
 
 UNSEEN = -1e30
 """added to the score of a key that a query may not see"""
+WIDTH_UNIT = 8
+"""numbers of which the width of a head is a multiple in the CUDA kernels: 16 bytes of a 16-bit type"""
 
 
 class KeyMask(NamedTuple):
@@ -146,57 +148,73 @@ class CpuKernel:
 class CudaKernels:
     """Flash attention for 16-bit types without a bias; otherwise the memory-efficient kernel, which takes one.
 
-    The second needs as many key-value heads as query heads: they are expanded for one block, and never sent so.
+    The second needs as many key-value heads as query heads: they are expanded for one block, and never sent so. Both
+    take heads whose width is a multiple of `WIDTH_UNIT`: others are padded with zeros, which changes no score.
     """
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        width = q.shape[-1]
+        scale = width**-0.5
+        q, kv = _padded(q), _padded(kv)
         if _takes_flash(q, mask):
             k, v = kv
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.causal)
-            return PartialAttention(out, lse)
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.causal, scale=scale)
+            return PartialAttention(out[..., :width], lse)
         k, v = _expanded(q, kv)
         bias = _aligned(mask.bias, q)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = kernel(q, k, v, bias, True, 0.0, mask.causal)
-        return PartialAttention(out, lse[..., : q.shape[2]])  # it pads its rows
+        out, lse, *_ = kernel(q, k, v, bias, True, 0.0, mask.causal, scale=scale)
+        return PartialAttention(out[..., :width], lse[..., : q.shape[2]])  # it pads its rows
 
     def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
-        # FOOTGUN: the flash kernel reads lse as if it were contiguous, whatever its strides: wrong gradients, no error.
-        lse = attention.lse.contiguous()
-        if _takes_flash(q, mask):
-            return self._flash_backward(d_out, q, kv, PartialAttention(attention.out, lse), mask)
-        return self._efficient_backward(d_out, q, kv, PartialAttention(attention.out, lse), mask)
+        width = q.shape[-1]
+        scale = width**-0.5
+        q, kv, d_out = _padded(q), _padded(kv), _padded(d_out)
+        # FOOTGUN: the flash kernel reads lse as if it were contiguous, whatever its strides, and the memory-efficient
+        # one reads a 16-bit out as if its memory were (B, S, H, Q): wrong gradients, no error.
+        out = _padded(attention.out).transpose(1, 2).contiguous().transpose(1, 2)
+        attention = PartialAttention(out, attention.lse.contiguous())
+        backward = self._flash_backward if _takes_flash(q, mask) else self._efficient_backward
+        dq, dk, dv = backward(d_out, q, kv, attention, mask, scale)
+        return Gradients(dq[..., :width], dk[..., :width], dv[..., :width])
 
     def _flash_backward(
-        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask
+        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask, scale: float
     ) -> Gradients:
         k, v = kv
-        out, lse = attention
         queries, keys = q.shape[2], k.shape[2]
         dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read: there is no dropout
+        seed, offset = dropout_state, dropout_state[0]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = kernel(
-            d_out, q, k, v, out, lse, None, None, queries, keys, 0.0, mask.causal, dropout_state, dropout_state[0]
+            d_out, q, k, v, *attention, None, None, queries, keys, 0.0, mask.causal, seed, offset, scale=scale
         )
         return Gradients(dq, dk, dv)
 
     def _efficient_backward(
-        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask
+        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask, scale: float
     ) -> Gradients:
         k, v = _expanded(q, kv)
         bias = _aligned(mask.bias, q)
         out, lse = attention
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # padded as its own forward returns it
         dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
+        seed, offset = dropout_state, dropout_state
         outputs = [True, True, True, False]  # gradients of q, k and v, not of the bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        dq, dk, dv, _ = kernel(d_out, q, k, v, bias, out, lse, dropout_state, dropout_state, 0.0, outputs, mask.causal)
+        dq, dk, dv, _ = kernel(d_out, q, k, v, bias, out, lse, seed, offset, 0.0, outputs, mask.causal, scale=scale)
         grouped = (kv.shape[2], -1)  # H -> K, H / K
         return Gradients(dq, dk.unflatten(1, grouped).sum(2), dv.unflatten(1, grouped).sum(2))
 
 
 def _takes_flash(q: Tensor, mask: KeyMask) -> bool:
     return mask.bias is None and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return x (..., Q) with zeros behind each head up to a multiple of `WIDTH_UNIT`; x itself if it has that width."""
+    missing = -x.shape[-1] % WIDTH_UNIT
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _expanded(q: Tensor, kv: Tensor) -> Tensor:

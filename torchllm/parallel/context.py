@@ -33,11 +33,11 @@ from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.runtime.torch_compat import all_to_all
 
 
-def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str) -> None:
+def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
     """Replace the attention cores of a stage, in place.
 
-    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". Raises UserError where the ring's kernel does not
-    work on this device.
+    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError where
+    the ring's kernel does not work on this device.
     """
     attentions = [module for module in stage.modules() if isinstance(module, Attention)]
     if method == "ulysses":
@@ -47,7 +47,7 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str) -> Non
     model = stage.model
     kernel = block_kernel(model.attention, mesh.device_type)
     if mesh.device_type != "cpu":  # on a CPU the tests compare it
-        check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width)
+        check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
     for attention in attentions:
         attention.core = RingAttention(mesh, kernel)
 

@@ -50,7 +50,7 @@ def parallelize(
                 apply_scatter_gather(stage, mesh.tp)
 
         if parallel.cp > 1:
-            apply_context_parallel(stage, mesh.cp, parallel.cp_method)
+            apply_context_parallel(stage, mesh.cp, parallel.cp_method, dtype)
             say("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
