@@ -14,6 +14,9 @@ class Driver:
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 
+    class NVMLError_NotSupported(Exception):
+        pass
+
     def nvmlInit(self) -> None:
         self.started = True
 
@@ -35,12 +38,29 @@ class Driver:
         return {self.NVML_TEMPERATURE_GPU: 61}[sensor]
 
 
-def test_it_reads_the_gpu_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+class VirtualGpuDriver(Driver):
+    """A driver that does not know the power of a virtual GPU."""
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        raise self.NVMLError_NotSupported
+
+
+@pytest.fixture
+def third_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(index: int) -> Any:
         assert index == 3
         return SimpleNamespace(uuid="1234")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+@pytest.mark.usefixtures("third_gpu")
+def test_what_a_gpu_does_not_have_is_missing() -> None:
+    assert DeviceMeter(VirtualGpuDriver(), 3).read().keys() == {"gpu/busy", "gpu/mhz", "gpu/celsius"}
+
+
+@pytest.mark.usefixtures("third_gpu")
+def test_it_reads_the_gpu_that_torch_uses() -> None:
     assert DeviceMeter(Driver(), 3).read() == {
         "gpu/busy": 0.93,
         "gpu/watts": 651.5,

@@ -3,10 +3,11 @@
 import gc
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from tests.parity import CPU, build, my_batches, tiny
 from tests.workers import run
@@ -138,3 +139,37 @@ def test_a_quiet_run_raises_no_alarm_and_is_profiled_rarely() -> None:
         assert len(profiled) < 10  # steps of 50 ms: every tenth would cost more than
         assert MAX_COST == 0.01
     assert time.perf_counter() - start < 100
+
+
+def _steps_without_gpu_events(missing_on: list[int]) -> list[bool]:
+    """Profile three steps as if on a GPU whose events are missing on some ranks; say of each whether it is known."""
+    config = tiny({"parallel.dp_shard": 2})
+    mesh, _ = build(config)
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    profiler = StepProfiler(1, mesh, group, CPU)
+    synchronize = torch.cuda.synchronize
+    if dist.get_rank() in missing_on:
+        profiler.activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]  # as on a GPU
+        torch.cuda.synchronize = lambda: None  # type: ignore[assignment]  # there is no GPU
+    try:
+        return [_is_known(profiler, n) for n in range(10, 13)]
+    finally:
+        torch.cuda.synchronize = synchronize
+
+
+def _is_known(profiler: StepProfiler, n: int) -> bool:
+    """Profile a step, and return whether its parts are known: the mean of the ranks that know theirs."""
+    profiler.next = n
+    with profiler.step(n), phase("forward_backward"):
+        time.sleep(0.02)
+    if profiler.latest is None:
+        return False
+    assert profiler.latest.slow is None
+    assert profiler.latest.parts["forward"] > 0.01
+    return True
+
+
+@pytest.mark.parametrize(("missing_on", "is_known"), [([0, 1], False), ([0], True)])
+def test_a_gpu_without_events_has_no_breakdown(missing_on: list[int], is_known: bool) -> None:
+    assert run(_steps_without_gpu_events, 2, missing_on) == [[is_known] * 3] * 2

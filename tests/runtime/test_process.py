@@ -21,6 +21,7 @@ from torchllm.runtime.process import (
     Runtime,
     choose_device,
     compute_dtype,
+    has_usable_gpu,
     raise_first_error,
     start_runtime,
 )
@@ -82,6 +83,38 @@ def _fail_on_rank_1() -> None:
         return torch.device("cpu")
 
     runtimes.choose_device = choose
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "expected"),
+    [
+        (["nvidia0"], None, True),
+        (["nvidia0"], "0", True),
+        (["nvidia0"], "", False),
+        (["nvidia0"], "-1", False),
+        (["nvidiactl"], None, False),
+        ([], None, False),
+    ],
+)
+def test_a_gpu_that_this_process_may_use(
+    files: list[str], visible: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert has_usable_gpu(tmp_path) == expected
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_silent_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runtimes, "has_usable_gpu", lambda: True)
+    with pytest.raises(UserError, match=r'cannot use it: .* set run.device = "cpu" to train on the CPU'):
+        choose_device("auto", 0)
+    assert choose_device("cpu", 0).type == "cpu"
+    monkeypatch.setattr(runtimes, "has_usable_gpu", lambda: False)
+    assert choose_device("auto", 0).type == "cpu"
 
 
 def test_a_device_that_one_rank_lacks_ends_all_ranks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import inspect
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -288,6 +290,35 @@ def test_profiled_events() -> None:
     assert ours.start <= product.start < product.end <= ours.end
     assert start - 1e6 <= ours.start < ours.end <= end + 1e6  # the clocks agree to 1 ms
     assert not any(event.asynchronous or event.kernel for event in events.values())
+
+
+class RawEvent:
+    """What is used of an event of kineto."""
+
+    def __init__(self, name: str, start: int, device: DeviceType, id: int, linked: int) -> None:
+        self.name = lambda: name
+        self.start_ns = lambda: start
+        self.duration_ns = lambda: 1
+        self.device_type = lambda: device
+        self.correlation_id = lambda: id
+        self.linked_correlation_id = lambda: linked
+        self.start_thread_id = lambda: 0
+        self.is_user_annotation = lambda: False
+        self.is_async = lambda: False
+        self.scope = lambda: 0
+
+
+def test_a_kernel_is_linked_to_its_operator_and_not_to_a_launch_with_the_same_number() -> None:
+    raw = [
+        RawEvent("aten::mm", start=10, device=DeviceType.CPU, id=7, linked=0),
+        RawEvent("cudaLaunchKernel", start=12, device=DeviceType.CPU, id=99, linked=7),
+        RawEvent("aten::add", start=500, device=DeviceType.CPU, id=8, linked=0),
+        RawEvent("cudaLaunchKernel", start=510, device=DeviceType.CPU, id=7, linked=8),  # CUPTI's 7, not torch's
+        RawEvent("gemm", start=100, device=DeviceType.CUDA, id=99, linked=7),
+    ]
+    profiler: Any = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: raw)))
+    [kernel] = [event for event in profiled_events(profiler) if event.kernel]
+    assert (kernel.start, kernel.launched) == (100, 10)
 
 
 @pytest.mark.parametrize("broken", [False, True])

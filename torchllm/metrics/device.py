@@ -6,6 +6,8 @@ gpu/mhz       clock of the multiprocessors; it falls when the GPU is too hot or 
 gpu/celsius   temperature
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,14 +24,19 @@ class DeviceMeter:
         self.handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def read(self) -> dict[str, float]:
-        """Return the present values by key."""
+        """Return the present values by key, without those that this GPU does not have, being virtual, say."""
         nvml, handle = self.library, self.handle
-        return {
-            "gpu/busy": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-            "gpu/watts": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "gpu/mhz": float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            "gpu/celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        readings: dict[str, Callable[[], float]] = {
+            "gpu/busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "gpu/watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "gpu/mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "gpu/celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         }
+        values = {}
+        for key, reading in readings.items():
+            with suppress(nvml.NVMLError_NotSupported):
+                values[key] = reading()
+        return values
 
 
 def device_meter(device: torch.device) -> DeviceMeter | None:

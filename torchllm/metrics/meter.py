@@ -17,6 +17,9 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
+    memory_reserved_gib, allocation_retries
+                       GPU: highest memory that torch's allocator has taken from the driver, which is what must fit; and
+                       how often it had to give back what it did not use, which costs a wait for the device each time
     gpu/...            rank 0's GPU, with the package nvidia-ml-py (`metrics/device.py`)
     skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
@@ -255,6 +258,8 @@ class Meter:
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
+        if self.device.type == "cuda":
+            record |= allocator_record(self.device)
         if self.gpu is not None:
             with self.gpu_tolerance.attempt():
                 record |= self.gpu.read()
@@ -284,6 +289,14 @@ def memory_gib(device: torch.device) -> float:
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS: bytes, and the highest so far
+
+
+def allocator_record(device: torch.device) -> Record:
+    """Return what a GPU's allocator has reserved at most, and how often it had to try again, since the start."""
+    return {
+        "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    }
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1) -> float | None:

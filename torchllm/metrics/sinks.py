@@ -197,6 +197,8 @@ class TensorBoard:
         "tokens": "progress/tokens",
         "grad_norm": "update/grad_norm",
         "learning_rate": "update/learning_rate",
+        "memory_reserved_gib": "system/memory_reserved_gib",
+        "allocation_retries": "system/allocation_retries",
         "skipped_steps": "update/skipped_steps",
     }
     """key of a record -> name of its curve"""

@@ -127,12 +127,20 @@ def medians_of_peers(values: npt.NDArray[np.float64], groups: npt.NDArray[np.int
     return medians
 
 
+def ranks_with_parts(reports: Reports) -> npt.NDArray[np.bool_]:
+    """Return which ranks know the parts of their step, (ranks): a GPU's events may be missing."""
+    are_known: npt.NDArray[np.bool_] = ~np.isnan(reports["parts"]).all(axis=1)
+    return are_known
+
+
 def mean_parts(reports: Reports) -> npt.NDArray[np.float64]:
     """Return the mean over ranks of each part, (parts); NaN for a part that no rank has.
 
-    A rank that lacks a part spent no time on it.
+    A rank that lacks a part spent no time on it. reports: of the ranks that know their parts; there may be none.
     """
     seconds = reports["parts"]
+    if not len(reports):
+        return np.full(len(PARTS), np.nan)
     spent = np.nan_to_num(seconds)
     means: npt.NDArray[np.float64] = spent.mean(axis=0)
     is_missing = np.isnan(seconds)

@@ -9,11 +9,12 @@ A rank is called slow if `slow_rank.py` finds it in `CONFIRMATIONS` profiled ste
 next steps are profiled.
 """
 
+import logging
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
@@ -24,12 +25,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from torchllm.metrics.breakdown import COMPUTING, PARTS, breakdown
-from torchllm.metrics.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report
+from torchllm.metrics.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts
 from torchllm.metrics.trace import TraceWriter
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.exchange import broadcast_record, gather_records
 from torchllm.runtime.phase import phase
-from torchllm.runtime.torch_compat import break_profile_cycle, flight_records, profiled_events
+from torchllm.runtime.torch_compat import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
+
+log = logging.getLogger(__name__)
 
 MAX_COST = 0.01
 """share of the run's time that profiling may take"""
@@ -136,6 +139,8 @@ class StepProfiler:
         self.suspicions = 0
         """in how many in a row"""
         self.latest: ProfiledStep | None = None
+        """the step that has just ended, if it was profiled and its parts are known"""
+        self.has_told_of_missing_events = False
         if interval or (traces is not None and traces.steps):
             with profile(activities=self.activities) as first:  # the first profile of a process takes a second to start
                 pass
@@ -168,17 +173,32 @@ class StepProfiler:
             stopped = time.perf_counter()
             profiler.stop()
             break_profile_cycle(profiler)  # else its events stay until the next garbage collection
-        records = flight_records(started_ns)
-        parts = breakdown(profiled_events(profiler), records, self.axis_of_group, self.pipeline_group)
-        aside = parts["evaluate"] + parts["checkpoint"]  # neither the step's own time nor the profile's fault
+        parts = self._parts(profiled_events(profiler), started_ns)
+        # neither the step's own time nor the profile's fault
+        aside = parts.get("evaluate", 0.0) + parts.get("checkpoint", 0.0)
         usual = min(median(self.unprofiled_seconds or [math.inf]), stopped - started - aside)
         cost = time.perf_counter() - called - aside - usual
         host = os.uname().nodename
         self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
-        assert self.latest is not None, "the exchange sets it"
         if self.traces is not None and self._is_traced(n):
             with self.traces.tolerance.attempt():
-                self.traces.write(n, profiler, self.latest.parts)
+                self.traces.write(n, profiler, {} if self.latest is None else self.latest.parts)
+
+    def _parts(self, events: Sequence[ProfiledEvent], started_ns: int) -> dict[str, float]:
+        """Return the breakdown of a profiled step; nothing if it cannot be known.
+
+        What the host did says nothing about a GPU, which works later. Its events are missing where CUPTI, torch's
+        source of them, belongs to another profiler (nsys) or is forbidden, as in some virtual machines.
+        """
+        if ProfilerActivity.CUDA in self.activities and not any(event.kernel for event in events):
+            if not self.has_told_of_missing_events:
+                log.warning(
+                    "the profile of a step has no events of the GPU: there is no breakdown. Another profiler may be "
+                    "active, or the machine forbid it; metrics.breakdown_interval = 0 turns profiling off"
+                )
+            self.has_told_of_missing_events = True
+            return {}
+        return breakdown(events, flight_records(started_ns), self.axis_of_group, self.pipeline_group)
 
     def _is_traced(self, n: int) -> bool:
         return self.traces is not None and n in self.traces.steps
@@ -194,14 +214,16 @@ class StepProfiler:
         # disagreed on the next step to profile would wait for each other without end.
         [conclusion] = broadcast_record(conclusion, self.host_group)
         self.next = int(conclusion["next"])
-        self.latest = ProfiledStep.from_conclusion(n, conclusion)
+        profiled = ProfiledStep.from_conclusion(n, conclusion)
+        self.latest = profiled if profiled.parts else None
         self.exchange_seconds = time.perf_counter() - began
 
     def _conclude(self, n: int, reports: Reports) -> np.void:
         """Return what follows from the reports of all ranks about step `n`, as `CONCLUSION` describes it; rank 0's."""
-        slow = self._confirm(find_slow_rank(reports))
+        are_known = ranks_with_parts(reports)
+        slow = self._confirm(find_slow_rank(reports) if are_known.all() else None)
         conclusion = np.zeros(1, dtype=CONCLUSION)[0]
-        conclusion["parts"] = mean_parts(reports)
+        conclusion["parts"] = mean_parts(reports[are_known])
         conclusion["next"] = self._schedule(n, reports)
         conclusion["slow"] = -1
         if slow is not None:

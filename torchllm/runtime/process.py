@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -371,11 +372,17 @@ def _set_torch_up(run: Run, device: torch.device) -> None:
 def choose_device(requested: str, local_rank: int) -> torch.device:
     """Return the device of this rank: GPU number `local_rank`, or the CPU.
 
-    `requested` is run.device: "auto", "cuda" or "cpu". Raises UserError if that GPU does not exist.
+    `requested` is run.device: "auto", "cuda" or "cpu". Raises UserError if that GPU does not exist, or if this machine
+    has GPUs that torch cannot use.
     """
     gpu_available = torch.cuda.is_available()
     if requested == "cuda" and not gpu_available:
         raise UserError('run.device = "cuda", but torch sees no GPU here; use "auto" or "cpu"')
+    if requested == "auto" and not gpu_available and has_usable_gpu():
+        raise UserError(
+            f"this machine has a GPU, but torch {torch.__version__} cannot use it: it is a build without CUDA, or "
+            'needs a newer driver. Install the build for your driver, or set run.device = "cpu" to train on the CPU'
+        )
     if requested == "cpu" or not gpu_available:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -387,6 +394,22 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def has_usable_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether this process may use an NVIDIA GPU: its device file opens, and CUDA_VISIBLE_DEVICES hides not all.
+
+    Whether torch can use it too is another question. A container has the device files of its own GPUs only, and a
+    scheduler forbids opening those of others.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
+        return False
+    for file in devices.glob("nvidia[0-9]*"):
+        with suppress(OSError):
+            os.close(os.open(file, os.O_RDWR))
+            return True
+    return False
 
 
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:

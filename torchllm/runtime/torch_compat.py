@@ -196,7 +196,12 @@ def profiled_events(profiler: profile) -> list[ProfiledEvent]:
     small step.
     """
     raw_events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    launched = {event.correlation_id(): event.start_ns() for event in raw_events if not _on_gpu(event)}
+    # The ids of operators are torch's, those of cudaLaunchKernel and the like are CUPTI's: both count from 1. A kernel
+    # is linked to its operator, which itself is linked to nothing; torch's own parser makes the same distinction.
+    launched = {}
+    for event in raw_events:
+        if not _on_gpu(event) and event.linked_correlation_id() == 0:
+            launched[event.correlation_id()] = event.start_ns()
     events = []
     for event in raw_events:
         start, on_gpu = event.start_ns(), _on_gpu(event)
