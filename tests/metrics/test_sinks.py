@@ -36,6 +36,8 @@ RECORD: Record = {
     "mfu_unmasked": 0.3,
     "hfu": 0.35,
     "memory_gib": 1.234,
+    "memory_reserved_gib": 1.5,  # this and the next one: of a GPU
+    "allocation_retries": 0,
     "skipped_steps": 0,
 }
 
