@@ -310,14 +310,13 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
     name = f"run.folder = {str(run_folder)!r}"
     content = _read(file)
     owner = _parse(content)
-    wait = f"waiting up to {timing.limit:g} s for a sign of life"
-    lives = False
+    if not has_ended(owner):
+        wait = f"waiting up to {timing.limit:g} s for a sign of life"
+        print(f"{name} belongs to {owner or 'an unknown job'}: {wait}", file=sys.stderr, flush=True)
+    is_earlier_start = False
     silent = 0.0
     looked = timing.clock()
     while not has_ended(owner) and silent < timing.limit:
-        if wait:
-            print(f"{name} belongs to {owner or 'an unknown job'}: {wait}", file=sys.stderr, flush=True)
-            wait = ""
         timing.sleep(timing.look)
         moment = timing.clock()
         silent += min(moment - looked, 2 * timing.look)  # if this process was suspended, so, perhaps, was the owner
@@ -335,9 +334,10 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
                 f"{name} belongs to another job, which is running: {owner or 'unknown'}. "
                 "End that job, or set another run.folder"
             )
-        if not lives:
+        if not is_earlier_start:
             wait = "this job's earlier start, which lives on a node that Slurm has given up; waiting for its end"
-        lives = True
+            print(f"{name} belongs to {owner}: {wait}", file=sys.stderr, flush=True)
+        is_earlier_start = True
         silent = 0.0
 
 
