@@ -1,8 +1,8 @@
 """A Slurm cluster on one machine: a controller and three nodes, each a host in namespaces (tests/namespaces.py).
 
-Debian's and Ubuntu's packages slurm-wlm and munge are enough. Nodes claim more processors and GPUs than there are, and
-Slurm's patience with a node that does not answer is 20 s instead of 300; other times, KillWait of 30 s among them, are
-Slurm's own.
+Debian's and Ubuntu's packages slurm-wlm and munge are enough. Nodes claim more processors and GPUs than there are.
+Slurm's patience with a node that does not answer is 20 s instead of 300, and it looks for what to start every 5 s.
+Other times, KillWait of 30 s among them, are its own.
 """
 
 import os
@@ -50,6 +50,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 GresTypes=gpu
 SlurmdTimeout={missed}
+SchedulerParameters=sched_interval=5,bf_interval=5
 # A node that did not answer returns by itself, one that was set down does not.
 ReturnToService=1
 PreemptType=preempt/partition_prio
@@ -61,16 +62,17 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 GPUS = "Name=gpu File=/dev/null,/dev/zero\n"
 """gres.conf: any two device files will do, since Slurm only counts them"""
 
+CGROUPS = "CgroupPlugin=cgroup/v1\n"
+"""cgroup.conf: nothing here uses control groups, but slurmd looks for what it can use unless it is told"""
+
 
 class State(NamedTuple):
     """What Slurm says of a job."""
 
     name: str
     """RUNNING, say"""
-    reason: str
     restarts: int
     nodes: str
-    exit_status: int
 
 
 class SlurmCluster:
@@ -88,6 +90,7 @@ class SlurmCluster:
         words = {"controller": CONTROLLER, "folder": folder, "missed": SECONDS_TO_MISS_A_NODE}
         (folder / "slurm.conf").write_text(CONFIG.format(nodes=",".join(NODES), **words))
         (folder / "gres.conf").write_text(GPUS)
+        (folder / "cgroup.conf").write_text(CGROUPS)
         self._start_munge(self.controller)
         self._start_daemon(self.controller, "slurmctld")
         for name in NODES:
@@ -139,16 +142,16 @@ class SlurmCluster:
         """Return what Slurm says of a job."""
         text = self.run("scontrol", "show", "job", str(job))
         fields = dict(re.findall(r"(\w+)=(\S*)", text))
-        status = int(fields["ExitCode"].partition(":")[0])
-        return State(fields["JobState"], fields["Reason"], int(fields["Restarts"]), fields["NodeList"], status)
+        return State(fields["JobState"], int(fields["Restarts"]), fields["NodeList"])
 
     def processes(self) -> dict[str, list[str]]:
         """Return the command lines of what runs on each node, without Slurm's and munge's daemons."""
-        found = {}
+        running = {}
         for name in NODES:
             commands = self.network.hosts[name].processes().values()
-            found[name] = [command for command in commands if not DAEMONS.match(Path(command.split()[0]).name)]
-        return {name: commands for name, commands in found.items() if commands}
+            if jobs := [command for command in commands if not DAEMONS.match(Path(command.split()[0]).name)]:
+                running[name] = jobs
+        return running
 
     def until(self, happened: Callable[[], object], seconds: float = PATIENCE) -> float:
         """Wait for something to happen; return the seconds that it took."""
@@ -161,7 +164,7 @@ class SlurmCluster:
     def describe(self) -> str:
         """Return what to look at after a failure."""
         parts = [self.run("sinfo", "--Node", "--long"), self.run("squeue"), str(self.processes())]
-        outputs = sorted(self.folder.glob("*.txt"), key=lambda file: file.stat().st_mtime)
+        outputs = sorted(self.folder.glob("*.txt"), key=lambda file: file.stat().st_mtime)  # of jobs
         for file in [self.folder / "slurmctld.log", *outputs[-1:]]:
             parts += [f"--- {file.name}", *(line[:200] for line in file.read_text().splitlines()[-40:])]
         return "\n".join(parts)

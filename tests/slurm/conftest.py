@@ -49,6 +49,6 @@ def note(record_property: Callable[[str, object], None]) -> Callable[[str], None
     """Adds to what the table says of a trial."""
 
     def add(text: str) -> None:
-        record_property("seen", text)
+        record_property("observed", text)
 
     return add

@@ -38,9 +38,9 @@ def write_recipe(folder: Path) -> None:
     source = (ROOT / "recipes/pretrain.py").read_text()
     pause = f"            if n > {QUICK_STEPS} and Path({str(folder / SLOW)!r}).exists():\n"
     pause += "                time.sleep(1.0)\n"
-    for place, addition in (("            with monitor.data_wait():\n", pause), ("import sys\n", "import time\n")):
-        assert place in source
-        source = source.replace(place, addition + place, 1)
+    for anchor, addition in (("            with monitor.data_wait():\n", pause), ("import sys\n", "import time\n")):
+        assert anchor in source
+        source = source.replace(anchor, addition + anchor, 1)
     source = source.replace("import sys\n", "import sys\nfrom pathlib import Path\n", 1)
     (folder / RECIPE).write_text(source)
 
@@ -61,11 +61,11 @@ class Job:
         return ["./run_train.sh", DEBUG, *SETTINGS, *settings, f"--run.folder={self.folder}"]
 
     def submit(
-        self, *options: str, srun: str = "srun", settings: Sequence[str] = (), then: str = "", **environment: str
+        self, *options: str, srun: str = "srun", settings: Sequence[str] = (), ending: str = "", **environment: str
     ) -> None:
-        """Submit it: sbatch OPTIONS --wrap "SRUN ./run_train.sh ... SETTINGS THEN". Its steps are slow from now on."""
+        """Submit it: sbatch OPTIONS --wrap "SRUN ./run_train.sh ... SETTINGS ENDING". Its steps are slow then."""
         (self.cluster.folder / SLOW).touch()
-        words = [*options, "--wrap", f"{srun} {shlex.join(self.command(*settings))}{then}"]
+        words = [*options, "--wrap", f"{srun} {shlex.join(self.command(*settings))}{ending}"]
         variables = {"NPROC": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
         variables |= {"RECIPE": str(self.cluster.folder / RECIPE)} | environment
         files = [f"--output={self.output}", "--open-mode=append"]
@@ -102,6 +102,11 @@ class Job:
         processes = self.cluster.network.hosts[node].processes()
         return min(pid for pid, command in processes.items() if re.search(KINDS[kind], command))
 
+    def trains_on(self, node: str) -> bool:
+        """Return whether processes of the run are on a node, whatever Slurm has there."""
+        commands = self.cluster.network.hosts[node].processes().values()
+        return any(re.search(pattern, command) for pattern in KINDS.values() for command in commands)
+
     def until_training(self) -> None:
         """Wait for its first slow steps."""
         self.cluster.until(lambda: self.step > QUICK_STEPS + 1)
@@ -110,10 +115,9 @@ class Job:
         """Wait until Slurm says that it has ended and none of its processes is left on any node; return the seconds."""
         return self.cluster.until(lambda: self.state in ENDED and not self.cluster.processes())
 
-    def until_requeued(self) -> float:
-        """Wait until it has begun to train once more; return the seconds."""
-        starts = len(self.resumed)
-        return self.cluster.until(lambda: len(self.resumed) > starts)
+    def until_resumed(self, times: int = 1) -> float:
+        """Wait until it has gone on from a checkpoint so many times; return the seconds."""
+        return self.cluster.until(lambda: len(self.resumed) >= times)
 
     def finish(self) -> None:
         """Let it train to its end."""

@@ -12,8 +12,8 @@ import pytest
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_lost_node_is_replaced(node, record_property):
-    record_property("seen", "it ended after 3 s")
-    record_property("seen", "it went on after 20 s")
+    record_property("observed", "it ended after 3 s")
+    record_property("observed", "it went on after 20 s")
     assert node == "node1"
 
 def test_it_trains():
