@@ -89,7 +89,7 @@ def test_a_save_over_run_timeout_is_none_but_ranks_stuck_in_the_same_call_are(
 ) -> None:
     """The file that both ranks read does not answer, as on a network file system whose server is gone."""
     fault = f"""
-before(checkpointer.manifests, "publish", 1, lambda: time.sleep({TIMEOUT + 3.5}))
+before(checkpointer.manifests, "publish", 1, lambda: time.sleep({TIMEOUT + 1.5}))
 before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
 """
     folder = tmp_path / "run"
@@ -117,7 +117,7 @@ before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
 def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: str
 ) -> None:
-    if trials == 1 and victim == "rank":
+    if trials == 1:
         pytest.skip("tried with --trials=2 or more")
     for trial in range(trials):
         folder = tmp_path / f"run-{trial}"
