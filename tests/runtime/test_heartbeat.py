@@ -67,6 +67,7 @@ def test_a_launcher_reads_what_its_rank_does_and_how_long_it_may(heart: Heartbea
         assert doing() == ("save", "", SAVE)
     assert doing() == ("step", "", STEP)
     heart.begin("start-up")  # with another model, which compiles again
+    heart.begin_steps()
     with during("evaluation"):
         assert doing() == ("evaluation", "", START)
     heart.close()
@@ -96,7 +97,9 @@ def test_without_a_launcher_only_the_limits_are_there(monkeypatch: pytest.Monkey
     heart.close()
 
 
-def test_a_beat_is_a_write_to_memory_whatever_their_number(heart: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_is_a_write_to_memory_whatever_their_number(
+    heart: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No system call: time.monotonic is none on Linux. The timer is set anew once per second, not per beat."""
     timers = Counter[str]()
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timers.update(["set"]))
@@ -119,10 +122,13 @@ def test_a_beat_is_a_write_to_memory_whatever_their_number(heart: Heartbeat, mon
     assert set(calls) <= {"python", "pack_into", "__new__"}
     assert calls.total() <= 12 * beats
     assert timers["set"] == 1
+    stacks = tmp_path / "rank-1.stack"
+    stacks.write_text("of a step that was only slow")
     monkeypatch.setattr(module.time, "monotonic", lambda: 102.0)
     beat("data")
     beat("optimizer")
     assert timers["set"] == 2
+    assert stacks.read_text() == ""
 
 
 def test_a_forked_process_does_not_beat_for_its_parent(heart: Heartbeat, tmp_path: Path) -> None:

@@ -23,12 +23,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 LIMIT = 0.5
 """seconds that the ranks of the tests may go without a beat where they are stuck"""
 RANK = """
-import ctypes, os, sys, time
+import ctypes, os, sys, threading, time
 from torchllm.runtime import heartbeat
 heartbeat.REARM_INTERVAL = 0.1
 heart, beat, during = heartbeat.heartbeat(), heartbeat.beat, heartbeat.during
 heart.open()
 fifo = sys.argv[1]
+
+def wait_beside():
+    time.sleep(600)
+
+threading.Thread(target=wait_beside, daemon=True).start()
 
 def read_a_file_that_does_not_answer():
     open(fifo).read()
