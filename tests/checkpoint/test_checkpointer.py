@@ -26,6 +26,7 @@ from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
+from torchllm.config.environment import ATTEMPT
 from torchllm.runtime.lease import LeaseLost
 from torchllm.train.step import Health
 
@@ -247,6 +248,24 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
     damage(tmp_path / "old", 5)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: damaged"):
         checkpointer(tmp_path / "fresh", resume=str(named)).resume()
+
+
+def test_a_later_attempt_of_a_job_resumes_from_its_own_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the config of the first, which may name another run's checkpoint, or none."""
+    checkpointer(tmp_path / "old").save(5, {})
+    named = str(manifests.step_folder(tmp_path / "old/checkpoints", 5))
+    monkeypatch.setenv(ATTEMPT, "2")
+    assert checkpointer(tmp_path / "new", resume="none").resume() is None
+    manifest = checkpointer(tmp_path / "new", resume=named).resume()
+    assert manifest is not None
+    assert manifest.step == 5
+    checkpointer(tmp_path / "new").save(6, {})
+    for resume in ("none", named):
+        manifest = checkpointer(tmp_path / "new", resume=resume).resume()
+        assert manifest is not None
+        assert manifest.step == 6
 
 
 def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import Started, children, clean, start_nodes
+from tests.launched import Started, children, clean, ends, start_nodes
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
 
@@ -40,6 +41,11 @@ def has_step_2(folder: Path) -> bool:
     return (folder / "checkpoints/step-00000002/manifest.json").exists()
 
 
+def restarts_of(runs: list[Started]) -> list[str]:
+    """Return the lines in which node 0 says that the job is started again."""
+    return [line for line in runs[0].err.read_text().splitlines() if re.search(r"; restart \d+ of \d+ from ", line)]
+
+
 def assert_same_run(folder: Path, undisturbed: Path) -> None:
     assert curve(folder) == curve(undisturbed)
     assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
@@ -49,7 +55,8 @@ def test_ranks_killed_at_random_moments_on_any_node_cost_only_time(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
 ) -> None:
     folder = tmp_path / "run"
-    runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000")
+    on_event = f"--run.on_event=sh -c 'echo $1 >>{tmp_path}/events' on_event"
+    runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000", on_event)
     runs[0].until(lambda: has_step_2(folder))
     kills = 0
     while kills < trials and all(run.process.poll() is None for run in runs):
@@ -58,10 +65,12 @@ def test_ranks_killed_at_random_moments_on_any_node_cost_only_time(
         if ranks:
             os.kill(ranks[-1] if trials == 1 else random.choice(ranks), signal.SIGKILL)
             kills += 1
+            assert all(ends(rank, seconds=30) for rank in ranks)
     assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
-    lines = [line for line in runs[0].err.read_text().splitlines() if "; restart " in line]
+    lines = restarts_of(runs)
     assert lines
     assert all(f" on {os.uname().nodename} was killed: SIGKILL; restart " in line for line in lines)
+    assert (tmp_path / "events").read_text().splitlines()[-2:] == ["restart", "end"]
     assert_same_run(folder, undisturbed)
     launches = read_launches(folder / "goodput.json")
     seconds, lost = account(launches)
@@ -121,7 +130,7 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
         folder = tmp_path / f"run-{trial}"
         runs = run_with_fault(start, folder, fault, 2)
         assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
-        assert runs[0].err.read_text().count("; restart ") == restarts
+        assert len(restarts_of(runs)) == restarts
         assert_same_run(folder, undisturbed)
 
 

@@ -193,6 +193,7 @@ def test_a_rank_that_ends_with_status_0_before_it_has_left_the_job_is_named(
     (tmp_path / "rank-3").write_text(str(child.pid))
     with pytest.raises(RankLeft, match="rank 3 ended in the middle of the run, with exit status 0"):
         node.num_nodes_waiting()
+    barrier(node.next_rendezvous().store, 2, "done", barrier_timeout=60)  # waits for no other node
     rank_notes.leave(3)
     assert node.num_nodes_waiting() == 0
 

@@ -339,8 +339,8 @@ class AttemptStore(PrefixStore):
         self.find_end = find_end
 
     def wait(self, keys: list[str]) -> None:  # type: ignore[override]  # torchrun passes no time-out
-        """Return when the keys are set, or the attempt is over."""
-        while self.find_end() is None:
+        """Return when the keys are set, or the attempt is over: a rank of this node may have left the job early."""
+        while not rank_notes.members() and self.find_end() is None:
             try:
                 super().wait(keys, timedelta(seconds=CHECK_INTERVAL))
                 return

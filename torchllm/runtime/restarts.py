@@ -133,4 +133,5 @@ def newest_step(folder: Path) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be closed
+        print(line, file=sys.stderr, flush=True)
