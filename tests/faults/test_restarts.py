@@ -15,6 +15,7 @@ import pytest
 from tests.launched import Started, children, clean, ends, start_nodes
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
+from torchllm.runtime.restarts import newest_step
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
 
@@ -51,30 +52,48 @@ def assert_same_run(folder: Path, undisturbed: Path) -> None:
     assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
 
 
-def test_ranks_killed_at_random_moments_on_any_node_cost_only_time(
+def kill_a_rank(runs: list[Started], folder: Path) -> bool:
+    """Kill a rank at a random moment in the start-up or around a save; return False if the job is done before."""
+    before = newest_step(folder)
+    is_in_training = random.random() < 0.5
+    while not ranks_of(runs) or (is_in_training and newest_step(folder) == before):
+        if any(run.process.poll() is not None for run in runs):
+            return False
+        time.sleep(0.02)
+    time.sleep(random.uniform(0, 0.5 if is_in_training else 6))
+    ranks = ranks_of(runs)
+    if not ranks:
+        return False
+    os.kill(random.choice(ranks), signal.SIGKILL)
+    assert all(ends(rank, seconds=30) for rank in ranks)
+    return True
+
+
+def test_a_rank_killed_on_any_node_costs_only_time(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
 ) -> None:
-    folder = tmp_path / "run"
-    on_event = f"--run.on_event=sh -c 'echo $1 >>{tmp_path}/events' on_event"
-    runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000", on_event)
-    runs[0].until(lambda: has_step_2(folder))
     kills = 0
-    while kills < trials and all(run.process.poll() is None for run in runs):
-        time.sleep(random.uniform(0, 12) if trials > 1 else 0)
-        ranks = ranks_of(runs)
-        if ranks:
-            os.kill(ranks[-1] if trials == 1 else random.choice(ranks), signal.SIGKILL)
-            kills += 1
-            assert all(ends(rank, seconds=30) for rank in ranks)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
-    lines = restarts_of(runs)
+    while kills < trials:
+        folder = tmp_path / f"run-{kills}"
+        on_event = f"--run.on_event=sh -c 'echo $1 >>{folder}/events' on_event"
+        runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000", on_event)
+        if trials == 1:
+            runs[0].until(lambda folder=folder: has_step_2(folder))
+            os.kill(ranks_of(runs)[1], signal.SIGKILL)
+            kills = 1
+        else:
+            while kills < trials and kill_a_rank(runs, folder):
+                kills += 1
+        assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
+        lines = restarts_of(runs)
+        killed = f" on {os.uname().nodename} was killed: SIGKILL; restart "
+        assert all(killed in line for line in lines), lines
+        assert_same_run(folder, undisturbed)
+        if lines:
+            assert (folder / "events").read_text().splitlines()[-2:] == ["restart", "end"]
+        seconds, lost = account(read_launches(folder / "goodput.json"))
+        assert 0 < sum(lost.values()) < seconds
     assert lines
-    assert all(f" on {os.uname().nodename} was killed: SIGKILL; restart " in line for line in lines)
-    assert (tmp_path / "events").read_text().splitlines()[-2:] == ["restart", "end"]
-    assert_same_run(folder, undisturbed)
-    launches = read_launches(folder / "goodput.json")
-    seconds, lost = account(launches)
-    assert 0 < sum(lost.values()) < seconds
 
 
 FAULTY = f"""
