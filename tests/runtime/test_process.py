@@ -16,7 +16,7 @@ from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
 from torchllm.runtime import process as runtimes
-from torchllm.runtime.lease import Timing, check_owner, take_lease
+from torchllm.runtime.lease import DONE, Timing, check_owner, take_lease
 from torchllm.runtime.process import (
     Runtime,
     choose_device,
@@ -185,6 +185,7 @@ def test_a_folder_of_another_job_is_refused_on_all_ranks_unless_they_only_read(t
     lease.release()
     assert workers.run(start_under_torchrun, 2, run, free_port()) == ["no error"] * 2
     assert sorted(os.listdir(tmp_path)) == ["lease"]
+    assert DONE in (tmp_path / "lease/000002").read_text()
 
 
 def share(folders: list[str]) -> str:

@@ -22,6 +22,7 @@ import pytest
 from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, metrics, tensor_files
 from torchllm.config import load_config
+from torchllm.runtime.lease import DONE
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
 STAND_IN = """#!/usr/bin/env bash
@@ -560,6 +561,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(folder.glob("tensorboard/events.*"))
     files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints", "lease"}
     assert {path.name for path in folder.iterdir()} == files
+    assert [DONE in file.read_text() for file in folder.glob("lease/*")] == [True]  # for nodes that wait
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert load_config([str(folder / "config.toml")]) == load_config([DEBUG, *SMALL, f"--run.folder={folder}"])
 
@@ -710,6 +712,7 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
 ENDED = """
 import os, signal, sys, time
 from torchllm.config import load_config
+from torchllm.runtime.lease import DONE
 load_config(sys.argv[1:])
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if os.environ["RANK"] == "1":
