@@ -183,6 +183,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
+# A GPU's allocator then grows its segments instead of leaving gaps between them.
+[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 is_spare=""
 if [ "$node" -ge "$NNODES" ] || { [ "$per_gpu" = 1 ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then

@@ -138,6 +138,19 @@ def test_processes_on_a_node(
     assert notes.calls[0].environment["OMP_NUM_THREADS"] == str(max(1, cores // processes))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128", "max_split_size_mb:128"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", None),  # the name of older versions
+    ],
+)
+def test_the_allocator_of_gpus(noted: Callable[..., Notes], name: str, value: str, expected: str | None) -> None:
+    notes = noted(DEBUG, **{name: value})
+    assert notes.calls[0].environment.get("PYTORCH_ALLOC_CONF") == expected
+
+
 def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
     notes = noted(DEBUG, NPROC="3")
     assert notes.torchrun[0] == "--nproc-per-node=2"
