@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.tiny_run import ROOT, process_as_it_was
-from torchllm.config.errors import UserError
-from torchllm.runtime import error_report
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime import error_report, rank_notes
 from torchllm.runtime.error_report import lost_connection, report_errors
 
 
@@ -45,6 +46,20 @@ def test_errors_are_printed_once_and_bugs_name_their_rank(
     assert 1 < slept[0] < slept[1] < 10
     end_with(ValueError("a bug"), rank=3, local_rank=3)
     assert capsys.readouterr().err == "rank 3: failed:\nValueError: a bug\n"
+
+
+def test_the_launcher_hears_of_errors_that_would_come_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
+    error = UserError("the checkpoint cannot be read")
+    error.__context__ = RuntimeError("Connection closed by peer")
+    end_with(error, rank=0, local_rank=0)
+    end_with(ValueError("a bug"), rank=0, local_rank=0)
+    assert not rank_notes.has_error("user_error")
+    end_with(UserError("no such file"), rank=0, local_rank=0)
+    assert rank_notes.has_error("user_error")
+    assert not rank_notes.has_error("refused")
+    end_with(RefusedStart("another learning rate"), rank=0, local_rank=0)
+    assert rank_notes.has_error("refused")
 
 
 def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,17 +64,15 @@ def test_only_published_checkpoints_count(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 3
 
 
-@pytest.mark.parametrize(
-    ("ending", "description"),
-    [
-        (KILLED, "rank 5 on node-b was killed: SIGKILL"),
-        (PartEnding("failed", 1, -40), "rank 1 was killed: signal 40"),
-        (PartEnding("failed", 1, 3), "rank 1 ended with status 3"),
-        (PartEnding("left", 1), "rank 1 ended in the middle of the run, with exit status 0"),
-        (ELSEWHERE, ""),
-    ],
-)
-def test_an_ending_is_one_line_and_back(ending: PartEnding, description: str) -> None:
-    assert ending.describe() == description
+def test_an_ending_says_which_rank_ended_and_how() -> None:
+    assert KILLED.describe() == "rank 5 on node-b was killed: SIGKILL"
+    assert PartEnding("failed", 1, -40).describe() == "rank 1 was killed: signal 40"
+    assert PartEnding("failed", 1, 3).describe() == "rank 1 ended with status 3"
+    assert PartEnding("left", 1).describe() == "rank 1 ended in the middle of the run, with exit status 0"
+    assert ELSEWHERE.describe() == ""
+
+
+@pytest.mark.parametrize("ending", [KILLED, ELSEWHERE, PartEnding("left", 1), PartEnding("failed", 1, -40)])
+def test_an_ending_is_one_line_and_back(ending: PartEnding) -> None:
     assert PartEnding.parse(ending.text()) == ending
     assert PartEnding.parse(ending.text() + "\x1b[2J") == PartEnding("stopped")

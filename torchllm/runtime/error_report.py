@@ -69,7 +69,8 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
             _ending.status = 2
             note_error("refused")
         if isinstance(error, UserError):
-            note_error("user_error")
+            if not lost_connection(error):  # else the death of that rank is the cause, which may not come again
+                note_error("user_error")
             if not main:
                 # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which
                 # sleep here. If only this node has it, its first rank prints it.
