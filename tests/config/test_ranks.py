@@ -4,11 +4,12 @@ import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Parallel, load_config
+from torchllm.config import Parallel, load, load_config
 
 UNKNOWN_RANKS = "is -1, but the number of ranks is unknown: set NPROC (and NNODES), or give a degree"
 
@@ -310,6 +311,25 @@ def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
     assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == (training, line)
     assert err[0] == line
     assert err[-1].startswith("global batch 16 sequences = ")
+
+
+def test_numbers_of_nodes_are_tried_once_each(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = Mock(wraps=load.layout_problems)
+    monkeypatch.setattr(load, "layout_problems", counted)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NPROC", "8")
+    calls = []
+    for nodes in (64, 256):
+        (folder / "x.toml").write_text(f"[training]\nglobal_batch_size = {nodes * 8}")
+        monkeypatch.setenv("NNODES", str(nodes - 1))
+        counted.reset_mock()
+        words = ["x.toml", "--run.folder=runs/a"]
+        out, _ = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
+        assert out["TRAINING_NODES"] == str(nodes // 2)
+        calls.append(counted.call_count)
+    assert calls[1] < 4.1 * calls[0] < 400
 
 
 @pytest.mark.parametrize(
