@@ -23,6 +23,7 @@ def test_restarts_count_anew_after_a_checkpoint_of_a_later_step(
     publish(tmp_path, 8)
     restarts = Restarts(2, tmp_path)
     assert restarts.decide([ELSEWHERE, KILLED], 1) == "restart"
+    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "damaged")
     publish(tmp_path, 4)  # an attempt that went back has done nothing new
     assert restarts.decide([ELSEWHERE, KILLED], 1) == "restart"
     publish(tmp_path, 12)
@@ -31,7 +32,7 @@ def test_restarts_count_anew_after_a_checkpoint_of_a_later_step(
     assert restarts.decide([KILLED], 0) == "end"
     assert capsys.readouterr().err.splitlines() == [
         "rank 5 on node-b was killed: SIGKILL; restart 1 of 2 from the checkpoint of step 8",
-        "rank 5 on node-b was killed: SIGKILL; restart 2 of 2 from the checkpoint of step 8",
+        "rank 5 on node-b was killed: SIGKILL; restart 2 of 2 from the checkpoint of step 4",
         "node 0 has failed; restart 1 of 2 from the checkpoint of step 12",
         "rank 5 on node-b was killed: SIGKILL; restart 2 of 2 from the checkpoint of step 12",
         "not restarted: 2 of 2 restarts (run.restarts) have made no progress",
