@@ -5,9 +5,8 @@ it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It
 end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
 only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
 run_train.sh asks for a stop through a file instead. It starts the whole job again after a rank has died (restarts.py).
-It ends ranks that are stuck (rank_watch.py).
-And it prints no traceback of its own when a rank ends the job: a rank that failed has printed its error; a rank that
-was killed could not, and is named here.
+It ends ranks that are stuck (rank_watch.py). And it prints no traceback of its own when a rank ends the job: a rank
+that failed has printed its error; a rank that was killed could not, and is named here.
 """
 
 import signal
