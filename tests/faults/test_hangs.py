@@ -113,6 +113,24 @@ before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
     assert sorted((folder / "events").read_text().split()) == ["end", "hang"]
 
 
+def test_ranks_stuck_in_the_same_call_on_two_nodes_end_both(
+    start: Callable[..., Started], tmp_path: Path, trials: int
+) -> None:
+    if trials == 1:
+        pytest.skip("tried with --trials=2 or more")
+    variables = with_fault(tmp_path, 'before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)')
+    variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    variables["PET_MASTER_PORT"] = str(free_port())
+    options = [*QUICK, "--data.workers=0", *limits(), "--run.restarts=0", f"--run.folder={tmp_path / 'run'}"]
+    nodes = [start(DEBUG, *SMALL, *options, **variables, PET_NODE_RANK=str(node)) for node in range(2)]
+    assert [node.wait() for node in nodes] == [1, 1]
+    texts = [node.err.read_text() for node in nodes]
+    assert any("hang: no progress for over 2 s (run.timeout)" in text for text in texts)
+    for node, text in enumerate(texts):
+        told = f"rank {node}'s main thread is at {tmp_path}/recipe.py" in text
+        assert told or f"error: node {1 - node} has ended the job; its output says why" in text
+
+
 @pytest.mark.parametrize("victim", ["worker", "rank"])
 def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: str

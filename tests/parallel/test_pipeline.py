@@ -243,7 +243,7 @@ def beats(settings: Settings) -> tuple[int, int]:
     config = tiny(settings)
     mesh, stages = build(config)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    batches = my_batches(config, mesh, 1)
+    batches = my_batches(config, mesh, 1, ragged=False)
     before = heartbeat().count
     step(batches, torch.tensor(SCALE))
     return heartbeat().count - before, len(batches)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -18,7 +19,7 @@ from tests.tiny_run import ROOT
 from tests.workers import POOL
 from torchllm.config import Run
 from torchllm.runtime.hang_report import read_dump
-from torchllm.runtime.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
+from torchllm.runtime.hang_watch import ALARM, CHECKS_PER_SECOND, SAVES_IN_BACKGROUND, seconds_between_checks
 from torchllm.runtime.process import Runtime, start_runtime
 
 TIMEOUT = 2.0
@@ -70,7 +71,9 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, body: Body) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
-    runtime = start_runtime(Run(folder=str(folder), device="cpu", timeout=TIMEOUT, start_timeout=TIMEOUT))
+    runtime = start_runtime(
+        Run(folder=str(folder), device="cpu", timeout=TIMEOUT, start_timeout=TIMEOUT, save_timeout=2 * TIMEOUT)
+    )
     runtime.barrier()
     (folder / f"began-{rank}").touch()
     try:
@@ -122,6 +125,30 @@ def send_no_message(runtime: Runtime) -> None:
     reduce()
     if runtime.rank == 1:
         dist.recv(torch.ones(3), src=0)
+    time.sleep(600)
+
+
+class GoneStore:
+    """A store whose host is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistStoreError(f"{name}: no connection")
+
+
+def lose_the_store(runtime: Runtime) -> None:
+    reduce()
+    if runtime.rank == 0:
+        runtime.hang_watch.store = GoneStore()  # type: ignore[union-attr, assignment]  # of several ranks; a stand-in
+        reduce()
+    time.sleep(3 * TIMEOUT)
+    os._exit(3)
+
+
+def save_in_the_background(runtime: Runtime) -> None:
+    """Rank 1 does not come to a save in the background of rank 0, whose main thread has the shorter limit of a step."""
+    group = dist.new_group(group_desc=SAVES_IN_BACKGROUND)
+    if runtime.rank == 0:
+        threading.Thread(target=lambda: dist.all_reduce(torch.ones(3), group=group), daemon=True).start()
     time.sleep(600)
 
 
@@ -191,6 +218,21 @@ def test_a_message_that_never_comes_ends_the_job_too(tmp_path: Path) -> None:
     assert f"rank 0's main thread is at {sleeping} in send_no_message" in job.stderr
     receiving = line_of(send_no_message, "dist.recv")
     assert f"rank 1 waited for a message at {receiving} in send_no_message" in job.stderr
+
+
+def test_a_rank_that_cannot_reach_the_store_ends_alone(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, lose_the_store)
+    assert job.statuses == [1, 3]
+    assert job.stderr.startswith("hang: rank 0, perhaps others, and the ranks cannot reach each other: ")
+    assert job.stderr.count("\n") == 1
+
+
+def test_a_save_in_the_background_has_the_limit_of_a_save(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, save_in_the_background)
+    assert job.statuses == [1, 1]
+    assert job.stderr.startswith("hang: ranks waited over 4 s (run.save_timeout) for other ranks; aborting\n")
+    assert 2 * TIMEOUT < job.seconds < 2 * TIMEOUT + 10
+    assert f"rank 1 ({HOST}) has not entered gloo:all_reduce number 1 of ranks 0-1" in job.stderr
 
 
 def test_no_alarm_if_ranks_are_slow_or_do_other_things(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import signal
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -342,3 +343,12 @@ def test_compute_dtype() -> None:
     assert [compute_dtype(Training(), device) for device in (cpu, cuda)] == [torch.float32, torch.bfloat16]
     assert compute_dtype(Training(dtype="bfloat16"), cpu) == torch.bfloat16
     assert compute_dtype(Training(dtype="float32"), cuda) == torch.float32
+
+
+def test_a_rank_without_launcher_says_that_rank_0_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    error = error_of(lambda: runtimes._open_store(Run(start_timeout=0.2), 1, timedelta(seconds=1)))
+    assert error.startswith(f"waited for 0.2 s (run.start_timeout) for node 0 at 127.0.0.1:{port} (")

@@ -203,6 +203,14 @@ def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     assert not node.watch.look(100.0)  # nobody has said how long that may take
     node.watch.start_timeout = 5.0
     node.look_until(lambda stuck: len(node.watch.watched) == 1)
+    busy = node.start("while True: pass", ranks_on_node=3)
+    for _ in range(3):
+        time.sleep(0.1)
+        assert not node.watch.look(6.0)  # one that computes is not stuck
+    busy.kill()
+    busy.wait()
+    node.ranks.remove(busy)
+    node.watch.look(0.0)
     stuck = node.watch.look(6.0)
     assert [(one.pid, one.doing) for one in stuck] == [(silent.pid, "start-up, before the config is read")]
     node.watch._end_ranks(stuck)

@@ -106,7 +106,7 @@ class Heartbeat:
         file = Path(folder, f"rank-{os.environ.get('LOCAL_RANK', 0)}")
         unfinished = file.with_suffix(".new")
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, _RECORD.size)
+        os.write(descriptor, bytes(_RECORD.size))  # takes the memory: a full /dev/shm is an error here, SIGBUS later
         self.record = mmap.mmap(descriptor, _RECORD.size)
         os.close(descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

@@ -102,7 +102,9 @@ class RankWatch:
         """of this attempt's heartbeats; None between two attempts"""
         self.watched: dict[Path, _Watched] = {}
         self.unbegun_seconds = 0.0
-        """in which not all ranks of this attempt had a beat"""
+        """in which ranks of this attempt had no beat yet, and did not compute"""
+        self.unbegun_ticks = 0
+        """of the processor, that these ranks have taken so far"""
         self.found: StuckRank | None = None
         """the rank for which the ranks of this attempt were killed"""
         self._lock = threading.Lock()
@@ -162,14 +164,20 @@ class RankWatch:
         return stuck + self._find_unbegun(seconds)
 
     def _find_unbegun(self, seconds: float) -> list[StuckRank]:
-        """Return the processes that should have begun to beat: they hang while Python, torch or the config loads."""
+        """Return the processes that should have begun to beat: they hang while Python, torch or the config loads.
+
+        Those that compute do not hang: a recipe that never calls `start_runtime` has no heart.
+        """
         limit = self.start_timeout
         ranks_on_node = max((rank.beat.ranks_on_node for rank in self.watched.values()), default=1)
         if limit is None or len(self.watched) >= ranks_on_node:
             return []
         begun = {_session(rank.beat.pid) for rank in self.watched.values()}
         unbegun = [pid for pid in find_ranks() if pid not in begun]
-        self.unbegun_seconds = self.unbegun_seconds + seconds if unbegun else 0.0  # torchrun may wait for other nodes
+        ticks = sum(map(processor_ticks, unbegun))
+        is_idle = unbegun and ticks == self.unbegun_ticks  # without a process torchrun waits for other nodes
+        self.unbegun_seconds = self.unbegun_seconds + seconds if is_idle else 0.0
+        self.unbegun_ticks = ticks
         if self.unbegun_seconds <= limit + patience(limit):
             return []
         key = Limit(limit, "run.start_timeout")
@@ -278,7 +286,17 @@ def place_of(rank: StuckRank) -> str:
 
 def process_state(pid: int) -> str:
     """Return the kernel's letter for the state of a process (R, S, D, T, Z …); "" if there is no such process."""
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].strip()[:1]
+    return next(iter(_status_fields(pid)), "")
+
+
+def processor_ticks(pid: int) -> int:
+    """Return the time that a process has computed, with what the kernel did for it; 0 if there is no such process."""
+    return sum(map(int, _status_fields(pid)[11:13]))
+
+
+def _status_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, from the state on: fields 3 and later of proc(5)."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def _lives(pid: int) -> bool:

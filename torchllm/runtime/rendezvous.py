@@ -134,8 +134,10 @@ class AttemptRendezvous(RendezvousHandler):
             try:
                 store = serve_store(self.head, port, self.timeout)
             except dist.DistNetworkError as error:
-                taken = f"cannot listen on port {port}, perhaps another process does: set another one on all nodes"
-                raise NodeMissing(taken) from error
+                raise NodeMissing(
+                    f"cannot listen on port {port}, perhaps another process does: set PET_MASTER_PORT, or under Slurm "
+                    "MASTER_PORT, on all nodes"
+                ) from error
             if is_free and run_folder is not None:
                 publish_head(run_folder, self.run_id, HeadAddress(self.head, store.port))
             return store
