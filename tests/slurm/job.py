@@ -58,7 +58,9 @@ class Job:
 
     def command(self, *settings: str) -> list[str]:
         """Return the command that trains."""
-        return ["./run_train.sh", DEBUG, *SETTINGS, *settings, f"--run.folder={self.folder}"]
+        changed = {word.partition("=")[0] for word in settings}
+        unchanged = [word for word in SETTINGS if word.partition("=")[0] not in changed]
+        return ["./run_train.sh", DEBUG, *unchanged, *settings, f"--run.folder={self.folder}"]
 
     def submit(
         self, *options: str, srun: str = "srun", settings: Sequence[str] = (), ending: str = "", **environment: str
@@ -103,13 +105,14 @@ class Job:
         return min(pid for pid, command in processes.items() if re.search(KINDS[kind], command))
 
     def trains_on(self, node: str) -> bool:
-        """Return whether processes of the run are on a node, whatever Slurm has there."""
+        """Return whether ranks of the run are on a node."""
         commands = self.cluster.network.hosts[node].processes().values()
-        return any(re.search(pattern, command) for pattern in KINDS.values() for command in commands)
+        return any(re.search(KINDS["rank"], command) for command in commands)
 
     def until_training(self) -> None:
         """Wait for its first slow steps."""
-        self.cluster.until(lambda: self.step > QUICK_STEPS + 1)
+        self.cluster.until(lambda: self.step > QUICK_STEPS + 1 or self.state in ENDED)
+        assert self.step > QUICK_STEPS + 1, self.text
 
     def until_ended(self) -> float:
         """Wait until Slurm says that it has ended and none of its processes is left on any node; return the seconds."""

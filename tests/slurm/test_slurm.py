@@ -126,7 +126,9 @@ def test_scancel_saves(job: Job, undisturbed: Undisturbed, note: Note, command: 
     assert_same(job, undisturbed(2))
 
 
-@pytest.mark.parametrize("form", ["", "TERM@60", "USR1@60", "B:USR1@60"])
+@pytest.mark.parametrize(
+    "form", ["", "TERM@60", "USR1@60", "B:USR1@60"], ids=lambda form: f"--signal={form}" if form else "no --signal"
+)
 def test_the_time_limit_saves(job: Job, undisturbed: Undisturbed, note: Note, form: str) -> None:
     """form: of --signal. For B:, which signals the batch script alone, srun must take that script's place."""
     option = [f"--signal={form}"] if form else []
@@ -152,6 +154,7 @@ def test_a_job_whose_time_is_over_queues_itself(job: Job, undisturbed: Undisturb
     job.until_training()
     job.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=1")
     job.cluster.until(lambda: "stopped early" in job.text)
+    job.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=5")
     step = saved_step(job)
     note(f"saved step {step}, trained again {job.until_resumed():.0f} s later")
     finish_requeued(job, step)
@@ -170,7 +173,7 @@ def test_a_requeued_job_goes_on(job: Job, undisturbed: Undisturbed, note: Note) 
     assert_same(job, undisturbed(2))
 
 
-@pytest.mark.parametrize("grace", ["0", "60"])
+@pytest.mark.parametrize("grace", ["0", "60"], ids="GraceTime={}".format)
 def test_a_preempted_job_goes_on(job: Job, undisturbed: Undisturbed, note: Note, grace: str) -> None:
     """grace: the partition's GraceTime in seconds. A job that ends in that time is done for Slurm."""
     job.cluster.run("scontrol", "update", "partition=normal", f"gracetime={grace}")
@@ -214,14 +217,17 @@ def test_a_node_that_is_lost_is_replaced(job: Job, undisturbed: Undisturbed, not
 
 @pytest.mark.parametrize("cut", ["node1", "node2"])
 def test_a_node_whose_link_is_cut_is_replaced(job: Job, undisturbed: Undisturbed, note: Note, cut: str) -> None:
-    """The node goes on, and the shared file system with it, until its rank has waited for run.timeout = 60 s."""
+    """The node goes on, and the shared file system with it, until its rank has waited for run.timeout = 60 s.
+
+    Its launcher holds no GPU then, and ends when the link is back, or when TCP gives up, after a quarter of an hour.
+    """
     job.submit(*TWO, "--requeue", settings=["--run.timeout=60"])
     job.until_training()
     reachable = {"node1": "node2", "node2": "node1"}[cut]
     job.cluster.network.cut(cut)
     step = job.checkpoint
     ended = job.cluster.until(lambda: not job.trains_on(reachable))
-    note(f"the other node's processes ended after {ended:.0f} s")
+    note(f"the other node's ranks ended after {ended:.0f} s")
     ended += job.cluster.until(lambda: not job.trains_on(cut))
     note(f"its own after {ended:.0f} s")
     note(f"trained again {job.until_resumed():.0f} s later")
@@ -286,9 +292,13 @@ def test_a_killed_rank_is_started_again_in_the_job(job: Job, undisturbed: Undist
 # ---- fewer nodes
 
 
+ONE_TASK_PER_NODE = "srun --ntasks-per-node=1"
+"""not of sbatch, which gives a job only as many nodes as its tasks need at least: two of two to three"""
+
+
 def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed: Undisturbed, note: Note) -> None:
     """sbatch --nodes=2-3: the means of a loss are summed in another order then."""
-    job.submit("--nodes=2-3", "--ntasks-per-node=1", "--requeue")
+    job.submit("--nodes=2-3", "--requeue", srun=ONE_TASK_PER_NODE)
     job.until_training()
     job.cluster.network.lose("node3")
     note(f"of three nodes one was lost, two trained {job.until_resumed():.0f} s later")
@@ -306,7 +316,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed
 
 def test_a_node_that_the_batch_cannot_be_shared_by_waits(job: Job, undisturbed: Undisturbed, note: Note) -> None:
     settings = ["--training.global_batch_size=8"]
-    job.submit("--nodes=2-3", "--ntasks-per-node=1", settings=settings)
+    job.submit("--nodes=2-3", settings=settings, srun=ONE_TASK_PER_NODE)
     job.until_training()
     assert job.cluster.state(job.number).nodes == "node[1-3]"
     assert "node 2 waits for the end of the job: 3 nodes do not divide the batch of 8 sequences" in job.text
