@@ -76,11 +76,16 @@ class WeightGradients:
         return run
 
 
+def compute_product(product: DeferredProduct) -> Tensor:
+    """Return gradientᵀ x, summed over all leading dimensions: (N, M)."""
+    return product.gradient.flatten(0, -2).t() @ product.x.flatten(0, -2)
+
+
 @torch.no_grad()  # FOOTGUN: otherwise the sum keeps its autograd graph, and with it the operands of every micro batch
 def add_product(product: DeferredProduct) -> None:
-    """Add gradientᵀ x, summed over all leading dimensions, to the weight's gradient."""
-    weight, x, gradient = product
-    weight_gradient = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+    """Add the product to the weight's gradient."""
+    weight = product.weight
+    weight_gradient = compute_product(product)
     if isinstance(weight_gradient, DTensor) and isinstance(weight, DTensor):
         weight_gradient = weight_gradient.redistribute(placements=weight.placements)
     if weight.grad is None:
