@@ -489,7 +489,7 @@ def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp
     )
     command = [sys.executable, "-c", script]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    states = {run.communicate(timeout=60)[0] for run in runs}
+    states = {run.communicate()[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len(states) == 1
     assert not list((tmp_path / "cache").glob("*/raw*"))
@@ -515,7 +515,7 @@ first = [sequences_of(next_batches(loader)[0]) for _ in range(3)]
 
 def run_script(body: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", SCRIPT.format(body=body)]
-    return subprocess.run(command, timeout=60, capture_output=True, text=True, start_new_session=True)
+    return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
 def test_an_uncaught_error_ends_the_process_and_its_workers() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.test_comms import dgx_a100
@@ -30,6 +30,7 @@ PIECE = Piece(1, 2048, 2048, 1, 1)
 sizes = st.integers(64, 16384)
 
 
+@settings(deadline=None)
 @given(sizes, sizes, sizes)
 def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
     seconds = matmul_seconds(m, n, k, A100)
