@@ -27,6 +27,7 @@ from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT
+from torchllm.optim.optimizer import build_optimizer
 from torchllm.runtime.lease import LeaseLost
 from torchllm.train.step import Health
 
@@ -445,6 +446,21 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     resuming = Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointError, match=r"optimizer\.bias\.exp_avg: in the checkpoint only"):
         resuming.resume()
+
+
+def test_momentum_comes_back(tmp_path: Path) -> None:
+    sgd = config.Optimizer(name="sgd", momentum=0.9)
+    buffers = []
+    for value in (1.0, 0.0):
+        model = nn.ModuleDict({"lm_head": nn.Linear(3, 2, bias=False)})
+        optimizer = build_optimizer([model], sgd)
+        momentum = optimizer.state[model["lm_head"].weight]["momentum_buffer"].fill_(value)
+        checkpoints = Checkpointer(config.Checkpoint(), tmp_path, [model], optimizer)
+        if checkpoints.resume() is None:
+            checkpoints.save(1, {})
+        buffers.append(momentum)
+    saved, loaded = buffers
+    assert torch.equal(loaded, saved)
 
 
 def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:

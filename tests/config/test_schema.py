@@ -26,6 +26,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
 
 
 ULYSSES = {"parallel__cp_method": "ulysses"}
+FIVE = {"training__global_batch_size": 5, "training__micro_batch_size": 1}
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model__heads": 3}, None, ["model.heads"]),
     ({"model__heads": 3, "model__head_dim": 2}, None, []),
@@ -74,6 +75,19 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "full"}, None, ["compile.block"]),
     ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "every_k"}, None, ["compile.block"]),
     ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "selective"}, None, ["compile.block"]),
+    *(
+        ({"parallel__pp": 2, "parallel__schedule": schedule, "compile__block": True}, None, ["compile.block"])
+        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    ),
+    ({"parallel__pp": 2, "parallel__schedule": "Interleaved1F1B", "compile__block": True}, None, []),
+    *(
+        ({"parallel__pp": 2, "parallel__schedule": schedule, **FIVE}, None, ["training.global_batch_size"])
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")  # 5 are not 2 equal rounds
+    ),
+    ({"parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble", **FIVE}, None, []),
+    ({"parallel__tp": 2, "parallel__cp": 2, "model__vocab": 97}, None, []),
+    ({"parallel__tp": 2, "parallel__cp": 4, "model__vocab": 97}, None, ["model.vocab"]),
+    ({"parallel__tp": 2, "parallel__dp_shard": 2, "parallel__cp": 2, "model__vocab": 97}, None, ["model.vocab"]),
     ({"training__micro_batch_size": 3}, None, ["training.global_batch_size"]),
     ({"parallel__dp_shard": 3}, None, ["training.global_batch_size"]),
     ({"parallel__dp_shard": 3}, 4, ["parallel.dp_shard"]),  # and not also the batch

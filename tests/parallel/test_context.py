@@ -27,7 +27,7 @@ from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.attention_kernels import PartialAttention
+from torchllm.parallel.attention_kernels import CudaKernels, PartialAttention
 from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, sequence_pieces
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import OneStage
@@ -57,6 +57,22 @@ LAYOUTS: dict[str, Settings] = {  # the lattice has the others
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_the_same_model(name: str, method: str) -> None:
     check({**METHODS[method], **LAYOUTS[name]}, ragged=True)
+
+
+def test_the_kernel_of_a_gpu_is_checked_in_the_type_of_the_run() -> None:
+    """This machine has no GPU: a mesh of its device type is enough for what happens before the first step."""
+    config = tiny({"model.kv_heads": 2})
+    with torch.device("meta"):
+        stage = build_model(config.model)
+    mesh = mock.Mock(device_type="cuda")
+    with mock.patch.object(torchllm.parallel.context, "check_kernel") as check_kernel:
+        apply_context_parallel(stage, mesh, "ring", torch.bfloat16)
+    (call,) = check_kernel.call_args_list
+    kernel, device, groups, width, dtype = call.args
+    assert isinstance(kernel, CudaKernels)
+    assert (device.type, groups, width, dtype) == ("cuda", 8 // 2, 64 // 8, torch.bfloat16)
+    rings = [module for module in stage.modules() if isinstance(module, RingAttention)]
+    assert [ring.kernel for ring in rings] == [kernel] * 4
 
 
 def test_eight_ranks_in_a_ring() -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings
 from tests.workers import run
 from torchllm.config import Model, Recompute
-from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.decoder import Block, Decoder, build_model
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.recompute import apply_recompute
+from torchllm.parallel.recompute import apply_recompute, save_products
 from torchllm.spec.flops import recompute_interval
 from torchllm.spec.parameters import canonical_name
 
@@ -206,25 +207,62 @@ def test_what_is_computed_again(recompute: Recompute) -> None:
     assert tuple(calls.values()) == CALLS[ids(recompute)]
 
 
-class AttentionCounter(TorchDispatchMode):
-    """Counts attention within documents while it is active."""
+class CallCounter(TorchDispatchMode):
+    """Counts the calls of one operation while it is active."""
 
-    def __init__(self) -> None:
+    def __init__(self, operation: Any) -> None:
         super().__init__()
+        self.operation = operation
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is torch.ops.torchllm.document_attention.default
+        self.calls += func is self.operation
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("mode", "forwards"), [("full", 10), ("selective", 5)])
-def test_selective_saves_attention_within_documents(mode: str, forwards: int) -> None:
+@pytest.mark.parametrize("masks_documents", [False, True])
+def test_selective_saves_attention(masks_documents: bool, mode: str, forwards: int) -> None:
     decoder = built(SMALL, Recompute(mode))
     tokens, positions, _, labels = inputs(SMALL)
-    with AttentionCounter() as counter:
-        decoder(tokens, positions, positions // 10, labels).backward()
+    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    documents = None
+    if masks_documents:
+        operation = torch.ops.torchllm.document_attention.default
+        documents = positions // 10
+    with CallCounter(operation) as counter:
+        decoder(tokens, positions, documents, labels).backward()
     assert counter.calls == forwards
+
+
+CUDA_ATTENTION: dict[str, Any] = {
+    "flash": lambda q: torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, is_causal=True),
+    "efficient": lambda q: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, is_causal=True),
+    "cudnn": lambda q: torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("kernel", CUDA_ATTENTION)
+def test_selective_saves_the_attention_of_a_gpu(kernel: str) -> None:
+    """On tensors without memory, for which torch knows what its CUDA kernels return."""
+    attention = CUDA_ATTENTION[kernel]
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    q = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with CallCounter(operation) as counter:
+        out = checkpoint(lambda q: attention(q.sin())[0].cos(), q, use_reentrant=False, context_fn=save_products)
+        out.sum().backward()
+    assert counter.calls == 1
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(("k", "recomputed"), [(2, {"2", "4"}), (3, {"3"})])
+def test_every_k_counts_the_blocks_of_the_whole_model(k: int, recomputed: set[str]) -> None:
+    """A pipeline stage without block 0 recomputes the blocks that the whole model would."""
+    with torch.device("meta"):
+        stage = build_model(SMALL)
+    del stage.layers["0"]
+    apply_recompute(stage, Recompute("every_k", k), SMALL.layers)
+    assert {name for name, block in stage.layers.items() if not isinstance(block, Block)} == recomputed
 
 
 TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size": 1}

@@ -20,11 +20,12 @@ from torchllm.parallel.attention_kernels import (
     BlockKernel,
     CpuKernel,
     EagerKernel,
+    Gradients,
     KeyMask,
     PartialAttention,
     document_bias,
 )
-from torchllm.parallel.ring import Exchange, RingAttention, RingStep, merge
+from torchllm.parallel.ring import Exchange, RingAttention, RingStep, merge, ring_backward, ring_forward
 
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
 KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel()}
@@ -162,6 +163,58 @@ def test_lower_precision(dtype: torch.dtype, error: float) -> None:
     for results in results_of_ranks:
         assert {x.dtype for x in results} == {dtype}
     assert worst_error(results_of_ranks, DOCUMENTS["two"]) <= error
+
+
+class RandomParts(BlockKernel):
+    """Stands in for attention: each block's results are random numbers, which it stores."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.parts: list[PartialAttention] = []
+        self.gradients: list[Gradients] = []
+
+    def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        lse = torch.randn(q.shape[:3], generator=self.generator)
+        self.parts.append(PartialAttention(self._random(q), lse))
+        return self.parts[-1]
+
+    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+        k, v = kv
+        self.gradients.append(Gradients(self._random(q), self._random(k), self._random(v)))
+        return self.gradients[-1]
+
+    def _random(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.generator).to(like.dtype)
+
+
+class Echo:
+    """Stands in for `Exchange`: each rank receives what it sends."""
+
+    def __init__(self, tensor: Tensor, ring: RingAttention) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+def rounded_once(result: Tensor, exact: Tensor) -> bool:
+    """Whether a bfloat16 result is off by at most half a unit of its last place, 2^-8, and what float32 sums cost."""
+    assert result.dtype == torch.bfloat16
+    return bool(((result.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all())
+
+
+def test_the_parts_of_a_bfloat16_ring_are_merged_in_float32() -> None:
+    kernel = RandomParts()
+    ring: Any = mock.Mock(rank=3, ranks=4, kernel=kernel)  # the last rank: every block has all queries
+    q = torch.zeros(BATCH, HEADS, 12, WIDTH, dtype=torch.bfloat16)
+    kv = torch.zeros(2, BATCH, KV, 12, WIDTH, dtype=torch.bfloat16)
+    with mock.patch.object(torchllm.parallel.ring, "Exchange", Echo):
+        attention = ring_forward(q, kv, None, ring)
+        dq, _ = ring_backward(q, q, kv, None, attention, ring)
+    lse = torch.stack([part.lse.double() for part in kernel.parts])
+    outs = torch.stack([part.out.double() for part in kernel.parts])
+    assert rounded_once(attention.out, (lse.softmax(0).unsqueeze(-1) * outs).sum(0))
+    assert rounded_once(dq, torch.stack([gradients.dq.double() for gradients in kernel.gradients]).sum(0))
 
 
 def visible_pairs(name: str, ranks: int) -> dict[tuple[int, int], Tensor]:

@@ -3,14 +3,18 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.recipes.warm import pretrain
+from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import STEPS, curve, metrics, tensor_files
 from torchllm.metrics.goodput import read_launches
+from torchllm.models.decoder import build_model
+from torchllm.parallel.initialize import initialize
 
 
 def from_step_4(trained: Path, folder: Path) -> Path:
@@ -89,6 +93,45 @@ def test_a_signal_to_one_rank_of_a_pipeline_stops_all_with_a_checkpoint(tmp_path
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
     assert pretrain(2, tmp_path, *layout) == ["", ""]
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def _note_what_is_trained(file: Path, recipe: Any, rank: int) -> None:
+    """Write what the rank with the head has at the first step: its weight, its chunk, and the type of its input."""
+
+    class NotedStep(recipe.TrainStep):
+        def __call__(self, step: int, batches: Any) -> Any:
+            (stage,) = self.stages
+            if stage.lm_head is None:
+                return super().__call__(step, batches)
+            weight = stage.lm_head.weight.to_local().detach().clone()
+            dtypes = []
+            stage.lm_head.register_forward_pre_hook(lambda module, inputs: dtypes.append(inputs[0].dtype))
+            result = super().__call__(step, batches)
+            torch.save({"weight": weight, "chunk": stage.lm_head.chunk, "dtypes": set(dtypes)}, file)
+            return result
+
+    recipe.TrainStep = NotedStep
+
+
+def test_type_seed_and_chunks_of_the_config_reach_a_pipelines_last_stage(tmp_path: Path) -> None:
+    """The evaluation, in which stages receive into memory of their own, has to know the type as well."""
+    notes = tmp_path / "notes"
+    overrides = [
+        *("--training.steps=1", "--schedule.warmup_steps=0", "--checkpoint.interval=0", "--evaluate.sequences=2"),
+        *("--parallel.dp_shard=1", "--parallel.pp=2", "--model.layers=2"),
+        *("--run.seed=7", "--training.dtype=bfloat16", "--training.loss_chunk=20"),
+    ]
+    assert pretrain(2, tmp_path / "run", *overrides, change=partial(_note_what_is_trained, notes)) == ["", ""]
+    noted = torch.load(notes)
+    config = alone(tmp_path / "run")
+    model = build_model(config.model)
+    initialize([model], config.model, torch.device("cpu"), seed=7)
+    assert model.lm_head is not None
+    assert torch.equal(noted["weight"], model.lm_head.weight)
+    assert noted["chunk"] == 20
+    assert noted["dtypes"] == {torch.bfloat16}
+    (record,) = [record for record in metrics(tmp_path / "run") if "validation_loss" in record]
+    assert record["validation_loss"] == pytest.approx(record["loss"], rel=0.1)
 
 
 def _slow_last_save(recipe: Any, rank: int) -> None:

@@ -1,6 +1,7 @@
 """Validation loss: the token-weighted mean over all ranks and batches, and nothing left behind."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -66,6 +67,26 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class KnownLosses:
+    """A ForwardBackward whose loss sum of a batch is the number that is its only token."""
+
+    stages: Sequence[Decoder] = ()
+
+    def __call__(self, batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        return batch.tokens.sum().float()
+
+
+def test_losses_and_tokens_are_summed_in_float64() -> None:
+    """float32 knows no odd numbers over 2^24: added to one, a loss of 1 would be lost."""
+    losses = [2**24, *[1] * 100]
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    batches = [Batch(torch.full((1, 1), loss), one, one, None) for loss in losses]
+    assert evaluate(KnownLosses(), batches, CPU) == sum(losses) / len(losses)
+
+
 class Evaluated(NamedTuple):
     """What one rank observed of an evaluation."""
 
@@ -118,3 +139,17 @@ def test_every_layout_evaluates_the_same_model_and_trains_on() -> None:
             assert result.loss == expected, name
             assert result.sharded, name  # what FSDP gathers in a forward without a backward is no parameter
             assert result.same_gradients, name
+
+
+def evaluate_in_bfloat16(settings: Settings) -> float:
+    config = tiny({**SMALL, **settings})
+    mesh, stages = build(config, torch.bfloat16)
+    batches = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
+    return evaluate(step, batches, CPU, mesh)
+
+
+def test_a_pipeline_in_bfloat16_evaluates_as_one_rank_does() -> None:
+    """To the bit: what one stage sends is what the next block would have got."""
+    (expected,) = run(evaluate_in_bfloat16, 1, {})
+    assert run(evaluate_in_bfloat16, 2, {"parallel.pp": 2}) == [expected] * 2
