@@ -133,8 +133,11 @@ class SlurmCluster:
     def idle_nodes(self) -> list[str]:
         """Return the nodes that could take a job now."""
         try:
-            options = ["--noheader", "--Node", "--states=idle", "--responding", "--partition=normal", "--format=%N"]
-            return self.run("sinfo", *options).split()
+            options = ["--noheader", "--Node", "--responding", "--partition=normal", "--format=%N %t"]
+            states = [line.split() for line in self.run("sinfo", *options).splitlines()]
+            return [
+                name for name, state in states if state == "idle"
+            ]  # not "drain", which --states=idle takes for idle
         except subprocess.CalledProcessError:  # slurmctld is starting
             return []
 
