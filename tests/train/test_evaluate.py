@@ -82,8 +82,8 @@ class KnownLosses:
 def test_losses_and_tokens_are_summed_in_float64() -> None:
     """float32 knows no odd numbers over 2^24: added to one, a loss of 1 would be lost."""
     losses = [2**24, *[1] * 100]
-    one = torch.zeros(1, 1, dtype=torch.int64)
-    batches = [Batch(torch.full((1, 1), loss), one, one, None) for loss in losses]
+    label = torch.zeros(1, 1, dtype=torch.int64)
+    batches = [Batch(torch.full((1, 1), loss), label, torch.zeros_like(label), None) for loss in losses]
     assert evaluate(KnownLosses(), batches, CPU) == sum(losses) / len(losses)
 
 
