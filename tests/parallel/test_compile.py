@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+import torchllm.parallel.parallelize
 import torchllm.parallel.tensor
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
-from tests.workers import run
+from tests.workers import WorkerFailed, run
 from torchllm.parallel.tensor import VocabParallelEmbedding
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
@@ -100,8 +101,27 @@ def test_compiled_blocks_recompute(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str) -> None:
-    """With plain attention: see the FOOTGUN in parallel/compile.py."""
+    """With plain attention, whose recomputation is in the graph on a CPU as well."""
     check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": "eager"})
+
+
+FUSED: Settings = {**BLOCK, "model.layers": 3, "model.attention": "sdpa"}
+
+
+@pytest.mark.parametrize("mode", ["full", "every_k", "selective"])
+def test_compiled_blocks_recompute_fused_attention_under_tensor_parallelism(mode: str) -> None:
+    check_compiled({**FUSED, "parallel.tp": 2, "recompute.mode": mode})
+
+
+def train_with_recomputation_inside(settings: Settings) -> None:
+    with mock.patch.object(torchllm.parallel.parallelize, "must_recompute_outside", return_value=False):
+        train_compiled(settings, TRACED)
+
+
+def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelism() -> None:
+    """If this fails, `must_recompute_outside` can be removed."""
+    with pytest.raises(WorkerFailed, match="expected all tensors_saved_with_vc_check to be Tensors"):
+        run(train_with_recomputation_inside, 2, {**FUSED, "parallel.tp": 2, "recompute.mode": "full"})
 
 
 def test_gpt_with_document_masks_and_chunked_loss() -> None:

@@ -2,28 +2,44 @@
 
 Nothing is sharded or sent. Blocks are compiled one by one: they are equal, so one compilation serves all of them and
 takes the time of one block however deep the model is. FSDP's hooks stay outside the graphs; the collectives of tensor
-parallelism are inside, and so is recomputation, except of whole segments.
-
-FOOTGUN: torch 2.13 on a CPU fails ("expected all tensors_saved_with_vc_check") at compiled blocks that recompute fused
-attention under tensor parallelism (modes full and every_k). recompute.mode = "segment" with k = 1 does the same as
-`full` and works.
+parallelism are inside, and so is recomputation, except of whole segments and where `must_recompute_outside` says so.
 """
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.config import Compile
-from torchllm.models.decoder import Decoder
+from torchllm.config import Compile, Model, Recompute
+from torchllm.models.decoder import Block, Decoder
 from torchllm.models.layers import RMSNorm
 
 
-def apply_compile(stage: Decoder, config: Compile) -> None:
-    """Compile the parts that the config names, in place. The compilation itself happens in the first step."""
+def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = False) -> None:
+    """Compile the parts that the config names, in place. The compilation itself happens in the first step.
+
+    recomputes_outside: a block that is recomputed gets a graph without the recomputation.
+    """
     if config.norm:
         for module in stage.modules():
             if isinstance(module, RMSNorm):
                 module.kernel = torch.compile(module.kernel)
     if config.block:
         for name, block in list(stage.layers.items()):
-            stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
+            if recomputes_outside and not isinstance(block, Block):
+                (wrapped,) = (module for module in block.modules() if isinstance(module, Block))
+                wrapped.compile()
+            else:
+                stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
     if config.loss and stage.lm_head is not None:
         stage.lm_head.cross_entropy = torch.compile(stage.lm_head.cross_entropy)
+
+
+def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -> bool:
+    """Return whether the recomputation of blocks must stay outside their graphs. tp: one dimension, the tp ranks.
+
+    FOOTGUN: on a CPU torch 2.13 fails at a graph that recomputes fused attention and holds collectives of tensor
+    parallelism ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random state of that attention,
+    which draws no numbers here, behind the device mesh, and takes one for the other. On a GPU that state is no output
+    of a graph.
+    """
+    recomputes_attention = recompute.mode in ("full", "every_k") and model.attention == "sdpa"
+    return recomputes_attention and tp.size() > 1 and tp.device_type == "cpu"

@@ -14,7 +14,7 @@ import torch
 
 from torchllm.config import Compile, Parallel, Recompute
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.compile import apply_compile
+from torchllm.parallel.compile import apply_compile, must_recompute_outside
 from torchllm.parallel.context import apply_context_parallel
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.mesh import Mesh
@@ -58,7 +58,7 @@ def parallelize(
             say("recompute %s", recompute.mode)
 
         if compile.norm or compile.block or compile.loss:
-            apply_compile(stage, compile)
+            apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
             say("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
 
         # On one rank in float32 FSDP would only copy weights and run hooks, which takes 40 % of a small step.
