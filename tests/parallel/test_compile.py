@@ -99,18 +99,18 @@ def test_compiled_blocks_recompute(mode: str) -> None:
     check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str) -> None:
-    """With plain attention, whose recomputation is in the graph on a CPU as well."""
-    check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": "eager"})
+@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa")])
+def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attention: str) -> None:
+    """What is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none."""
+    check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": attention})
 
 
-FUSED: Settings = {**BLOCK, "model.layers": 3, "model.attention": "sdpa"}
+FUSED: Settings = {**TWO, **BLOCK, "parallel.tp": 2, "model.attention": "sdpa"}
 
 
-@pytest.mark.parametrize("mode", ["full", "every_k", "selective"])
+@pytest.mark.parametrize("mode", ["full", "every_k"])
 def test_compiled_blocks_recompute_fused_attention_under_tensor_parallelism(mode: str) -> None:
-    check_compiled({**FUSED, "parallel.tp": 2, "recompute.mode": mode})
+    check_compiled({**FUSED, "recompute.mode": mode})
 
 
 def train_with_recomputation_inside(settings: Settings) -> None:
@@ -121,7 +121,7 @@ def train_with_recomputation_inside(settings: Settings) -> None:
 def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelism() -> None:
     """If this fails, `must_recompute_outside` can be removed."""
     with pytest.raises(WorkerFailed, match="expected all tensors_saved_with_vc_check to be Tensors"):
-        run(train_with_recomputation_inside, 2, {**FUSED, "parallel.tp": 2, "recompute.mode": "full"})
+        run(train_with_recomputation_inside, 2, {**FUSED, "recompute.mode": "full"})
 
 
 def test_gpt_with_document_masks_and_chunked_loss() -> None:
