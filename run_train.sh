@@ -214,8 +214,7 @@ is_training=1
 start "${command[@]}"
 trap 'on_signal QUIT' QUIT
 wait_for_child
-trap - TERM INT HUP QUIT
-trap '' USR1 USR2 # they ended the training; what follows takes seconds
+trap '' TERM INT HUP QUIT USR1 USR2 # they ended the training; what follows takes seconds
 if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
 if [ -n "$is_spare" ]; then # it has looked at the marker itself
     [ "$status" != 3 ] || status=$stopped_exit_status
@@ -229,4 +228,5 @@ if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another
 fi
 if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
+trap - TERM INT HUP QUIT
 exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto

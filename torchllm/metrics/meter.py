@@ -17,9 +17,9 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
                        set (macOS: its highest so far)
-    memory_reserved_gib, allocation_retries
-                       GPU: highest memory that torch's allocator has taken from the driver, which is what must fit; and
-                       how often it had to give back what it did not use, which costs a wait for the device each time
+    memory_reserved_gib
+                       GPU: highest memory that torch's allocator has taken from the driver, which is what must fit
+    allocation_retries GPU: how often the allocator had to give back what it did not use, and to wait for the device
     gpu/...            rank 0's GPU, with the package nvidia-ml-py (`metrics/device.py`)
     skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
