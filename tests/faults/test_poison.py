@@ -50,6 +50,8 @@ def saved(folder: Path) -> list[int]:
 def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
     undisturbed: Path, tmp_path: Path, layout: str, trials: int
 ) -> None:
+    if trials == 1 and layout not in ("fsdp", "pp"):
+        pytest.skip("tried with --trials=2 or more")
     for trial in range(trials):
         folder = tmp_path / f"trial-{trial}"
         spoiled = random.Random(trial).choice([4, 5])

@@ -73,7 +73,7 @@ def test_sizes_may_be_in_the_models_file(tmp_path: Path, capsys: pytest.CaptureF
     base = ROOT / "train_configs/models/llama_13b.toml"
     sizes = "[training]\nsequence_length = 1024\nglobal_batch_size = 64\n"
     (tmp_path / "mine.toml").write_text(f"base = {str(base)!r}\n{sizes}")
-    main(["rank", "--model", str(tmp_path / "mine.toml"), *RANK[3:7]])
+    main(["rank", "--model", str(tmp_path / "mine.toml"), "--cluster", "dgx_a100", "--gpus", "8"])
     batch = capsys.readouterr().out.splitlines()[1]
     assert batch == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
 
