@@ -3,8 +3,8 @@
     python tests/faults/run.py --trials 3                     all parts, three trials per fault
     python tests/faults/run.py --only launcher lease          parts: the test files, without "test_"
 
-A fault is a test function: its name says what is done and what must come of it. Exit status 1 if any trial failed; the
-table is written only where all parts ran.
+A fault is a test function: its name says what is done and what must come of it. Exit status 1 if any trial failed. With
+--only, the table's rows of other parts stay as they are.
 """
 
 import argparse
@@ -90,19 +90,35 @@ def skip_reason(report: pytest.TestReport) -> str:
     return str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
 
 
-def table(faults: Sequence[Fault]) -> str:
+def table(rows: Sequence[str]) -> str:
     """Return the table in Markdown."""
-    lines = ["| part | fault, and what must come of it | trials | outcome |", "|---|---|--:|---|"]
-    for fault in faults:
-        lines.append(f"| {fault.part} | {fault.text} | {fault.trials} | {fault.outcome} |")
-    return "\n".join(lines) + "\n"
+    return (
+        "\n".join(["| part | fault, and what must come of it | trials | outcome |", "|---|---|--:|---|", *rows]) + "\n"
+    )
 
 
-def write_table(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
+def table_row(fault: Fault) -> str:
+    """Return the row of a fault."""
+    return f"| {fault.part} | {fault.text} | {fault.trials} | {fault.outcome} |"
+
+
+def rows_of_other_parts(page: Path, parts: Sequence[str]) -> list[str]:
+    """Return the rows of a page's table that are not of these parts."""
+    lines = page.read_text().split(BEGIN)[1].split(END)[0].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| part |")]
+    return [row for row in rows if part_of_row(row) not in parts]
+
+
+def part_of_row(row: str) -> str:
+    """Return the first cell of a row."""
+    return row.split("|")[1].strip()
+
+
+def write_table(page: Path, content: str) -> None:
     """Put the table between its marks in a page."""
     text = page.read_text()
-    before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(before + begin + content + end + after)
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(before + BEGIN + content + END + after)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,15 +128,15 @@ def main(arguments: Sequence[str]) -> int:
     parts = sorted(part_of(file.name) for file in FOLDER.glob("test_*.py") if file.name != "test_run.py")
     parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=", ".join(parts))
     options = parser.parse_args(arguments)
-    files = [str(FOLDER / f"test_{part}.py") for part in options.only or parts]
+    tried = options.only or parts
     recorder = Recorder(options.trials)
+    files = [str(FOLDER / f"test_{part}.py") for part in tried]
     status = int(pytest.main([*files, f"--trials={options.trials}"], plugins=[recorder]))
-    content = table(list(recorder.faults.values()))
-    print(content)
-    if not options.only:
-        day = date.today().isoformat()
-        heading = f"`python tests/faults/run.py --trials {options.trials}`, {day}, 2 CPU cores, gloo:\n\n"
-        write_table(PAGE, heading + content)
+    rows = [table_row(fault) for fault in recorder.faults.values()]
+    print(table(rows))
+    all_rows = sorted(rows_of_other_parts(PAGE, tried) + rows, key=part_of_row)
+    heading = f"`python tests/faults/run.py`, last on {date.today().isoformat()}, 2 CPU cores, gloo:\n\n"
+    write_table(PAGE, heading + table(all_rows))
     return status
 
 

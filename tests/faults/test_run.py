@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.run import BEGIN, END, PAGE, Recorder, table, write_table
+from tests.faults.run import BEGIN, END, PAGE, Recorder, rows_of_other_parts, table, table_row, write_table
 
 TESTS = """
 import pytest
@@ -32,7 +32,7 @@ def recorded(tmp_path: Path) -> Recorder:
 
 
 def test_a_row_has_the_trials_and_the_outcome_of_a_fault(recorded: Recorder) -> None:
-    _, _, *rows = table(list(recorded.faults.values())).splitlines()
+    rows = [table_row(fault) for fault in recorded.faults.values()]
     assert rows == [
         "| machine | a killed rank ends the job | 4 | **failed**: rank 1 |",
         "| machine | a full disk ends nothing | 1 | as it should be |",
@@ -45,6 +45,13 @@ def test_the_table_is_put_between_its_marks(tmp_path: Path) -> None:
     page.write_text(f"before\n{BEGIN}old\n{END}after\n")
     write_table(page, "new\n")
     assert page.read_text() == f"before\n{BEGIN}new\n{END}after\n"
+
+
+def test_rows_of_parts_that_are_not_tried_stay(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    rows = ["| data | a fault | 1 | fine |", "| lease | another one | 2 | fine |"]
+    page.write_text(f"before\n{BEGIN}heading\n\n{table(rows)}{END}after\n")
+    assert rows_of_other_parts(page, ["data"]) == rows[1:]
 
 
 def test_the_page_has_the_marks() -> None:
