@@ -47,25 +47,27 @@ class Inspection:
 
 def inspect_training(config: Config) -> Inspection:
     """Look at everything that a training run needs."""
-    found = Inspection()
-    _inspect_run_folder(config, found)
-    _inspect_named_checkpoint(config, found)
-    _DataInspector(config, found).inspect()
-    return found
+    inspection = Inspection()
+    _inspect_run_folder(config, inspection)
+    _inspect_named_checkpoint(config, inspection)
+    _DataInspector(config, inspection).inspect()
+    return inspection
 
 
 def inspect_trained_run(config: Config) -> Inspection:
     """Look at what a recipe needs that reads the weights of a run: a checkpoint and the tokenizer."""
-    found = Inspection()
+    inspection = Inspection()
     resume = config.checkpoint.resume
     root = Path(config.run.folder) / "checkpoints"
     if resume not in ("auto", "none"):
-        _inspect_step_folder(Path(resume), found)
+        _inspect_step_folder(Path(resume), inspection)
     elif not step_folders(root):
-        found.report("run.folder", f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
+        inspection.report(
+            "run.folder", f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume"
+        )
     if config.data.tokenizer != "bytes":
-        _DataInspector(config, found).load_tokenizer()
-    return found
+        _DataInspector(config, inspection).load_tokenizer()
+    return inspection
 
 
 def why_unwritable(folder: Path) -> str:
@@ -83,18 +85,18 @@ def why_unwritable(folder: Path) -> str:
     return ""
 
 
-def _inspect_run_folder(config: Config, found: Inspection) -> None:
+def _inspect_run_folder(config: Config, inspection: Inspection) -> None:
     """Check that the run can write where it will."""
     folder = Path(config.run.folder or NEW_FOLDERS)
     for reason in dict.fromkeys(why_unwritable(folder / name) for name in WRITTEN):
         if reason:
-            found.report("run.folder", f"{str(folder)!r} cannot be written: {reason}")
+            inspection.report("run.folder", f"{str(folder)!r} cannot be written: {reason}")
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and not os.access(metrics, os.W_OK):
-        found.report("run.folder", f"{str(folder)!r} cannot be written: {metrics}: Permission denied")
+        inspection.report("run.folder", f"{str(folder)!r} cannot be written: {metrics}: Permission denied")
 
 
-def _inspect_named_checkpoint(config: Config, found: Inspection) -> None:
+def _inspect_named_checkpoint(config: Config, inspection: Inspection) -> None:
     """Check the checkpoint to resume from, if the config names one; of "auto" a damaged one is passed over."""
     resume = config.checkpoint.resume
     if resume == "auto":
@@ -102,18 +104,20 @@ def _inspect_named_checkpoint(config: Config, found: Inspection) -> None:
     folders = step_folders(Path(config.run.folder or NEW_FOLDERS) / "checkpoints")
     if resume == "none":
         if folders:
-            found.report("checkpoint.resume", f'is "none", but {folders[0]} exists: use "auto", or another run.folder')
+            inspection.report(
+                "checkpoint.resume", f'is "none", but {folders[0]} exists: use "auto", or another run.folder'
+            )
         return
-    step = _inspect_step_folder(Path(resume), found)
+    step = _inspect_step_folder(Path(resume), inspection)
     if step is not None and folders and step_of(folders[0]) > step:
-        found.report(
+        inspection.report(
             "checkpoint.resume",
             f"names step {step}, but {folders[0]} is newer and would be in the way: set another run.folder, or move "
             "the newer ones away",
         )
 
 
-def _inspect_step_folder(folder: Path, found: Inspection) -> int | None:
+def _inspect_step_folder(folder: Path, inspection: Inspection) -> int | None:
     """Check manifest and file sizes of a checkpoint; return its step. None after a problem."""
     from torchllm.checkpoint.verify import check_sizes  # imports numpy
 
@@ -123,17 +127,17 @@ def _inspect_step_folder(folder: Path, found: Inspection) -> int | None:
     except (CheckpointError, OSError) as error:
         damages = [str(error)]
     for damage in damages:
-        found.report("checkpoint.resume", damage)
+        inspection.report("checkpoint.resume", damage)
     return None if damages else manifest.step
 
 
 class _DataInspector:
     """Looks at tokenizer and sources of a run."""
 
-    def __init__(self, config: Config, found: Inspection) -> None:
+    def __init__(self, config: Config, inspection: Inspection) -> None:
         self.config = config
         self.data = config.data
-        self.found = found
+        self.inspection = inspection
         has_random_tokens = any(source.kind == "synthetic" for source in config.data.sources)
         self.held_out = None if has_random_tokens else 0
         """held-out sequences of all sources; None: unknown, or of no matter"""
@@ -155,7 +159,7 @@ class _DataInspector:
         for index, source in sources:
             self._inspect_source(index, source, tokenizer)
         if self.config.evaluate.interval and self.held_out == 0:
-            self.found.report(
+            self.inspection.report(
                 "evaluate.interval",
                 "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set it "
                 "to 0",
@@ -170,9 +174,9 @@ class _DataInspector:
         try:
             return load_tokenizer(self.data.tokenizer, self.data.pattern)
         except UserError as error:
-            self.found.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
+            self.inspection.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
         except Exception as error:  # of a library, or in a file beside the tokenizer's
-            self.found.report("data.tokenizer", f"{self.data.tokenizer} cannot be read: {error!r}")
+            self.inspection.report("data.tokenizer", f"{self.data.tokenizer} cannot be read: {error!r}")
         return None
 
     def _sources_of_text(self) -> Iterator[tuple[int, Source]]:
@@ -187,7 +191,7 @@ class _DataInspector:
         return is_stdlib and self.data.tokenizer == "bytes" and not why_unwritable(cache_root(self.data))
 
     def _report_vocab(self, needed: int) -> None:
-        self.found.report(
+        self.inspection.report(
             "model.vocab",
             f"{self.config.model.vocab} is less than the {needed} ids of data.tokenizer {self.data.tokenizer!r}: set "
             f"it to {needed} or more",
@@ -202,7 +206,7 @@ class _DataInspector:
                 self._inspect_raw_source(index, source, tokenizer)
         except (UserError, OSError) as error:
             self.held_out = None
-            self.found.report(f"data.sources.{index}.path", str(error).removeprefix("data.sources: "))
+            self.inspection.report(f"data.sources.{index}.path", str(error).removeprefix("data.sources: "))
 
     def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
         """Look at a corpus of token shards, of which every file is asked for its size. Raises DataError."""
@@ -235,7 +239,7 @@ class _DataInspector:
 
         if source.kind == "hub":
             self.held_out = None
-            self.found.unchecked.append(f"data.sources.{index} ({source.path}): the hub needs the network")
+            self.inspection.unchecked.append(f"data.sources.{index} ({source.path}): the hub needs the network")
             return
         if tokenizer is None:
             self.held_out = None
@@ -252,10 +256,12 @@ class _DataInspector:
         self._inspect_cache_folder()
         refuse_large_source(plan, self.data)
         if source.kind != "stdlib":
-            self.found.unchecked.append(f"data.sources.{index} ({source.path}): its text is read when the run starts")
+            self.inspection.unchecked.append(
+                f"data.sources.{index} ({source.path}): its text is read when the run starts"
+            )
 
     def _inspect_cache_folder(self) -> None:
         """Check that the folder for tokenized text can be written."""
         folder = cache_root(self.data)
         if reason := why_unwritable(folder):
-            self.found.report("data.cache", f"{str(folder)!r} cannot be written: {reason}")
+            self.inspection.report("data.cache", f"{str(folder)!r} cannot be written: {reason}")

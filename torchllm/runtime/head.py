@@ -49,15 +49,15 @@ class NodeWait:
         self.speaks = speaks
         self.began = self.said = time.monotonic()
 
-    def go_on(self, what: str, advice: str) -> None:
-        """Sleep a little, while `what` is missing. Raises NodeMissing, with advice, when the time is up."""
-        now = time.monotonic()
-        if now - self.began > self.limit:
-            raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {what}. {advice}")
-        if self.speaks and now - self.said >= SAY_INTERVAL:
-            self.said = now
+    def go_on(self, missing: str, advice: str) -> None:
+        """Sleep until the next look for what is missing. Raises NodeMissing, with advice, when the time is up."""
+        moment = time.monotonic()
+        if moment - self.began > self.limit:
+            raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {missing}. {advice}")
+        if self.speaks and moment - self.said >= SAY_INTERVAL:
+            self.said = moment
             with suppress(OSError):
-                print(f"waiting for {what}: {now - self.began:.0f} s so far", file=sys.stderr, flush=True)
+                print(f"waiting for {missing}: {moment - self.began:.0f} s so far", file=sys.stderr, flush=True)
         time.sleep(LOOK_INTERVAL)
 
 

@@ -169,10 +169,10 @@ class Heartbeat:
         The timer runs from its last setting, up to REARM_INTERVAL before the last beat. It walks the frames of threads
         that may be running, which is safe only if they are not: in a rank that is stuck.
         """
-        now = time.monotonic()
-        if seconds == self.armed_limit and now - self.armed_at < REARM_INTERVAL:
+        moment = time.monotonic()
+        if seconds == self.armed_limit and moment - self.armed_at < REARM_INTERVAL:
             return
-        self.armed_at, self.armed_limit = now, seconds
+        self.armed_at, self.armed_limit = moment, seconds
         os.ftruncate(stack_file, 0)  # what it may hold was written by a rank that was only slow
         faulthandler.dump_traceback_later(min(seconds, LONGEST_LIMIT) + REARM_INTERVAL, file=stack_file)
 

@@ -69,12 +69,12 @@ def tie_children() -> None:
 
 def find_children(parent: int | None = None) -> list[int]:
     """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
-    wanted = os.getpid() if parent is None else parent
+    of_process = os.getpid() if parent is None else parent
     pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
             state, started_by = status.read_text().rpartition(")")[2].split()[:2]
-            if int(started_by) == wanted and state != "Z":
+            if int(started_by) == of_process and state != "Z":
                 pids.append(int(status.parent.name))
     return pids
 

@@ -49,12 +49,12 @@ def leave(rank: int) -> None:
 
 def members() -> list[Member]:
     """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
-    found = []
+    joined = []
     folder = _folder()
     for file in folder.glob("rank-*") if folder is not None else ():
         with suppress(OSError, ValueError):  # it is just written, or removed
-            found.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
-    return sorted(found)
+            joined.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
+    return sorted(joined)
 
 
 def _folder() -> Path | None:

@@ -136,13 +136,13 @@ class RankWatch:
         last_look = time.monotonic()
         while True:
             time.sleep(TICK)
-            now = time.monotonic()
+            moment = time.monotonic()
             with self._lock:
-                stuck = self.look(min(now - last_look, 2 * TICK))
+                stuck = self.look(min(moment - last_look, 2 * TICK))
                 if stuck and self.found is None:
                     self.found = stuck[0]
                     self._end_ranks(stuck)
-            last_look = now
+            last_look = moment
 
     def look(self, seconds: float) -> list[StuckRank]:
         """Return the ranks that are stuck, the longest first. seconds: since the last look."""
@@ -249,8 +249,8 @@ def describe_stuck(stuck: Sequence[StuckRank]) -> Iterator[str]:
     for rank in stuck[:DESCRIBED]:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - rank.idle))
         yield f"{rank.name} ({host}) has made no progress since {since}, for {rank.idle:.0f} s: {rank.doing}"
-        if place := place_of(rank):
-            yield f"{rank.name}'s main thread is at {place}"
+        if position := place_of(rank):
+            yield f"{rank.name}'s main thread is at {position}"
         for pid in [rank.pid, *find_children(rank.pid)]:
             if process_state(pid) in ("D", "T", "t"):
                 whose = rank.name if pid == rank.pid else f"process {pid}, started by {rank.name},"

@@ -59,14 +59,14 @@ class PartEnding(NamedTuple):
         """Return which rank has ended, and how; "" if none of this node has ended by itself."""
         if self.kind not in ("failed", "hung", "left"):
             return ""
-        who = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        subject = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.kind == "left":
-            return f"{who} ended in the middle of the run, with exit status 0"
+            return f"{subject} ended in the middle of the run, with exit status 0"
         if self.kind == "hung":
-            return f"{who} was stuck"
+            return f"{subject} was stuck"
         if self.status < 0:
-            return f"{who} was killed: {_signal_name(-self.status)}"
-        return f"{who} ended with status {self.status}"
+            return f"{subject} was killed: {_signal_name(-self.status)}"
+        return f"{subject} ended with status {self.status}"
 
     @property
     def is_told(self) -> bool:

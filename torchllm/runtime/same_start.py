@@ -51,9 +51,9 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
             ranks_of.setdefault(text, []).append(rank)
     lines = []
     for text, ranks in ranks_of.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} and {len(ranks) - 1} more"
+        differing = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} and {len(ranks) - 1} more"
         for difference in map(Difference._make, json.loads(text)):
-            lines.append(f"{difference.name}: {difference.first} on rank 0, {difference.second} on {who}")
+            lines.append(f"{difference.name}: {difference.first} on rank 0, {difference.second} on {differing}")
     if len(lines) > SHOWN:
         lines[SHOWN:] = ["..."]
     listed = "\n  ".join(lines)
