@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -565,7 +566,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = checkpointer(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))  # type: ignore  # private: its only maker
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(CheckpointError, match=r"a checkpoint needs \d+ bytes, 100 are free"):
         saving.save(1, {})
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.launched import PATIENCE, SCRIPT, clean
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
@@ -189,8 +190,7 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end_and_says_so(
     undisturbed: Path, tmp_path: Path, trials: int
 ) -> None:
     """As `./run_train.sh … 2>&1 | head`, with the sample at the end that debug.toml asks for."""
-    if trials == 1:  # test_outputs_that_cannot_be_written_end_nothing has a rank of such a job
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)  # test_outputs_that_cannot_be_written_end_nothing has a rank of such a job
     folder, notes = tmp_path / "run", tmp_path / "notes"
     command = [SCRIPT, DEBUG, *SMALL, *QUIET, f"--run.folder={folder}"]
     command.append(f"--run.on_event=sh -c 'echo $1 $2 >>{notes}' on_event")

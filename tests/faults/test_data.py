@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.data.test_build import BYTES, plan_for
+from tests.faults.sampling import skip_unless_sampled
 from tests.recipes.warm import pretrain
 from tests.tiny_run import STEPS, curve, tensor_files
 from torchllm.config import Source
@@ -139,8 +140,7 @@ def test_damage_before_the_run_is_named(
 def test_damage_during_the_run_marks_the_checkpoints_since_its_start(
     tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
 ) -> None:
-    if trials == 1 and damage in (truncate, remove):
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, damage not in (truncate, remove))
     for trial in range(trials):
         copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
         shard = shard_path(copy, 0, "train")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.namespaces import Network, can_make_hosts, network
 from tests.pods import (
     Pod,
@@ -143,8 +144,7 @@ def test_pods_stop_with_a_checkpoint_when_one_is_evicted_and_started_again_go_on
     undisturbed: Path, tmp_path: Path, trials: int, name: str
 ) -> None:
     """The first trial starts the same pods again, later ones of the Indexed Job one and three."""
-    if trials == 1 and name != "indexed_job.yaml":
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, name == "indexed_job.yaml")
     pods = MAKERS[name](read_manifest(name))
     for trial in range(trials):
         folder = tmp_path / str(trial)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children, start_nodes
 from tests.listening import listening_addresses
 from tests.tiny_run import DEBUG, SMALL, free_port
@@ -156,8 +157,7 @@ def descendants(pid: int) -> list[int]:
 def test_nothing_outlives_a_killed_process(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: str, moment: str
 ) -> None:
-    if trials == 1 and (victim, moment) not in SAMPLE:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, (victim, moment) in SAMPLE)
     for trial in range(trials):
         mark = str(uuid.uuid4())
         run = start(DEBUG, *ENDLESS, f"--run.folder={tmp_path / f'run-{trial}'}", **{MARK: mark})
@@ -192,8 +192,7 @@ time.sleep(600)
 def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_do(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: int, handler: str, line: str
 ) -> None:
-    if trials == 1 and victim == 0:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, victim != 0)
     mark = str(uuid.uuid4())
     (tmp_path / "stuck.py").write_text(STUCK.replace("HANDLER", handler))
     options = {"RECIPE": str(tmp_path / "stuck.py"), MARK: mark}
@@ -211,8 +210,7 @@ def test_ranks_that_do_not_react_are_killed_when_one_has_failed(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
     """In a third of the 30 s that torch gives them."""
-    if trials == 1:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)
     mark = str(uuid.uuid4())
     (tmp_path / "stuck.py").write_text(STUCK.replace("HANDLER", "SIG_IGN"))
     run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "stuck.py"), **{MARK: mark})

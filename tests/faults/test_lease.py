@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children
 from tests.tiny_run import DEBUG, SMALL, metrics
 
@@ -108,8 +109,7 @@ def suspend_take_over_and_continue(start: Callable[..., Started], folder: Path, 
 def test_a_job_that_was_suspended_and_taken_for_dead_writes_nothing_more(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    if trials == 1:  # tests/runtime/test_lease.py suspends a process that only holds the lease
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)  # tests/runtime/test_lease.py suspends a process that only holds the lease
     driver = tmp_path / "driver.py"
     driver.write_text(QUICK_LEASE)
     for trial in range(trials):

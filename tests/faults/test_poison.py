@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.recipes.warm import pretrain
 from tests.tiny_run import curve, tensor_files
 from torchllm.checkpoint.manifest import step_folders, step_of
@@ -50,8 +51,7 @@ def saved(folder: Path) -> list[int]:
 def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
     undisturbed: Path, tmp_path: Path, layout: str, trials: int
 ) -> None:
-    if trials == 1 and layout not in ("fsdp", "pp"):
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, layout in ("fsdp", "pp"))
     for trial in range(trials):
         folder = tmp_path / f"trial-{trial}"
         spoiled = random.Random(trial).choice([4, 5])

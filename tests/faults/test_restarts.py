@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children, clean, ends, start_nodes
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
@@ -143,8 +144,7 @@ def run_with_fault(start: Callable[..., Started], folder: Path, fault: str, rest
 def test_a_restart_in_which_something_happens_is_the_same_run(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path, fault: str, restarts: int
 ) -> None:
-    if trials == 1:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)
     for trial in range(trials):
         folder = tmp_path / f"run-{trial}"
         runs = run_with_fault(start, folder, fault, 2)
@@ -156,8 +156,7 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
 def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    if trials == 1:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)
     runs = run_with_fault(start, tmp_path / "run", "after_step_2(lambda: os._exit(0))", 0)
     assert [run.wait() for run in runs] == [1, 1]
     assert runs[1].err.read_text().splitlines()[-1] == (
@@ -242,8 +241,7 @@ KILLED = "rank 1 was killed: SIGKILL"
 def test_only_what_may_pass_is_tried_again(
     tmp_path: Path, trials: int, fault: str, restarts: int, status: int, lines: list[str]
 ) -> None:
-    if trials == 1 and fault != "os.kill(os.getpid(), 9)":
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials, fault == "os.kill(os.getpid(), 9)")
     outcome = Outcome(tmp_path, fault, restarts)
     assert (outcome.status, outcome.lines) == (status, lines)
 
@@ -251,8 +249,7 @@ def test_only_what_may_pass_is_tried_again(
 def test_a_stop_that_is_asked_for_while_a_rank_dies_ends_the_job(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    if trials == 1:
-        pytest.skip("tried with --trials=2 or more")
+    skip_unless_sampled(trials)
     folder = tmp_path / "run"
     run = start(DEBUG, *QUICK, f"--run.folder={folder}", "--run.restarts=3")
     run.until(lambda: has_step_2(folder))

@@ -2,11 +2,18 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchllm.config import Data, Source
 from torchllm.data.cache import cached_corpora, is_raw
 from torchllm.data.cache_root import cache_root
+
+
+class _SourcePrint(NamedTuple):
+    """A source in a fingerprint of the data."""
+
+    fingerprint: str
+    weight: float
 
 
 def data_differences(
@@ -37,18 +44,18 @@ def _source_differences(
     saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
     names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
     lines = []
-    common = zip(saved, current, strict=False)  # there may be more or fewer sources than when it was saved
-    for index, ((saved_print, saved_weight), (fingerprint, weight)) in enumerate(common):
-        if saved_print != fingerprint:
-            settings = data.sources[index]
+    for index in range(min(len(saved), len(current))):  # there may be more or fewer sources than when it was saved
+        in_checkpoint, in_run = _SourcePrint(*saved[index]), _SourcePrint(*current[index])
+        settings = data.sources[index]
+        if in_checkpoint.fingerprint != in_run.fingerprint:
             if saved_names and saved_names[index] != _describe_source(settings.kind, settings.path):
                 lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
             else:
                 lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
             if is_raw(settings):
-                lines.append(_advise_earlier_corpus(index, data, saved_print))
-        if saved_weight != weight:
-            lines.append(f"{names[index]}: weight {saved_weight} in the checkpoint, {weight} now")
+                lines.append(_advise_earlier_corpus(index, data, in_checkpoint.fingerprint))
+        if in_checkpoint.weight != in_run.weight:
+            lines.append(f"{names[index]}: weight {in_checkpoint.weight} in the checkpoint, {in_run.weight} now")
     if len(saved) != len(current):
         lines.append(f"data.sources: {len(saved)} in the checkpoint, {len(current)} now")
         lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
