@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is found beside it
-from benchmark.settings import BenchmarkConfig, read_arguments
+from benchmark.settings import FIRST_HOUR, BenchmarkConfig, read_arguments
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
-    NAME, CONFIG = read_arguments(sys.argv[1:])
+    REQUEST = read_arguments(sys.argv[1:])
 
 import importlib
 import json
@@ -34,4 +34,9 @@ def main(name: str, config: BenchmarkConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(NAME, CONFIG)
+    if REQUEST.name == FIRST_HOUR:
+        from benchmark.first_hour import first_hour
+
+        first_hour(REQUEST.config, REQUEST.config_file)
+    else:
+        main(REQUEST.name, REQUEST.config)

@@ -15,6 +15,10 @@ NAME is one of
     watch        what profiling a step now and then costs a run; on one rank, or several under torchrun
     context      activations and bytes sent per rank under context parallelism, by cp and method; under torchrun
     scale        what the costs beside a step are at 64, 1,024 and 16,384 ranks, by counts; on one process
+    attention    the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
+    weights      whether this device makes a CPU's initial weights, to the last bit
+    first_hour   all that must be known of a machine before a long run on it, in stages of at most 8 minutes, and a page
+                 of what was found; on one process, which starts jobs on one GPU and on all
 
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
@@ -23,15 +27,25 @@ so that other work on the machine slows both; figures are medians. --benchmark.j
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.config.help import print_help
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
-NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context", "scale")
-"""each is a function of this name in the file NAME.py of this folder"""
+NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context", "scale", "attention", "weights")
+"""each is a function (config, runtime) of this name in the file NAME.py of this folder"""
+FIRST_HOUR = "first_hour"
+"""runs others, as processes"""
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    name: str
+    config_file: str
+    config: "BenchmarkConfig"
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class Place(Run):
     """Where the benchmark may write."""
 
     folder: str = "runs/benchmark"
-    """only its folder `scratch` is written to, and deleted"""
+    """only its folder `scratch` is written to, and deleted; first_hour: its results are kept there too"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,8 @@ class Benchmark:
     """step: operators to list on stderr, those that take the most time; 0: none"""
     sleep: Positive = 0.2
     """schedules: seconds that a rank sleeps for a micro batch's forward, and for each of its two gradients"""
+    only: str = ""
+    """first_hour: names of the stages to run, also again, with commas between; empty: all that have no answer yet"""
     json: bool = False
     """print one JSON object instead of tables"""
 
@@ -74,16 +90,18 @@ class BenchmarkConfig(Config):
     benchmark: Benchmark = field(default_factory=Benchmark)
 
 
-def read_arguments(arguments: list[str]) -> tuple[str, BenchmarkConfig]:
-    """Return the benchmark's name and its config. SystemExit(2) if there is no benchmark of this name."""
+def read_arguments(arguments: list[str]) -> Request:
+    """Return what is asked for. SystemExit(2) if there is no benchmark of this name."""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print_help(BenchmarkConfig, f"{__doc__}\n")
         raise SystemExit(0)
-    if name not in NAMES:
-        print(f"benchmark: the first argument is one of {', '.join(NAMES)}, not {name!r}", file=sys.stderr)
+    names = (*NAMES, FIRST_HOUR)
+    if name not in names:
+        print(f"benchmark: the first argument is one of {', '.join(names)}, not {name!r}", file=sys.stderr)
         raise SystemExit(2)
-    if not any(word.endswith(".toml") for word in rest):
-        rest.insert(0, str(resource("train_configs/debug.toml")))
+    files = [word for word in rest if word.endswith(".toml")] or [str(resource("train_configs/debug.toml"))]
+    if files[0] not in rest:
+        rest.insert(0, files[0])
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
-    return name, load_configs(rest, BenchmarkConfig)[0]
+    return Request(name, files[0], load_configs(rest, BenchmarkConfig)[0])

@@ -10,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,15 +146,20 @@ def measure_layout(
 def run_job(arguments: list[str], processes: int, timeout: float, log: Path) -> int | None:
     """Start run_train.sh and wait for it. Return its exit status, or None if it ran longer than `timeout` seconds."""
     command = ["bash", str(resource("run_train.sh")), *arguments]
-    environment = {**os.environ, "NPROC": str(processes), "PYTHON": sys.executable}
+    return run_command(command, {"NPROC": str(processes), "PYTHON": sys.executable}, timeout, log)
+
+
+def run_command(command: list[str], environment: Mapping[str, str], timeout: float, log: Path) -> int | None:
+    """Run a command with more `environment` and its output in `log`. Return its exit status, or None as `run_job`."""
+    variables = {**os.environ, **environment}
     with open(log, "w") as output:
-        job = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        job = subprocess.Popen(command, stdout=output, stderr=output, env=variables, start_new_session=True)
         try:
             return job.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if job.poll() is None:  # after the timeout, or when the sweep itself is interrupted
+            if job.poll() is None:  # after the timeout, or when this process itself is interrupted
                 end_job(job)
 
 

@@ -1,0 +1,189 @@
+"""benchmark first_hour: what must be known of a machine before a long run on it, what is worth most first.
+
+It needs no network. Each stage (first_hour_stages.py) asks one question of this machine, with jobs of its own, on one
+GPU and on all; without a GPU it is a rehearsal on two CPU processes with a tiny model. What a stage has found is one
+line of RUN_FOLDER/first_hour.jsonl. The same command goes on where it was ended, and tries again what has failed;
+--benchmark.only=losses,resume takes these stages alone, also again.
+
+At the end RUN_FOLDER/first_hour.md is the page of all that was found, and RUN_FOLDER/first_hour.csv has the measured
+layouts, as `recipes/plan.py score` and `calibrate` read them. Exit status 1: something is not as it should be.
+"""
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sweep.sweep import append
+
+from torchllm.config.errors import UserError
+from torchllm.runtime.error_report import report_errors
+
+from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
+from .first_hour_stages import STAGES, Stage
+from .tools import format_cell, format_table
+
+if TYPE_CHECKING:
+    from .settings import BenchmarkConfig
+
+STAGE_SECONDS = 480
+"""after which a stage is ended"""
+RIGHT, WRONG, FAILED, SKIPPED = "as it should be", "NOT as it should be", "failed", "not tried"
+Record = dict[str, Any]
+"""one line of first_hour.jsonl: stage, outcome, problems, figures, seconds, date, machine"""
+
+PROBE = """
+import json, torch
+gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+print(json.dumps({"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}))
+"""
+"""asks torch for this machine's GPUs in a process of its own: this one must not take memory on any"""
+
+
+def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
+    """Run the stages that are due, one after the other. SystemExit(1) if one is not as it should be."""
+    report_errors()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
+    os.environ.pop("WORLD_SIZE", None)  # this process is no rank; the jobs have their own
+    folder = Path(config.run.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "first_hour.jsonl"
+    records = read_records(results)
+    machine = find_machine()
+    stages = chosen_stages(config.benchmark.only)
+    if not config.benchmark.only:
+        stages = due_stages(stages, records, machine)
+    print(f"{machine.describe()}\n{len(stages)} stages to go; results in {results}", flush=True)
+    for stage in stages:
+        record = run_stage(stage, machine, config_file, folder)
+        records.append(record)
+        write_records(results, records)
+        for row in record["figures"].get("measurements", []):
+            append(folder / "first_hour.csv", row)
+        print(f"{stage.name}: {record['outcome']} ({record['seconds']:.0f} s)", flush=True)
+        for problem in record["problems"]:
+            print(f"  {problem}", flush=True)
+    records = latest_records(records)
+    page = folder / "first_hour.md"
+    page.write_text(format_page(records))
+    print(page)
+    if any(record["outcome"] in (WRONG, FAILED) for record in records):
+        raise SystemExit(1)
+
+
+def find_machine() -> Machine:
+    """Ask torch, and the driver where there is one, what this machine is."""
+    answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    facts = json.loads(answer.stdout)
+    driver = ""
+    if facts["gpus"]:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+    return Machine(tuple(facts["gpus"]), facts["torch"], facts["cuda"] or "", driver)
+
+
+def chosen_stages(only: str) -> list[Stage]:
+    """Return the stages that `benchmark.only` names; all if it is empty. Raises UserError for a wrong name."""
+    if not only:
+        return list(STAGES)
+    names = [name.strip() for name in only.split(",")]
+    known = [stage.name for stage in STAGES]
+    for name in names:
+        if name not in known:
+            raise UserError(f"benchmark.only: there is no stage {name!r}; the stages are {', '.join(known)}")
+    return [stage for stage in STAGES if stage.name in names]
+
+
+def due_stages(stages: Sequence[Stage], records: Sequence[Record], machine: Machine) -> list[Stage]:
+    """Return the stages that have no answer of this machine yet."""
+    answered = set()
+    for record in records:
+        if record["outcome"] in (RIGHT, WRONG) and machine_of(record) == machine:
+            answered.add(record["stage"])
+    return [stage for stage in stages if stage.name not in answered]
+
+
+def machine_of(record: Record) -> Machine:
+    """Return the machine on which a record was made."""
+    facts = dict(record["machine"])
+    return Machine(**facts | {"gpus": tuple(facts["gpus"])})  # JSON has lists only
+
+
+def run_stage(stage: Stage, machine: Machine, config_file: str, folder: Path) -> Record:
+    """Return what a stage has found on this machine."""
+    started = time.monotonic()
+    record: Record = {"stage": stage.name, "date": datetime.date.today().isoformat(), "machine": machine._asdict()}
+    figures: Figures = {}
+    if reason := stage.obstacle(machine):
+        outcome, problems = SKIPPED, [reason]
+    else:
+        jobs = Jobs(machine, config_file, folder / "scratch", started + STAGE_SECONDS)
+        try:
+            figures = stage.measure(jobs)
+            problems = stage.problems(figures)
+            outcome = WRONG if problems else RIGHT
+        except StageFailed as failure:
+            outcome, problems = FAILED, [str(failure)]
+        finally:
+            jobs.clean_up()
+    return record | {
+        "outcome": outcome,
+        "problems": problems,
+        "figures": figures,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def read_records(results: Path) -> list[Record]:
+    """Return the lines of first_hour.jsonl; none if there is no file."""
+    if not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def write_records(results: Path, records: Sequence[Record]) -> None:
+    """Replace the whole file, so that a kill leaves no half line."""
+    lines = [json.dumps(record) + "\n" for record in records]
+    temporary = results.with_suffix(".tmp")
+    temporary.write_text("".join(lines))
+    temporary.replace(results)
+
+
+def latest_records(records: Sequence[Record]) -> list[Record]:
+    """Return the last record of each stage, in the order of the stages."""
+    latest = {record["stage"]: record for record in records}
+    return [latest[stage.name] for stage in STAGES if stage.name in latest]
+
+
+def format_page(records: Sequence[Record]) -> str:
+    """Return the page, in Markdown: a summary, then the figures of each stage."""
+    questions = {stage.name: stage.question for stage in STAGES}
+    rows = []
+    for record in records:
+        problems = "; ".join(record["problems"])
+        outcome = f"{record['outcome']}: {problems}" if problems else record["outcome"]
+        rows.append({"stage": record["stage"], "question": questions[record["stage"]], "outcome": outcome})
+    parts = ["# The first hour", "", "`python recipes/benchmark first_hour`", "", format_table(rows)]
+    for record in records:
+        heading = f"{machine_of(record).describe()}, {record['date']}, {record['seconds']:,.0f} s."
+        parts += ["", f"## {record['stage']}", "", questions[record["stage"]], "", heading]
+        for title, figure in record["figures"].items():
+            parts += ["", *format_figure(title, figure)]
+    return "\n".join(parts) + "\n"
+
+
+def format_figure(title: str, figure: Any) -> list[str]:
+    """Return the lines of one figure: a table of rows, a list of numbers, or a single value."""
+    if isinstance(figure, list) and figure and isinstance(figure[0], dict):
+        shown = [key for key in figure[0] if any(row[key] not in ("", None) for row in figure)]
+        rows = [{key: row[key] for key in shown} for row in figure]
+        return [f"{title}:", "", format_table(rows)]
+    if isinstance(figure, list):
+        return [f"{title}: {', '.join(format_cell(value) for value in figure)}"]
+    return [f"{title}: {format_cell(figure)}"]

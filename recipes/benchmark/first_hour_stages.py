@@ -1,0 +1,316 @@
+"""The stages of `benchmark first_hour`: one question each, how it is answered, and what would be wrong.
+
+A stage's `measure` starts jobs and returns what they found; its `problems` judges that, without a machine, so that each
+judgement can be tested with a planted fault. A stage whose jobs fail raises StageFailed.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchllm.resources import resource
+
+from .first_hour_jobs import Figures, Jobs, Machine
+
+GIB = 2**30
+STEPS = 40
+"""of the runs whose losses are compared"""
+EXACT_STEPS = 10
+"""in which losses in float32 must agree; later ones drift apart, for each step enlarges what rounding did"""
+FLOAT32_DIFFERENCE = 1e-3
+"""of losses in float32, relative: products are in tf32 on a GPU; a wrong gradient changes them by 1e-1"""
+BFLOAT16_DIFFERENCE = 2e-2
+"""of losses in bfloat16 from those in float32, relative, over all steps; 6e-3 on a CPU"""
+BARE_LOOP_SPEED = 0.97
+"""speed of a step that is enough, of a bare loop's"""
+SHARE_OF_PEAK = 0.70
+"""of the data sheet's FLOP/s that the largest bfloat16 products must reach: an H100 reaches 0.80"""
+MEMORY_DIFFERENCE = 0.08
+"""of the peak of a step from the dry run's, relative"""
+ASYNCHRONOUS_SHARE = 0.05
+"""of a synchronous save's time that an asynchronous one may take from training"""
+TIMEOUT = 30
+"""run.timeout of the run with a stopped rank, in seconds"""
+OWN_DATA = ("--data.tokenizer=bytes", "--data.sources.0.kind=stdlib", "--data.sources.0.path=")
+"""overrides: the standard library as bytes, which needs no network, whatever data the config names"""
+ONE_GPU_CONFIG = "train_configs/llama_1b_1gpu.toml"
+NODE_CONFIG = "train_configs/llama3_8b_8gpu.toml"
+
+
+class Stage(NamedTuple):
+    """One question."""
+
+    name: str
+    question: str
+    measure: Callable[[Jobs], Figures]
+    problems: Callable[[Figures], list[str]]
+    """returns what is not as it should be, a sentence each"""
+    gpus: int = 0
+    """that it needs at least"""
+
+    def obstacle(self, machine: Machine) -> str:
+        """Return why this machine cannot answer; "" if it can."""
+        if len(machine.gpus) < self.gpus:
+            return f"needs {self.gpus} GPUs, and there are {len(machine.gpus)}"
+        return ""
+
+
+def measure_losses(jobs: Jobs) -> Figures:
+    """Train the small model on this device in both types, and on a CPU in float32."""
+    steps = [f"--training.steps={STEPS}", "--schedule.warmup_steps=5", "--checkpoint.interval=0"]
+    return {
+        "bfloat16": jobs.losses("bfloat16", *steps, "--training.dtype=bfloat16"),
+        "float32": jobs.losses("float32", *steps, "--training.dtype=float32"),
+        "float32 on a CPU": jobs.losses("cpu", *steps, "--training.dtype=float32", "--run.device=cpu"),
+    }
+
+
+def loss_problems(figures: Figures) -> list[str]:
+    """Compare the three curves step by step."""
+    expected = figures["float32 on a CPU"]
+    problems = difference_problems("float32", figures["float32"][:EXACT_STEPS], expected, FLOAT32_DIFFERENCE)
+    return problems + difference_problems("bfloat16", figures["bfloat16"], expected, BFLOAT16_DIFFERENCE)
+
+
+def difference_problems(name: str, losses: Sequence[float], expected: Sequence[float], limit: float) -> list[str]:
+    """Return a sentence for the first loss that is further off than `limit`, relative."""
+    for step, (loss, expected_loss) in enumerate(zip(losses, expected, strict=False), start=1):
+        difference = abs(loss / expected_loss - 1)
+        if not difference <= limit:  # not `>`: nan is a problem too
+            return [f"{name}: the loss of step {step} is {loss:.4f}, on a CPU {expected_loss:.4f}: over {limit:g} off"]
+    return []
+
+
+def measure_attention(jobs: Jobs) -> Figures:
+    """Compare the ring's blocks with float64, and name the kernels."""
+    return dict(jobs.benchmark("attention"))
+
+
+def attention_problems(figures: Figures) -> list[str]:
+    """Return the blocks that are off, and the kernels that hold all scores in memory."""
+    problems = []
+    for row in figures["blocks of the ring"]:
+        if row["error"] is None or not row["error"] <= row["limit"]:
+            block = f"{row['dtype']}, heads of {row['width']}, {row['groups']} per key-value head"
+            problems.append(f"a block of the ring ({block}): {row['worst']} is off by {row['error']}")
+    for row in figures["kernels"]:
+        if "math" in row["kernels"]:
+            problems.append(f"attention (documents: {row['documents']}) runs the math kernel: S x S scores in memory")
+    return problems
+
+
+def measure_resume(jobs: Jobs) -> Figures:
+    """Train 20 steps at once, and 10 and 10, with deterministic kernels."""
+    options = ["--run.deterministic=true", "--schedule.warmup_steps=0", "--schedule.decay_steps=0"]
+    options += ["--checkpoint.interval=10"]
+    ranks = jobs.machine.ranks
+    whole = jobs.losses("whole", *options, "--training.steps=20", ranks=ranks)
+    jobs.losses("parts", *options, "--training.steps=10", ranks=ranks)
+    parts = jobs.losses("parts", *options, "--training.steps=20", ranks=ranks)
+    return {"ranks": ranks, "at once": whole, "resumed": parts}
+
+
+def resume_problems(figures: Figures) -> list[str]:
+    """Compare the curves bit by bit."""
+    whole, parts = figures["at once"], figures["resumed"]
+    if len(parts) != len(whole):
+        return [f"the resumed run logged {len(parts)} steps, the other {len(whole)}"]
+    for step, (loss, expected) in enumerate(zip(parts, whole, strict=True), start=1):
+        if loss != expected:
+            return [f"the loss of step {step} is {loss!r}, without a resume {expected!r}: not the same bits"]
+    return []
+
+
+def measure_weights(jobs: Jobs) -> Figures:
+    """Hash the initial weights of this device and of a CPU."""
+    return dict(jobs.benchmark("weights"))
+
+
+def weight_problems(figures: Figures) -> list[str]:
+    """Compare the hashes."""
+    rows = figures["initial weights"]
+    if len({row["sha256"] for row in rows}) == 1:
+        return []
+    return ["the device makes other initial weights than a CPU: runs on different kinds of device differ"]
+
+
+def measure_matmul(jobs: Jobs) -> Figures:
+    """Measure products of growing size."""
+    return dict(jobs.benchmark("matmul", *large_config(jobs), "--benchmark.seconds=0.5"))
+
+
+def matmul_problems(figures: Figures) -> list[str]:
+    """Compare the best bfloat16 product with the data sheet."""
+    shares = []
+    for row in figures["matrix products"]:
+        if row["dtype"] == "bfloat16" and row["share_of_peak"] is not None:
+            shares.append(row["share_of_peak"])
+    if shares and max(shares) < SHARE_OF_PEAK:
+        best = f"{max(shares):.0%} of the data sheet's FLOP/s"
+        return [f"the fastest bfloat16 product reaches {best}: look at the GPU's clock, power limit and temperature"]
+    return []
+
+
+def measure_step(jobs: Jobs) -> Figures:
+    """Time a step against a bare loop of the same model and kernels, alone and on all GPUs."""
+    options = [*large_config(jobs), "--training.global_batch_size=16", "--benchmark.rounds=3"]
+    if jobs.machine.gpus:
+        options += ["--training.micro_batch_size=2", "--compile.block=true", "--compile.loss=true"]
+    figures: Figures = {}
+    for ranks in sorted({1, jobs.machine.ranks}):
+        tables = jobs.benchmark("step", *options, "--parallel.dp_shard=-1", ranks=ranks)
+        for title, rows in tables.items():
+            figures[f"{title}, ranks {ranks}"] = rows
+    return figures
+
+
+def step_problems(figures: Figures) -> list[str]:
+    """Compare the library's speed with the bare loop's."""
+    problems = []
+    for title, rows in figures.items():
+        for row in rows:
+            if "ratio" in row and not 1 / row["ratio"] >= BARE_LOOP_SPEED:
+                problems.append(
+                    f"{title}: {1 / row['ratio']:.3f} of the bare loop's speed, less than {BARE_LOOP_SPEED}"
+                )
+    return problems
+
+
+def measure_layouts(jobs: Jobs) -> Figures:
+    """Train a large model for some steps with one option changed at a time."""
+    options = [
+        (),
+        ("--compile.block=false", "--compile.loss=false"),
+        ("--recompute.mode=none",),
+        ("--recompute.mode=selective",),
+        ("--recompute.mode=full",),
+        ("--training.loss_chunk=0",),
+        ("--data.document_mask=true",),
+        ("--model.attention=flex", "--data.document_mask=true"),
+    ]
+    if not jobs.machine.gpus:
+        options = [(), ("--recompute.mode=full",)]
+    elif jobs.machine.ranks > 1:
+        options += [("--parallel.dp_shard=-1", f"--parallel.tp={jobs.machine.ranks}")]
+        options += [("--parallel.dp_shard=-1", "--parallel.cp=2"), ("--parallel.dp_shard=-1", "--parallel.pp=2")]
+    base = layout_config(jobs)
+    rows = []
+    for option in options:
+        rows.append(jobs.measure(base[0], (*base[1:], *option), steps=8, ranks=jobs.machine.ranks))
+    return {"measurements": rows}
+
+
+def layout_problems(figures: Figures) -> list[str]:
+    """Return the layouts that did not train; one that does not fit is none."""
+    problems = []
+    for row in figures["measurements"]:
+        if row["status"] not in ("ok", "oom", "invalid"):
+            problems.append(f"{row['layout']}: {row['status']}: {row['note']}")
+    if not any(row["status"] == "ok" for row in figures["measurements"]):
+        problems.append("no layout has trained")
+    return problems
+
+
+def measure_memory(jobs: Jobs) -> Figures:
+    """Compare the peak of a step with the dry run's, for two recompute modes, without the compiler."""
+    base = layout_config(jobs)
+    rows = []
+    for mode in ("none", "full"):
+        overrides = (*base[1:], "--compile.block=false", "--compile.loss=false", f"--recompute.mode={mode}")
+        ranks = jobs.machine.ranks
+        measured = jobs.measure(base[0], overrides, steps=3, ranks=ranks)
+        predicted = max(kind["peak"] for kind in jobs.dry_run(base[0], overrides, ranks)["kinds"]) / GIB
+        peak = measured["peak_memory_gib"]
+        rows.append(
+            {
+                "recompute": mode,
+                "status": measured["status"],
+                "peak_gib": float(peak) if peak else None,
+                "dry_run_gib": predicted,
+                "note": measured["note"],
+            }
+        )
+    return {"memory": rows}
+
+
+def memory_problems(figures: Figures) -> list[str]:
+    """Compare each peak with the dry run's. A step that does not fit must not have been said to fit by far."""
+    problems = []
+    for row in figures["memory"]:
+        if row["peak_gib"] is None:
+            problems.append(f"recompute {row['recompute']}: {row['status']}: {row['note']}")
+        elif abs(row["peak_gib"] / row["dry_run_gib"] - 1) > MEMORY_DIFFERENCE:
+            problems.append(
+                f"recompute {row['recompute']}: the peak is {row['peak_gib']:.1f} GiB, the dry run says "
+                f"{row['dry_run_gib']:.1f}: over {MEMORY_DIFFERENCE:.0%} off"
+            )
+    return problems
+
+
+def measure_saves(jobs: Jobs) -> Figures:
+    """Time a synchronous save, and what an asynchronous one takes from the steps beside it."""
+    options = ["--training.global_batch_size=2", "--training.micro_batch_size=2", "--benchmark.rounds=3"]
+    return dict(jobs.benchmark("checkpoint", *large_config(jobs), *options))
+
+
+def save_problems(figures: Figures) -> list[str]:
+    """Compare the asynchronous save with the synchronous one."""
+    for row in figures["time taken from training"]:
+        if row["what"] == "asynchronous / synchronous" and row["ratio"] > ASYNCHRONOUS_SHARE:
+            share = f"{row['ratio']:.3f} of a synchronous save's time"
+            return [f"an asynchronous save takes {share} from training, more than {ASYNCHRONOUS_SHARE}"]
+    return []
+
+
+def measure_stopped_rank(jobs: Jobs) -> Figures:
+    """Train on two ranks of which one stops, and see who is named."""
+    recipe = Path(__file__).with_name("stopped_rank.py")
+    options = ["--training.steps=1000000", f"--run.timeout={TIMEOUT}", "--checkpoint.interval=0"]
+    if jobs.machine.ranks < 2:  # one GPU has no place for two ranks
+        options.append("--run.device=cpu")
+    status, output = jobs.run_recipe(recipe, *options, ranks=2)
+    lines = [line for line in output.splitlines() if "hang" in line or re.search(r"\brank 1\b", line)]
+    return {"exit status": "none" if status is None else status, "report": "; ".join(lines)}
+
+
+def stopped_rank_problems(figures: Figures) -> list[str]:
+    """See that the job has ended by itself and names the rank."""
+    if figures["exit status"] == "none":
+        return ["a job with a stopped rank went on until the stage's time was over"]
+    if not re.search(r"\brank 1\b", figures["report"]):
+        return [f"the report does not name rank 1: {figures['report']!r}"]
+    return []
+
+
+def large_config(jobs: Jobs) -> list[str]:
+    """Return the config of the largest model that this machine has a run for: a benchmark's arguments."""
+    if not jobs.machine.gpus:
+        return [jobs.config]
+    config = NODE_CONFIG if jobs.machine.ranks == 8 else ONE_GPU_CONFIG
+    return [str(resource(config)), *OWN_DATA]
+
+
+def layout_config(jobs: Jobs) -> list[str]:
+    """Return that config with a batch of one or two sequences per GPU, for a run."""
+    config = large_config(jobs)
+    if not jobs.machine.gpus:
+        return [*config, "--training.micro_batch_size=2"]
+    per_rank = 1 if jobs.machine.ranks == 8 else 2
+    batch = per_rank * jobs.machine.ranks
+    return [*config, f"--training.micro_batch_size={per_rank}", f"--training.global_batch_size={batch}"]
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("losses", "Does this device train the model that a CPU trains?", measure_losses, loss_problems),
+    Stage("attention", "Which attention kernels run, and are they exact?", measure_attention, attention_problems),
+    Stage("weights", "Does a run start from the weights of a CPU's?", measure_weights, weight_problems),
+    Stage("resume", "Is a resumed run bitwise the uninterrupted one?", measure_resume, resume_problems),
+    Stage("step", "What does the library cost beside a bare loop?", measure_step, step_problems),
+    Stage("matmul", "How fast are matrix products, of the data sheet?", measure_matmul, matmul_problems),
+    Stage("memory", "Does a step take the memory of the dry run?", measure_memory, memory_problems, gpus=1),
+    Stage("layouts", "How fast is a large model, with and without each option?", measure_layouts, layout_problems),
+    Stage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
+    Stage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),
+)
+"""what is worth most first"""

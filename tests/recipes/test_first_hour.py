@@ -1,0 +1,217 @@
+"""`benchmark first_hour`: each judgement sees a planted fault, and the command goes on where it was ended."""
+
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.benchmark.first_hour import (
+    FAILED,
+    RIGHT,
+    SKIPPED,
+    WRONG,
+    chosen_stages,
+    due_stages,
+    format_page,
+    latest_records,
+    read_records,
+    run_stage,
+    write_records,
+)
+from recipes.benchmark.first_hour_jobs import Figures, Jobs, Machine, StageFailed
+from recipes.benchmark.first_hour_stages import STAGES, Stage
+from tests.tiny_run import DEBUG, ROOT
+from torchllm.config.errors import UserError
+
+H100 = Machine(("NVIDIA H100 80GB HBM3",) * 8, "2.13.0", "13.0", "580.65")
+CPU = Machine((), "2.13.0+cpu", "", "")
+STAGE = {stage.name: stage for stage in STAGES}
+
+HEALTHY: dict[str, Figures] = {
+    "losses": {
+        "bfloat16": [5.77, 5.1, 4.4],
+        "float32": [5.7702, 5.1001, 4.41],
+        "float32 on a CPU": [5.7701, 5.1, 4.41],
+    },
+    "attention": {
+        "blocks of the ring": [
+            {"dtype": "bfloat16", "width": 64, "groups": 4, "worst": "dq", "error": 0.004, "limit": 0.03}
+        ],
+        "kernels": [{"attention": "sdpa", "documents": "no", "kernels": "flash_fwd_kernel, flash_bwd_kernel"}],
+    },
+    "weights": {"initial weights": [{"device": "cuda", "sha256": "ab"}, {"device": "cpu", "sha256": "ab"}]},
+    "resume": {"ranks": 8, "at once": [5.7, 5.1, 4.6], "resumed": [5.7, 5.1, 4.6]},
+    "step": {"step time, ranks 8": [{"what": "torchllm / bare FSDP2", "ratio": 1.01, "least": 1.0, "largest": 1.02}]},
+    "matmul": {
+        "matrix products": [
+            {"dtype": "float32", "matrix": "square", "share_of_peak": 0.5},
+            {"dtype": "bfloat16", "matrix": "square", "share_of_peak": 0.6},
+            {"dtype": "bfloat16", "matrix": "up_proj", "share_of_peak": 0.79},
+        ]
+    },
+    "memory": {"memory": [{"recompute": "full", "status": "ok", "peak_gib": 26.5, "dry_run_gib": 26.0, "note": ""}]},
+    "layouts": {
+        "measurements": [
+            {"layout": "--recompute.mode=full", "status": "ok", "note": ""},
+            {"layout": "--compile.block=false", "status": "ok", "note": ""},
+            {"layout": "--recompute.mode=none", "status": "oom", "note": "out of memory"},
+        ]
+    },
+    "saves": {
+        "saves": [],
+        "time taken from training": [{"what": "asynchronous / synchronous", "ratio": 0.02, "least": 0, "largest": 1}],
+    },
+    "stopped_rank": {"exit status": 1, "report": "hang: rank 1 (node) is stopped"},
+}
+"""what a machine without a fault shows"""
+
+
+def set_at(*path: str | int, to: Any) -> Callable[[Figures], None]:
+    """Return what plants a fault: another value at this place of the figures."""
+
+    def plant(figures: Figures) -> None:
+        place: Any = figures
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return plant
+
+
+FAULTS = [
+    ("losses", set_at("float32", 1, to=5.12), "float32: the loss of step 2 is 5.1200, on a CPU 5.1000"),
+    ("losses", set_at("bfloat16", 2, to=4.6), "bfloat16: the loss of step 3"),
+    ("losses", set_at("bfloat16", 2, to=math.nan), "bfloat16: the loss of step 3 is nan"),
+    ("attention", set_at("blocks of the ring", 0, "error", to=0.2), "heads of 64, 4 per key-value head"),
+    ("attention", set_at("blocks of the ring", 0, "error", to=math.nan), "dq is off by nan"),
+    ("attention", set_at("blocks of the ring", 0, "error", to=None), "is off by None"),
+    ("attention", set_at("kernels", 0, "kernels", to="_scaled_dot_product_attention_math"), "S x S"),
+    ("weights", set_at("initial weights", 0, "sha256", to="cd"), "other initial weights"),
+    ("resume", set_at("resumed", 2, to=4.6 + 1e-15), "the loss of step 3"),
+    ("resume", set_at("resumed", to=[5.7, 5.1]), "logged 2 steps, the other 3"),
+    ("step", set_at("step time, ranks 8", 0, "ratio", to=1.05), "0.952 of the bare loop's speed"),
+    ("matmul", set_at("matrix products", 2, "share_of_peak", to=0.3), "60% of the data sheet's"),
+    ("memory", set_at("memory", 0, "peak_gib", to=29.0), "the peak is 29.0 GiB, the dry run says 26.0"),
+    ("memory", set_at("memory", 0, "peak_gib", to=None), "recompute full: ok"),
+    ("layouts", set_at("measurements", 0, "status", to="crash"), "--recompute.mode=full: crash"),
+    ("layouts", set_at("measurements", to=[{"status": "oom"}]), "no layout has trained"),
+    ("saves", set_at("time taken from training", 0, "ratio", to=0.2), "takes 0.200 of a synchronous"),
+    ("stopped_rank", set_at("exit status", to="none"), "went on until"),
+    ("stopped_rank", set_at("report", to="hang: rank 11 is stopped"), "does not name rank 1"),
+]
+
+
+@pytest.mark.parametrize("name", STAGE)
+def test_a_healthy_machine_has_no_problem(name: str) -> None:
+    assert STAGE[name].problems(HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize(("name", "plant", "said"), FAULTS)
+def test_a_planted_fault_is_seen(name: str, plant: Callable[[Figures], None], said: str) -> None:
+    figures = copy.deepcopy(HEALTHY[name])
+    plant(figures)
+    (problem,) = STAGE[name].problems(figures)
+    assert said in problem
+
+
+def test_every_stage_has_a_fault() -> None:
+    assert {name for name, _, _ in FAULTS} == STAGE.keys()
+
+
+def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> Stage:
+    return Stage("losses", "Does it?", measure, lambda figures: problems or [], gpus)
+
+
+def test_the_outcomes_of_a_stage(tmp_path: Path) -> None:
+    def answers(jobs: Jobs) -> Figures:
+        (jobs.folder / "file").touch()
+        return {"answer": 1}
+
+    def fails(jobs: Jobs) -> Figures:
+        raise StageFailed("run float32 ended with exit status 1: out of memory")
+
+    cases = [
+        (stage_that(answers), RIGHT, [], {"answer": 1}),
+        (stage_that(answers, ["too slow"]), WRONG, ["too slow"], {"answer": 1}),
+        (stage_that(fails), FAILED, ["run float32 ended with exit status 1: out of memory"], {}),
+        (stage_that(answers, gpus=9), SKIPPED, ["needs 9 GPUs, and there are 8"], {}),
+    ]
+    for stage, outcome, problems, figures in cases:
+        record = run_stage(stage, H100, DEBUG, tmp_path)
+        assert (record["outcome"], record["problems"], record["figures"]) == (outcome, problems, figures)
+        assert not (tmp_path / "scratch").exists()
+
+
+def record_of(stage: str, outcome: str, machine: Machine = H100) -> dict[str, Any]:
+    facts = {"stage": stage, "outcome": outcome, "problems": [], "figures": HEALTHY[stage], "seconds": 1.0}
+    return facts | {"date": "2026-11-22", "machine": machine._asdict()}
+
+
+def test_it_goes_on_with_what_has_no_answer_of_this_machine(tmp_path: Path) -> None:
+    results = tmp_path / "first_hour.jsonl"
+    assert read_records(results) == []
+    records = [record_of("losses", RIGHT), record_of("attention", FAILED), record_of("weights", SKIPPED)]
+    records += [record_of("resume", WRONG), record_of("step", RIGHT, CPU)]
+    write_records(results, records)
+    assert json.loads(results.read_text().splitlines()[0])["stage"] == "losses"
+    due = [stage.name for stage in due_stages(STAGES, read_records(results), H100)]
+    assert due == [stage.name for stage in STAGES if stage.name not in ("losses", "resume")]
+    first, *_ = latest_records([*read_records(results), record_of("losses", WRONG)])
+    assert (first["stage"], first["outcome"]) == ("losses", WRONG)
+
+
+def test_only_takes_the_stages_it_names() -> None:
+    assert [stage.name for stage in chosen_stages("resume, losses")] == ["losses", "resume"]
+    with pytest.raises(UserError, match=r"there is no stage 'loss'; the stages are losses, attention, "):
+        chosen_stages("loss")
+
+
+def test_the_page_has_every_figure() -> None:
+    page = format_page([record_of(name, RIGHT) for name in STAGE])
+    assert "8 x NVIDIA H100 80GB HBM3, driver 580.65, torch 2.13.0, CUDA 13.0, 2026-11-22" in page
+    assert "| losses | Does this device train the model that a CPU trains? | as it should be |" in page
+    assert "bfloat16: 5.77, 5.1, 4.4" in page
+    assert "| recompute | status | peak_gib | dry_run_gib |" in page
+    assert "| full | ok | 26.5 | 26 |" in page
+
+
+def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "recipes" / "benchmark"), "first_hour", f"--run.folder={folder}", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800)
+
+
+def test_a_stage_runs_and_is_written_down(tmp_path: Path) -> None:
+    done = first_hour(tmp_path, "--benchmark.only=weights")
+    assert done.returncode == 0, done.stderr
+    assert "a rehearsal, which says nothing of a GPU" in done.stdout
+    (record,) = read_records(tmp_path / "first_hour.jsonl")
+    assert record["outcome"] == RIGHT
+    rows = record["figures"]["initial weights"]
+    assert [row["device"] for row in rows] == ["cpu", "cpu"]
+    assert re.fullmatch("[0-9a-f]{64}", rows[0]["sha256"])
+    assert rows[0]["sha256"] in (tmp_path / "first_hour.md").read_text()
+    wrong = first_hour(tmp_path, "--benchmark.only=weight")
+    assert wrong.returncode != 0
+    assert wrong.stderr.splitlines()[-1].startswith("error: benchmark.only: there is no stage 'weight'")
+
+
+@pytest.mark.every_run
+def test_the_rehearsal(tmp_path: Path) -> None:
+    """All stages on a CPU. What is slower here than on a GPU may be wrong, no job may fail."""
+    done = first_hour(tmp_path)
+    records = {record["stage"]: record for record in read_records(tmp_path / "first_hour.jsonl")}
+    assert list(records) == [stage.name for stage in STAGES], done.stderr
+    slow_here = {"step", "saves"}
+    for name, record in records.items():
+        allowed = {RIGHT, SKIPPED, WRONG} if name in slow_here else {RIGHT, SKIPPED}
+        assert record["outcome"] in allowed, record
+    assert [name for name, record in records.items() if record["outcome"] == SKIPPED] == ["memory"]
+    assert (tmp_path / "first_hour.csv").read_text().count(",ok,") == 2
+    assert first_hour(tmp_path).stdout.splitlines()[1].startswith("1 stages to go")
