@@ -9,10 +9,9 @@ whose name has "math" or "softmax" holds S x S scores in memory.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import DeviceType
 
 from torchllm.models.attention import CORES
 from torchllm.parallel.attention_kernels import block_kernel
@@ -54,7 +53,7 @@ def kernel_row(config: "BenchmarkConfig", runtime: Runtime, documents: bool) -> 
     """Return the kernels (on a CPU: operators) that attention of this config's sizes runs, longest first."""
     model, length = config.model, config.training.sequence_length
     dtype = compute_dtype(config.training, runtime.device)
-    core = CORES[model.attention]()
+    core: Any = CORES[model.attention]()
     ids = torch.arange(length, device=runtime.device).expand(1, length) // max(1, length // 3)
     heads = (1, length, model.heads, model.head_width)
     key_heads = (1, length, model.kv, model.head_width)
@@ -64,8 +63,8 @@ def kernel_row(config: "BenchmarkConfig", runtime: Runtime, documents: bool) -> 
     )
     with torch.profiler.profile() as profiler:
         core(q, k, v, core.mask(ids if documents else None)).sum().backward()
-    on_device = DeviceType.CUDA if runtime.device.type == "cuda" else DeviceType.CPU
-    events = [event for event in profiler.key_averages() if event.device_type == on_device]
+    place = runtime.device.type.upper()
+    events = [event for event in profiler.key_averages() if event.device_type.name == place]
     events.sort(key=lambda event: event.self_device_time_total or event.self_cpu_time_total, reverse=True)
     names = [event.key for event in events if "attention" in event.key or "fmha" in event.key or "flash" in event.key]
     return {

@@ -26,7 +26,7 @@ from torchllm.config.errors import UserError
 from torchllm.runtime.error_report import report_errors
 
 from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from .first_hour_stages import STAGES, Stage
+from .first_hour_stages import MEASUREMENTS, STAGES, Stage
 from .tools import format_cell, format_table
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
         record = run_stage(stage, machine, config_file, folder)
         records.append(record)
         write_records(results, records)
-        for row in record["figures"].get("measurements", []):
+        for row in record["figures"].get(MEASUREMENTS, []):
             append(folder / "first_hour.csv", row)
         print(f"{stage.name}: {record['outcome']} ({record['seconds']:.0f} s)", flush=True)
         for problem in record["problems"]:
@@ -174,6 +174,8 @@ def format_page(records: Sequence[Record]) -> str:
         heading = f"{machine_of(record).describe()}, {record['date']}, {record['seconds']:,.0f} s."
         parts += ["", f"## {record['stage']}", "", questions[record["stage"]], "", heading]
         for title, figure in record["figures"].items():
+            if title == MEASUREMENTS:  # the page has the columns that people read
+                continue
             parts += ["", *format_figure(title, figure)]
     return "\n".join(parts) + "\n"
 

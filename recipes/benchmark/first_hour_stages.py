@@ -5,6 +5,7 @@ judgement can be tested with a planted fault. A stage whose jobs fail raises Sta
 """
 
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,8 @@ EXACT_STEPS = 10
 """in which losses in float32 must agree; later ones drift apart, for each step enlarges what rounding did"""
 FLOAT32_DIFFERENCE = 1e-3
 """of losses in float32, relative: products are in tf32 on a GPU; a wrong gradient changes them by 1e-1"""
-BFLOAT16_DIFFERENCE = 2e-2
-"""of losses in bfloat16 from those in float32, relative, over all steps; 6e-3 on a CPU"""
+BFLOAT16_DIFFERENCE = 3e-2
+"""of losses in bfloat16 from those in float32, relative, over all steps; 1.3e-2 on a CPU, at the steepest step"""
 BARE_LOOP_SPEED = 0.97
 """speed of a step that is enough, of a bare loop's"""
 SHARE_OF_PEAK = 0.70
@@ -36,6 +37,10 @@ OWN_DATA = ("--data.tokenizer=bytes", "--data.sources.0.kind=stdlib", "--data.so
 """overrides: the standard library as bytes, which needs no network, whatever data the config names"""
 ONE_GPU_CONFIG = "train_configs/llama_1b_1gpu.toml"
 NODE_CONFIG = "train_configs/llama3_8b_8gpu.toml"
+MEASUREMENTS = "measurements"
+"""title of the figures that go into first_hour.csv, for the planner"""
+SHOWN = ("layout", "status", "step_time_s", "tokens_per_s_per_gpu", "mfu_pct", "hfu_pct", "peak_memory_gib", "note")
+"""columns of a measured layout that the page has"""
 
 
 class Stage(NamedTuple):
@@ -101,14 +106,13 @@ def attention_problems(figures: Figures) -> list[str]:
 
 
 def measure_resume(jobs: Jobs) -> Figures:
-    """Train 20 steps at once, and 10 and 10, with deterministic kernels."""
-    options = ["--run.deterministic=true", "--schedule.warmup_steps=0", "--schedule.decay_steps=0"]
-    options += ["--checkpoint.interval=10"]
+    """Train 20 steps, lose the checkpoint of the last one, and train again from that of step 10."""
+    options = ["--run.deterministic=true", "--training.steps=20", "--checkpoint.interval=10"]
     ranks = jobs.machine.ranks
-    whole = jobs.losses("whole", *options, "--training.steps=20", ranks=ranks)
-    jobs.losses("parts", *options, "--training.steps=10", ranks=ranks)
-    parts = jobs.losses("parts", *options, "--training.steps=20", ranks=ranks)
-    return {"ranks": ranks, "at once": whole, "resumed": parts}
+    whole = jobs.losses("resume", *options, ranks=ranks)
+    shutil.rmtree(jobs.folder / "resume" / "checkpoints" / "step-00000020")
+    resumed = jobs.losses("resume", *options, ranks=ranks)
+    return {"ranks": ranks, "at once": whole, "resumed": resumed}
 
 
 def resume_problems(figures: Figures) -> list[str]:
@@ -198,16 +202,17 @@ def measure_layouts(jobs: Jobs) -> Figures:
     rows = []
     for option in options:
         rows.append(jobs.measure(base[0], (*base[1:], *option), steps=8, ranks=jobs.machine.ranks))
-    return {"measurements": rows}
+    shown = [{column: row[column] for column in SHOWN} for row in rows]
+    return {"layouts": shown, MEASUREMENTS: rows}
 
 
 def layout_problems(figures: Figures) -> list[str]:
     """Return the layouts that did not train; one that does not fit is none."""
     problems = []
-    for row in figures["measurements"]:
+    for row in figures["layouts"]:
         if row["status"] not in ("ok", "oom", "invalid"):
             problems.append(f"{row['layout']}: {row['status']}: {row['note']}")
-    if not any(row["status"] == "ok" for row in figures["measurements"]):
+    if not any(row["status"] == "ok" for row in figures["layouts"]):
         problems.append("no layout has trained")
     return problems
 

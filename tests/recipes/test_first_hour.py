@@ -58,7 +58,7 @@ HEALTHY: dict[str, Figures] = {
     },
     "memory": {"memory": [{"recompute": "full", "status": "ok", "peak_gib": 26.5, "dry_run_gib": 26.0, "note": ""}]},
     "layouts": {
-        "measurements": [
+        "layouts": [
             {"layout": "--recompute.mode=full", "status": "ok", "note": ""},
             {"layout": "--compile.block=false", "status": "ok", "note": ""},
             {"layout": "--recompute.mode=none", "status": "oom", "note": "out of memory"},
@@ -100,8 +100,8 @@ FAULTS = [
     ("matmul", set_at("matrix products", 2, "share_of_peak", to=0.3), "60% of the data sheet's"),
     ("memory", set_at("memory", 0, "peak_gib", to=29.0), "the peak is 29.0 GiB, the dry run says 26.0"),
     ("memory", set_at("memory", 0, "peak_gib", to=None), "recompute full: ok"),
-    ("layouts", set_at("measurements", 0, "status", to="crash"), "--recompute.mode=full: crash"),
-    ("layouts", set_at("measurements", to=[{"status": "oom"}]), "no layout has trained"),
+    ("layouts", set_at("layouts", 0, "status", to="crash"), "--recompute.mode=full: crash"),
+    ("layouts", set_at("layouts", to=[{"status": "oom"}]), "no layout has trained"),
     ("saves", set_at("time taken from training", 0, "ratio", to=0.2), "takes 0.200 of a synchronous"),
     ("stopped_rank", set_at("exit status", to="none"), "went on until"),
     ("stopped_rank", set_at("report", to="hang: rank 11 is stopped"), "does not name rank 1"),
