@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children, start_nodes
 from tests.listening import listening_addresses
-from tests.tiny_run import DEBUG, SMALL, free_port
+from tests.tiny_run import DEBUG, SMALL, curve, free_port
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in")
@@ -232,3 +232,24 @@ def test_a_node_that_is_lost_before_it_has_joined_is_named(start: Callable[..., 
     joining.connection.socket.close()  # what the kernel does for a killed launcher
     assert head.process.wait(END_WITHIN) == 1
     assert head.err.read_text().endswith("error: the launcher of node 1 was killed, or its node was shut down\n")
+
+
+def test_tasks_of_one_gpu_each_heed_no_request_to_stop_an_earlier_job(
+    start: Callable[..., Started], tmp_path: Path, undisturbed: Path
+) -> None:
+    """Slurm signals the tasks of a job in which one was killed, so that it leaves such a request."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "stop").touch()
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    step["MASTER_PORT"] = str(free_port())
+    step |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"SLURM_NODEID": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    tasks = []
+    for number in ("0", "1"):
+        place = {"SLURM_PROCID": number, "SLURM_LOCALID": number}
+        tasks.append(start(DEBUG, *SMALL, *QUICK, f"--run.folder={folder}", **step, **place))
+    assert [task.wait() for task in tasks] == [0, 0], tasks[0].err.read_text()
+    assert curve(folder) == curve(undisturbed)

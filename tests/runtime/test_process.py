@@ -17,6 +17,7 @@ from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
 from torchllm.runtime import process as runtimes
+from torchllm.runtime.head import NodeMissing, NodeWait
 from torchllm.runtime.lease import DONE, Timing, check_owner, take_lease
 from torchllm.runtime.process import (
     Runtime,
@@ -352,3 +353,13 @@ def test_a_rank_without_launcher_says_that_rank_0_does_not_come(monkeypatch: pyt
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     error = error_of(lambda: runtimes._open_store(Run(start_timeout=0.2), 1, timedelta(seconds=1)))
     assert error.startswith(f"waited for 0.2 s (run.start_timeout) for node 0 at 127.0.0.1:{port} (")
+
+
+def test_rank_0_says_which_rank_without_launcher_does_not_come() -> None:
+    store = dist.HashStore()
+    store.set(runtimes.joined_key(1), "")
+    with pytest.raises(NodeMissing, match=r"waited for 0 s \(run.start_timeout\) for rank 2 of 4 to join. Does it run"):
+        runtimes.await_ranks(store, 4, NodeWait(0.0))
+    for rank in (2, 3):
+        store.set(runtimes.joined_key(rank), "")
+    runtimes.await_ranks(store, 4, NodeWait(0.0))

@@ -79,9 +79,9 @@ def test_only_rank_0_looks_for_the_file_in_training(tmp_path: Path) -> None:
     assert [requests.requested() for requests in ranks] == [True, False]
 
 
-def launched(folder: Path, rank: int) -> StopRequests:
+def launched(folder: Path, rank: int, is_owned: bool = True) -> StopRequests:
     """What run_train.sh has started, with a thread that looks for the file ten times per second."""
-    requests = StopRequests(folder, rank, world_size=2, is_launched=True)
+    requests = StopRequests(folder, rank, world_size=2, is_launched=True, is_owned=is_owned)
     requests.look_interval = 0.1
     return requests
 
@@ -100,6 +100,28 @@ def test_the_file_ends_the_start_up_of_every_rank_with_status_0(tmp_path: Path, 
     requests.begin_votes()
     assert set(statuses) == {0}
     assert (tmp_path / "stopped.json").exists() == (rank == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_asked_an_earlier_job_to_stop_ends_no_rank_until_this_job_owns_the_folder(
+    tmp_path: Path, statuses: list[int], rank: int
+) -> None:
+    file = tmp_path / "stop"
+    file.touch()
+    requests = launched(tmp_path, rank, is_owned=False)
+    requests._end_if_asked()
+    file.unlink()  # rank 0 has taken the folder
+    requests._end_if_asked()
+    assert not statuses
+    file.touch()
+    os.utime(file, ns=(0, 1))  # a file system may give it the number of the one before
+    requests._end_if_asked()
+    assert statuses == [0]
+
+    early = launched(tmp_path, rank, is_owned=False)
+    early.folder_is_owned()
+    early._end_if_asked()
+    assert statuses == [0, 0]
 
 
 def test_a_rank_that_has_voted_stays_and_saves(tmp_path: Path, statuses: list[int]) -> None:

@@ -234,7 +234,8 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     report_errors(rank, local_rank)
     rank_notes.join(rank)
     is_launched = LAUNCHED in os.environ and not reads_only
-    stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched)
+    is_owned = has_launcher() or not is_launched  # a launcher starts no rank before it owns the folder
+    stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched, is_owned=is_owned)
     stop_requests.listen()
     too_low = describe_low_limit(raise_descriptor_limit(), world_size)
     if rank == 0 and too_low is not None:
@@ -249,7 +250,8 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     if rank == 0 and not reads_only:
         ownership = _own_folder(Path(run.folder))
     timeout = timedelta(seconds=max(heart.limits) + GRACE)
-    _join_job(run, rank, world_size, timeout)
+    store = _open_store(run, rank, timeout)
+    _join_job(run, rank, world_size, store, timeout)
     _set_torch_up(run, device)
     runtime = Runtime(
         rank=rank,
@@ -265,6 +267,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     beat("all ranks have joined")
     refuse_different_starts(configs, runtime.host_group)
     raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
+    stop_requests.folder_is_owned()
     raise_first_error(runtime.gather_texts, device_error)
     device_types = runtime.gather_texts(device.type)
     if len(set(device_types)) > 1:
@@ -312,7 +315,12 @@ def _own_folder(folder: Path) -> _Ownership:
         return _Ownership(refusal=str(error))
 
 
-def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
+def has_launcher() -> bool:
+    """Return whether a launcher has started this rank, and not run_train.sh itself, as with one task per GPU."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
     """Create the default process group: through torchrun's rendezvous, or of this process alone."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # operations that the flight recorder keeps
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints two lines per profile
@@ -324,7 +332,6 @@ def _join_job(run: Run, rank: int, world_size: int, timeout: timedelta) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
-    store = _open_store(run, rank, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -336,19 +343,36 @@ def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
     if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_served:
+    if has_launcher():
         return connect_store(address, port, timeout)
-    if rank != 0:
-        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-        try:
-            reach_head(HeadAddress(address, port), NodeWait(run.start_timeout, speaks=speaks))
-        except NodeMissing as error:
-            raise UserError(str(error)) from error
-        return connect_store(address, port, timeout)
-    if address == LOOPBACK:
-        return serve_loopback_store(port, timeout)
-    return serve_store(address, port, timeout)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    wait = NodeWait(run.start_timeout, speaks=speaks)
+    try:
+        if rank != 0:
+            reach_head(HeadAddress(address, port), wait)
+            store = connect_store(address, port, timeout)
+            store.set(joined_key(rank), "")
+            return store
+        store = serve_loopback_store(port, timeout) if address == LOOPBACK else serve_store(address, port, timeout)
+        await_ranks(store, int(os.environ["WORLD_SIZE"]), wait)
+        return store
+    except NodeMissing as error:
+        raise UserError(str(error)) from error
+
+
+def joined_key(rank: int) -> str:
+    """Return the key that a rank without a launcher leaves in the store of rank 0."""
+    return f"joined/{rank}"
+
+
+def await_ranks(store: Store, world_size: int, wait: NodeWait) -> None:
+    """Wait on rank 0 until all other ranks have joined. Raises NodeMissing that names the first that has not."""
+    for rank in range(1, world_size):
+        while not store.check([joined_key(rank)]):
+            wait.go_on(
+                f"rank {rank} of {world_size} to join",
+                "Does it run, and may its node reach the ports of this one? Its own output says what it waits for",
+            )
 
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:

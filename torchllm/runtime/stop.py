@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from torchllm.runtime import rank_notes
 from torchllm.runtime.parent import end_process
@@ -35,6 +36,13 @@ FILE_PATIENCE = 3.0
 """seconds in which run_train.sh, which got the same signal as this rank, has created the file"""
 
 
+class _RequestFile(NamedTuple):
+    """What tells two files `STOP` apart, one of which may have replaced the other."""
+
+    inode: int
+    modified_ns: int
+
+
 class StopRequests:
     """What has asked this rank to stop.
 
@@ -42,13 +50,18 @@ class StopRequests:
     has voted sees its peers go then, so an error before the end of that vote is only a consequence of the request.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, is_launched: bool = False) -> None:
+    def __init__(
+        self, folder: Path, rank: int, world_size: int, is_launched: bool = False, *, is_owned: bool = True
+    ) -> None:
         """Make one for `rank`; `listen` starts it.
 
-        folder: the run's. is_launched: run_train.sh, which hears the signals, has started this rank, of the run that
-        owns the folder.
+        folder: the run's. is_launched: run_train.sh, which hears the signals, has started this rank. is_owned: this job
+        owns the folder already, and has removed what asked an earlier one to stop; else a file `STOP` that is there now
+        counts only from `folder_is_owned` on.
         """
         self.folder = folder
+        self._earlier = None if is_owned else self._file()
+        """the file that may have been meant for an earlier job"""
         self.rank = rank
         self.is_launched = is_launched
         self.look_interval = max(0.2, world_size / LOOKS_PER_SECOND)
@@ -76,6 +89,18 @@ class StopRequests:
         if self.is_launched:
             threading.Thread(target=self._watch, name="stop in the start-up", daemon=True).start()
             self._hide_consequences()
+
+    def folder_is_owned(self) -> None:
+        """Take the file `STOP` for a request to this job, whenever it was created."""
+        self._earlier = None
+
+    def _file(self) -> "_RequestFile | None":
+        """Return which file `STOP` is there; None if there is none."""
+        try:
+            found = (self.folder / STOP).stat()
+        except OSError:
+            return None
+        return _RequestFile(found.st_ino, found.st_mtime_ns)
 
     def requested(self) -> bool:
         """Return whether a signal, or on rank 0 the file `STOP`, has asked this rank to stop."""
@@ -119,7 +144,8 @@ class StopRequests:
 
     def _end_if_asked(self) -> None:
         """End the process if the file `STOP` is there; rank 0 says so, and writes the marker."""
-        if not (self.folder / STOP).exists():
+        file = self._file()
+        if file is None or file == self._earlier:
             return
         if self.rank == 0:
             log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
