@@ -26,7 +26,7 @@ from torchllm.config.errors import UserError
 from torchllm.runtime.error_report import report_errors
 
 from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from .first_hour_stages import MEASUREMENTS, STAGES, Stage
+from .first_hour_stages import MEASUREMENTS, STAGES, FirstHourStage
 from .tools import format_cell, format_table
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def find_machine() -> Machine:
     return Machine(tuple(facts["gpus"]), facts["torch"], facts["cuda"] or "", driver)
 
 
-def chosen_stages(only: str) -> list[Stage]:
+def chosen_stages(only: str) -> list[FirstHourStage]:
     """Return the stages that `benchmark.only` names; all if it is empty. Raises UserError for a wrong name."""
     if not only:
         return list(STAGES)
@@ -100,7 +100,7 @@ def chosen_stages(only: str) -> list[Stage]:
     return [stage for stage in STAGES if stage.name in names]
 
 
-def due_stages(stages: Sequence[Stage], records: Sequence[Record], machine: Machine) -> list[Stage]:
+def due_stages(stages: Sequence[FirstHourStage], records: Sequence[Record], machine: Machine) -> list[FirstHourStage]:
     """Return the stages that have no answer of this machine yet."""
     answered = set()
     for record in records:
@@ -115,7 +115,7 @@ def machine_of(record: Record) -> Machine:
     return Machine(**facts | {"gpus": tuple(facts["gpus"])})  # JSON has lists only
 
 
-def run_stage(stage: Stage, machine: Machine, config_file: str, folder: Path) -> Record:
+def run_stage(stage: FirstHourStage, machine: Machine, config_file: str, folder: Path) -> Record:
     """Return what a stage has found on this machine."""
     started = time.monotonic()
     record: Record = {"stage": stage.name, "date": datetime.date.today().isoformat(), "machine": machine._asdict()}

@@ -43,7 +43,7 @@ SHOWN = ("layout", "status", "step_time_s", "tokens_per_s_per_gpu", "mfu_pct", "
 """columns of a measured layout that the page has"""
 
 
-class Stage(NamedTuple):
+class FirstHourStage(NamedTuple):
     """One question."""
 
     name: str
@@ -87,12 +87,12 @@ def difference_problems(name: str, losses: Sequence[float], expected: Sequence[f
     return []
 
 
-def measure_attention(jobs: Jobs) -> Figures:
+def measure_kernels(jobs: Jobs) -> Figures:
     """Compare the ring's blocks with float64, and name the kernels."""
-    return dict(jobs.benchmark("attention"))
+    return dict(jobs.benchmark("kernels"))
 
 
-def attention_problems(figures: Figures) -> list[str]:
+def kernel_problems(figures: Figures) -> list[str]:
     """Return the blocks that are off, and the kernels that hold all scores in memory."""
     problems = []
     for row in figures["blocks of the ring"]:
@@ -206,7 +206,7 @@ def measure_layouts(jobs: Jobs) -> Figures:
     return {"layouts": shown, MEASUREMENTS: rows}
 
 
-def layout_problems(figures: Figures) -> list[str]:
+def measured_layout_problems(figures: Figures) -> list[str]:
     """Return the layouts that did not train; one that does not fit is none."""
     problems = []
     for row in figures["layouts"]:
@@ -306,16 +306,18 @@ def layout_config(jobs: Jobs) -> list[str]:
     return [*config, f"--training.micro_batch_size={per_rank}", f"--training.global_batch_size={batch}"]
 
 
-STAGES: tuple[Stage, ...] = (
-    Stage("losses", "Does this device train the model that a CPU trains?", measure_losses, loss_problems),
-    Stage("attention", "Which attention kernels run, and are they exact?", measure_attention, attention_problems),
-    Stage("weights", "Does a run start from the weights of a CPU's?", measure_weights, weight_problems),
-    Stage("resume", "Is a resumed run bitwise the uninterrupted one?", measure_resume, resume_problems),
-    Stage("step", "What does the library cost beside a bare loop?", measure_step, step_problems),
-    Stage("matmul", "How fast are matrix products, of the data sheet?", measure_matmul, matmul_problems),
-    Stage("memory", "Does a step take the memory of the dry run?", measure_memory, memory_problems, gpus=1),
-    Stage("layouts", "How fast is a large model, with and without each option?", measure_layouts, layout_problems),
-    Stage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
-    Stage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),
+STAGES: tuple[FirstHourStage, ...] = (
+    FirstHourStage("losses", "Does this device train the model that a CPU trains?", measure_losses, loss_problems),
+    FirstHourStage("kernels", "Which attention kernels run, and are they exact?", measure_kernels, kernel_problems),
+    FirstHourStage("weights", "Does a run start from the weights of a CPU's?", measure_weights, weight_problems),
+    FirstHourStage("resume", "Is a resumed run bitwise the uninterrupted one?", measure_resume, resume_problems),
+    FirstHourStage("step", "What does the library cost beside a bare loop?", measure_step, step_problems),
+    FirstHourStage("matmul", "How fast are matrix products, of the data sheet?", measure_matmul, matmul_problems),
+    FirstHourStage("memory", "Does a step take the memory of the dry run?", measure_memory, memory_problems, gpus=1),
+    FirstHourStage(
+        "layouts", "How fast is a large model, with and without each option?", measure_layouts, measured_layout_problems
+    ),
+    FirstHourStage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
+    FirstHourStage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),
 )
 """what is worth most first"""

@@ -26,7 +26,7 @@ from recipes.benchmark.first_hour import (
     write_records,
 )
 from recipes.benchmark.first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from recipes.benchmark.first_hour_stages import STAGES, Stage
+from recipes.benchmark.first_hour_stages import STAGES, FirstHourStage
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config.errors import UserError
 
@@ -40,7 +40,7 @@ HEALTHY: dict[str, Figures] = {
         "float32": [5.7702, 5.1001, 4.41],
         "float32 on a CPU": [5.7701, 5.1, 4.41],
     },
-    "attention": {
+    "kernels": {
         "blocks of the ring": [
             {"dtype": "bfloat16", "width": 64, "groups": 4, "worst": "dq", "error": 0.004, "limit": 0.03}
         ],
@@ -89,10 +89,10 @@ FAULTS = [
     ("losses", set_at("float32", 1, to=5.12), "float32: the loss of step 2 is 5.1200, on a CPU 5.1000"),
     ("losses", set_at("bfloat16", 2, to=4.6), "bfloat16: the loss of step 3"),
     ("losses", set_at("bfloat16", 2, to=math.nan), "bfloat16: the loss of step 3 is nan"),
-    ("attention", set_at("blocks of the ring", 0, "error", to=0.2), "heads of 64, 4 per key-value head"),
-    ("attention", set_at("blocks of the ring", 0, "error", to=math.nan), "dq is off by nan"),
-    ("attention", set_at("blocks of the ring", 0, "error", to=None), "is off by None"),
-    ("attention", set_at("kernels", 0, "kernels", to="_scaled_dot_product_attention_math"), "S x S"),
+    ("kernels", set_at("blocks of the ring", 0, "error", to=0.2), "heads of 64, 4 per key-value head"),
+    ("kernels", set_at("blocks of the ring", 0, "error", to=math.nan), "dq is off by nan"),
+    ("kernels", set_at("blocks of the ring", 0, "error", to=None), "is off by None"),
+    ("kernels", set_at("kernels", 0, "kernels", to="_scaled_dot_product_attention_math"), "S x S"),
     ("weights", set_at("initial weights", 0, "sha256", to="cd"), "other initial weights"),
     ("resume", set_at("resumed", 2, to=4.6 + 1e-15), "the loss of step 3"),
     ("resume", set_at("resumed", to=[5.7, 5.1]), "logged 2 steps, the other 3"),
@@ -125,8 +125,8 @@ def test_every_stage_has_a_fault() -> None:
     assert {name for name, _, _ in FAULTS} == STAGE.keys()
 
 
-def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> Stage:
-    return Stage("losses", "Does it?", measure, lambda figures: problems or [], gpus)
+def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> FirstHourStage:
+    return FirstHourStage("losses", "Does it?", measure, lambda figures: problems or [], gpus)
 
 
 def test_the_outcomes_of_a_stage(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def record_of(stage: str, outcome: str, machine: Machine = H100) -> dict[str, An
 def test_it_goes_on_with_what_has_no_answer_of_this_machine(tmp_path: Path) -> None:
     results = tmp_path / "first_hour.jsonl"
     assert read_records(results) == []
-    records = [record_of("losses", RIGHT), record_of("attention", FAILED), record_of("weights", SKIPPED)]
+    records = [record_of("losses", RIGHT), record_of("kernels", FAILED), record_of("weights", SKIPPED)]
     records += [record_of("resume", WRONG), record_of("step", RIGHT, CPU)]
     write_records(results, records)
     assert json.loads(results.read_text().splitlines()[0])["stage"] == "losses"
@@ -169,7 +169,7 @@ def test_it_goes_on_with_what_has_no_answer_of_this_machine(tmp_path: Path) -> N
 
 def test_only_takes_the_stages_it_names() -> None:
     assert [stage.name for stage in chosen_stages("resume, losses")] == ["losses", "resume"]
-    with pytest.raises(UserError, match=r"there is no stage 'loss'; the stages are losses, attention, "):
+    with pytest.raises(UserError, match=r"there is no stage 'loss'; the stages are losses, kernels, "):
         chosen_stages("loss")
 
 

@@ -1,4 +1,4 @@
-"""benchmark attention: how exact this device's attention kernels are, and which kernels they are.
+"""benchmark kernels: how exact this device's attention kernels are, and which kernels they are.
 
 Blocks: what ring attention calls per block, forward and backward, against the eager kernel in float64 on the same
 numbers, for each width of a head and number of query heads per key-value head. The error is the largest difference, of
@@ -29,11 +29,11 @@ GROUPS = (1, 4, 8)
 """query heads per key-value head"""
 
 
-def attention(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
+def kernels(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Compare the ring's blocks with float64, and list the kernels of `model.attention`."""
     blocks = list(block_rows(runtime.device))
-    kernels = [kernel_row(config, runtime, documents) for documents in (False, True)]
-    return {"blocks of the ring": blocks, "kernels": kernels}
+    by_documents = [kernel_row(config, runtime, documents) for documents in (False, True)]
+    return {"blocks of the ring": blocks, "kernels": by_documents}
 
 
 def block_rows(device: torch.device) -> Iterator[TableRow]:
