@@ -12,6 +12,7 @@ layouts, as `recipes/plan.py score` and `calibrate` read them. Exit status 1: so
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def find_machine() -> Machine:
     answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     facts = json.loads(answer.stdout)
     driver = ""
-    if facts["gpus"]:
+    if facts["gpus"] and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
     return Machine(tuple(facts["gpus"]), facts["torch"], facts["cuda"] or "", driver)

@@ -40,6 +40,7 @@ class Machine(NamedTuple):
     cuda: str
     """version that torch was built for; empty: a build without CUDA"""
     driver: str
+    """version; empty if nvidia-smi is not there to ask"""
 
     @property
     def ranks(self) -> int:
@@ -51,7 +52,8 @@ class Machine(NamedTuple):
         """Return it as the first line of a report."""
         if not self.gpus:
             return f"a CPU, torch {self.torch}: a rehearsal, which says nothing of a GPU"
-        return f"{len(self.gpus)} x {self.gpus[0]}, driver {self.driver}, torch {self.torch}, CUDA {self.cuda}"
+        driver = self.driver or "unknown"
+        return f"{len(self.gpus)} x {self.gpus[0]}, driver {driver}, torch {self.torch}, CUDA {self.cuda}"
 
 
 class Jobs:

@@ -1,13 +1,14 @@
 """benchmark kernels: how exact this device's attention kernels are, and which kernels they are.
 
-Blocks: what ring attention calls per block, forward and backward, against the eager kernel in float64 on the same
-numbers, for each width of a head and number of query heads per key-value head. The error is the largest difference, of
-the largest element; `limit` is what a run with context parallelism allows before it starts.
+Blocks: what ring attention calls per block, forward and backward, against the eager kernel in float64 on a CPU and the
+same numbers, for each width of a head and number of query heads per key-value head. The error is the largest
+difference, of the largest element; `limit` is what a run with context parallelism allows before it starts.
 
 Kernels: what a forward and backward of `model.attention` runs on this device, with and without documents. A kernel
 whose name has "math" or "softmax" holds S x S scores in memory.
 """
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from torchllm.models.attention import CORES
 from torchllm.parallel.attention_kernels import block_kernel
-from torchllm.parallel.kernel_check import TOLERANCES, largest_error
+from torchllm.parallel.kernel_check import TOLERANCES, kernel_errors
 from torchllm.runtime.process import Runtime, compute_dtype
 
 from .tools import TableRow, Tables
@@ -43,7 +44,9 @@ def block_rows(device: torch.device) -> Iterator[TableRow]:
             for groups in GROUPS:
                 row: TableRow = {"dtype": str(dtype).removeprefix("torch."), "width": width, "groups": groups}
                 try:
-                    worst = largest_error(block_kernel("sdpa", device.type), device, groups, width, dtype)
+                    kernel = block_kernel("sdpa", device.type)
+                    errors = kernel_errors(kernel, device, groups, width, dtype, reference=torch.device("cpu"))
+                    worst = max(errors, key=lambda result: math.inf if math.isnan(result.error) else result.error)
                     yield row | {"worst": worst.name, "error": worst.error, "limit": limit}
                 except RuntimeError as error:
                     yield row | {"worst": str(error).splitlines()[0], "error": None, "limit": limit}
