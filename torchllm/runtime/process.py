@@ -34,6 +34,8 @@ from torchllm.runtime.hang_watch import GRACE, HangWatch
 from torchllm.runtime.head import HeadAddress, NodeMissing, NodeWait, reach_head
 from torchllm.runtime.heartbeat import Limits, beat, heartbeat
 from torchllm.runtime.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.runtime.network import interface_towards
+from torchllm.runtime.numa import bind_near_gpu
 from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.same_start import refuse_different_starts
@@ -273,6 +275,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     if len(set(device_types)) > 1:
         blind, sighted = device_types.index("cpu"), device_types.index("cuda")
         raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
+    bind_near_gpu(device)
     if world_size > 1:
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
@@ -331,6 +334,8 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
