@@ -49,7 +49,7 @@ def main(config: Config) -> list[float]:
         loss = torch.zeros((), device=device)
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+                loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
             share = loss_sum / targets  # of the mean over all target tokens of the step
             share.backward()
             loss += share.detach()

@@ -80,7 +80,7 @@ def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Ba
             copy.computed.data.copy_(copy.weight)
         for index, batch in enumerate(batches):
             begin_micro_batch([model], effective_zero_stage(config.parallel), last=index == len(batches) - 1)
-            loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+            loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
             (loss * (runtime.world_size / tokens)).backward()  # FSDP takes the mean over the ranks
             add_gradients(copies)
         if training.max_grad_norm:

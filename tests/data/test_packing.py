@@ -93,11 +93,17 @@ def test_packing_is_its_definition_token_by_token(
             assert batch.document_ids[row].tolist() == [token.document - sequence[0].document for token in tokens]
         else:
             assert batch.document_ids is None
+    most = 0
     for batch in batches:
-        for field in batch:
+        for field in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
             if field is not None:
                 assert field.dtype == torch.int64
                 assert field.shape == (micro_batch_size, len(own))
+        if batch.document_ids is not None:
+            most = max(most, int((batch.document_ids.diff(dim=1) != 0).sum()) + micro_batch_size)
+    windows_per_batch = micro_batch_size * len(ranges)
+    for batch in batches:
+        assert most <= batch.document_limit <= (most + 2 * windows_per_batch if mask else 0)
 
 
 def test_a_packed_token_takes_four_bytes_and_a_document_four() -> None:

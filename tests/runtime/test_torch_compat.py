@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.workers import run
 from torchllm.runtime import torch_compat
 from torchllm.runtime.torch_compat import (
+    TorchDispatchMode,
     accumulate_in_reduce_dtype,
     break_profile_cycle,
     checkpoint_wrapper,
@@ -33,6 +34,7 @@ from torchllm.runtime.torch_compat import (
     local_region,
     profiled_events,
     storage_info,
+    varlen_attention,
 )
 
 
@@ -55,6 +57,36 @@ def test_flatten_mesh() -> None:
         assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
     finally:
         dist.destroy_process_group()
+
+
+class RecordedOperations(TorchDispatchMode):
+    """Records the operations that run in its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_varlen_attention(kv_heads: int) -> None:
+    """Its numbers need a GPU; that it takes groups of query heads, and calls the operation, does not."""
+    q = torch.empty(10, 4, 8, device="meta", requires_grad=True)
+    k = torch.empty(10, kv_heads, 8, device="meta", requires_grad=True)
+    offsets = torch.empty(4, dtype=torch.int32, device="meta")
+    with RecordedOperations() as recorded:
+        out = varlen_attention(q, k, k, offsets, 10)
+    assert recorded.operations[0] == torch_compat.VARLEN_ATTENTION
+    assert set(recorded.operations[1:]) <= {torch.ops.aten.detach.default}
+    assert out.shape == q.shape
+    assert out.requires_grad
+
+
+def test_VARLEN_ATTENTION() -> None:
+    assert str(torch_compat.VARLEN_ATTENTION) == "torch_attn._varlen_attn.default"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

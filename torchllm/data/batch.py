@@ -15,3 +15,5 @@ class Batch(NamedTuple):
     """counted from the start of the sequence or, with data.document_mask, of the document"""
     document_ids: Tensor | None
     """which document of the sequence a token belongs to; None without data.document_mask"""
+    document_limit: int = 0
+    """no more documents than this are in the tensors, those of each piece of a sequence counted apart; 0: unknown"""

@@ -88,7 +88,17 @@ class PackedBatches:
         labels = self._by_micro_batch(_labels(ids, begins))
         positions, document_ids = _within_documents(first_tokens, begins, width)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
-        return [Batch(*fields) for fields in zip(tokens, labels, *of_documents, strict=True)]
+        limit = self._document_limit(self.values[len(values) - len(begins) :], windows * width)
+        return [Batch(*fields, limit) for fields in zip(tokens, labels, *of_documents, strict=True)]
+
+    def _document_limit(self, begins: Tensor, tokens: int) -> int:
+        """Return how many documents a micro batch of this rank has at most, those of each piece counted apart.
+
+        begins: indices in the tokens at which a document begins, on the host, so that nothing waits for the device.
+        """
+        per_micro_batch = tokens // self.micro_batches
+        counts = torch.bincount(begins // per_micro_batch, minlength=self.micro_batches)
+        return int(counts.max()) + self.micro_batch_size * len(self.pieces)  # with those at which the pieces begin
 
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""

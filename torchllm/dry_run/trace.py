@@ -45,7 +45,7 @@ def traceable(config: Config) -> Config:
     """Return the config without what fake tensors cannot run; `assumptions` in report.py tells the user."""
     if config.model.attention in ("flash", "flex"):  # one needs its package, the other a compiler
         config = replace(config, model=replace(config.model, attention="sdpa"))  # which keeps the same
-    return replace(config, compile=Compile())
+    return replace(config, compile=Compile(norm=False, block=False, loss=False))
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _trace(
         tracker.restart()
         tracker.claim((p for stage in stages for p in stage.parameters()), "parameters")
         tracker.claim(_state(optimizer), "optimizer")
-        tracker.claim((x for batch in batches for x in batch if x is not None), "inputs")
+        tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
         tracker.mark("begin")
         step(2, batches)
     rank = line.pp.get_local_rank()

@@ -1,9 +1,9 @@
 """Causal self-attention: projections around a replaceable core.
 
 A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
-reads key-value head h // (H / K). Its `mask(document_ids)` returns, once per forward, what it needs to hide later
-tokens and other documents from a token. Parallelism replaces the core (context parallel) or gives it fewer heads
-(tensor parallel); generation wraps it (`CachedAttention`).
+reads key-value head h // (H / K). Its `mask(document_ids, document_limit)` returns, once per forward, what it needs to
+hide later tokens and other documents from a token; document_limit is `Batch.document_limit`. Parallelism replaces the
+core (context parallel) or gives it fewer heads (tensor parallel); generation wraps it (`CachedAttention`).
 """
 
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.models.document_attention import document_attention
+from torchllm.models.document_attention import document_attention, fused_attention
 from torchllm.models.layers import RMSNorm, Rotary, rotate
+from torchllm.models.varlen_attention import Documents, attend_within_documents, find_documents, takes_varlen
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -77,7 +78,7 @@ class EagerAttention(nn.Module):
     """
 
     @staticmethod
-    def mask(document_ids: Tensor | None) -> Tensor | None:
+    def mask(document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
         return None if document_ids is None else document_mask(document_ids)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -95,45 +96,64 @@ class EagerAttention(nn.Module):
 class ScaledDotProductAttention(nn.Module):
     """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
 
-    With documents its `mask` is their ids, and `document_attention` makes the masks of some queries at a time.
+    With documents it calls torch's flash attention for sequences of unequal length where that can be used, on a GPU in
+    16 bit; else `document_attention`, which makes the masks of some queries at a time.
     """
 
     @staticmethod
-    def mask(document_ids: Tensor | None) -> Tensor | None:
-        return document_ids
+    def mask(document_ids: Tensor | None, document_limit: int = 0) -> Documents | None:
+        return None if document_ids is None else find_documents(document_ids, document_limit)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Documents | None) -> Tensor:
+        if mask is not None and mask.offsets is not None and takes_varlen(q):
+            return attend_within_documents(q, k, v, mask.offsets)
         if mask is not None:
-            return document_attention(q, k, v, mask)
+            return document_attention(q, k, v, mask.ids)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return out.transpose(1, 2)
+        return fused_attention(q, k, v, mask=None).transpose(1, 2)
 
 
 class FlashAttention(nn.Module):
-    """Calls the kernel of the flash-attn package. It is causal only, so the config refuses it with document masks.
+    """Calls the kernel of FlashAttention 3 (the package flash_attn_interface), or else that of flash-attn.
 
-    UserError if the package is not installed.
+    It is causal only, so the config refuses it with document masks. UserError if neither package is installed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        try:
-            from flash_attn import flash_attn_func
-        except ImportError as error:
-            raise UserError(
-                f'model.attention = "flash" cannot be used here: {error}. Install the extra '
-                "(pip install -e '.[flash]', which compiles it) or use \"sdpa\"."
-            ) from error
-        self.kernel = flash_attn_func
+        self.kernel = _flash_attention_3() or _flash_attention_2()
 
     @staticmethod
-    def mask(document_ids: Tensor | None) -> None:
+    def mask(document_ids: Tensor | None, document_limit: int = 0) -> None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         return self.kernel(q, k, v, causal=True)
+
+
+def _flash_attention_3() -> Callable[..., Any] | None:
+    """Return the kernel for Hopper GPUs; None on another GPU, or if its package is not installed."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError:
+        return None
+    kernel: Callable[..., Any] = flash_attn_func
+    return kernel
+
+
+def _flash_attention_2() -> Callable[..., Any]:
+    """Return the kernel of the package flash-attn. Raises UserError if it is not installed."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError as error:
+        raise UserError(
+            f'model.attention = "flash" cannot be used here: {error}. Install the extra '
+            "(pip install -e '.[flash]', which compiles it) or use \"sdpa\"."
+        ) from error
+    kernel: Callable[..., Any] = flash_attn_func
+    return kernel
 
 
 class FlexAttention(nn.Module):
@@ -143,7 +163,7 @@ class FlexAttention(nn.Module):
     """
 
     @staticmethod
-    def mask(document_ids: Tensor | None) -> "BlockMask | None":
+    def mask(document_ids: Tensor | None, document_limit: int = 0) -> "BlockMask | None":
         from torchllm.models.block_mask import document_block_mask
 
         return None if document_ids is None else document_block_mask(document_ids)

@@ -67,12 +67,17 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # nn.Module's attributes have no one type
 
     def forward(
-        self, x: Tensor, positions: Tensor, document_ids: Tensor | None = None, labels: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        document_limit: int = 0,
     ) -> Tensor:
         """Return the sum of the loss, (); without labels logits (B, S, V); without a head hidden states (B, S, D).
 
         x: tokens (B, S), or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
-        (B, S). document_ids None: a token sees all tokens before it.
+        (B, S). document_ids None: a token sees all tokens before it. document_limit: of the batch (`data.batch`).
         """
         if self.embeds and self.embed_tokens is not None:
             x = self.embed_tokens(x)
@@ -80,15 +85,15 @@ class Decoder(nn.Module):
                 x = x + self.embed_positions(positions)
         rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
         blocks = list(self.layers.values())
-        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids))
+        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids, document_limit))
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)
 
-    def mask(self, document_ids: Tensor | None) -> Any:
+    def mask(self, document_ids: Tensor | None, document_limit: int) -> Any:
         """Return what the attention cores need to hide later tokens and other documents; it serves all blocks."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
-        return first.core.mask(document_ids)
+        return first.core.mask(document_ids, document_limit)
 
 
 def build_model(model: Model, loss_chunk: int = 0) -> Decoder:

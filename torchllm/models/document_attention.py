@@ -75,10 +75,25 @@ def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tenso
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Return the attention of some queries (B, S, H, Q) over some keys (B, T, K, Q); visible: (B, S, T)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
     mask = visible.unsqueeze(1)  # the same for all heads
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    return fused_attention(q, k, v, mask).transpose(1, 2)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Call torch's scaled_dot_product_attention so that it does not choose the kernel that keeps all scores.
+
+    q (B, H, S, Q), k and v (B, K, T, Q). mask: which keys a query may see, (B, 1, S, T); None: causal.
+
+    On a GPU its kernels that take groups of query heads take 16 bit only, and no mask. The memory-efficient one takes
+    all but groups: the key-value heads are expanded for it.
+    """
+    grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        queries_per_key = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(queries_per_key, dim=1)
+        v = v.repeat_interleave(queries_per_key, dim=1)
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

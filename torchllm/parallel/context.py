@@ -72,8 +72,11 @@ class UlyssesAttention(nn.Module):
         self.ranks = mesh.size()
         self.core = core
 
-    def mask(self, document_ids: Tensor | None) -> Any:
-        """Return the core's mask of the whole sequence, from this rank's document ids (B, S / n)."""
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Any:
+        """Return the core's mask of the whole sequence, from this rank's document ids (B, S / n).
+
+        document_limit is that of a part, and how many documents the whole has at most is unknown.
+        """
         if document_ids is None:
             return self.core.mask(None)
         return self.core.mask(torch.cat(gather_from_ranks(document_ids, self.group), dim=1))

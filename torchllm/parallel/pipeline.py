@@ -82,7 +82,7 @@ class OneStage:
         for index, batch in enumerate(batches):
             beat("micro batch")
             begin_micro_batch(self.stages, self.zero_stage, last=index == len(batches) - 1)
-            loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels) * scale
+            loss = _run(model, batch.tokens, batch) * scale
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -91,7 +91,12 @@ class OneStage:
     def loss_sum(self, batch: Batch) -> Tensor:
         """See `ForwardBackward`."""
         (model,) = self.stages
-        return model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+        return _run(model, batch.tokens, batch)
+
+
+def _run(stage: Decoder, x: Tensor, batch: Batch) -> Tensor:
+    """Run a stage on tokens (B, S), or on the hidden states (B, S, D) of the stage before it."""
+    return stage(x, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
 
 
 def split_into_stages(model: Decoder, mesh: DeviceMesh, parallel: Parallel, sequence_length: int) -> list[Decoder]:
@@ -239,9 +244,9 @@ class Pipeline:
         # ids; only the rank with the first stage passes tokens, only the one with the last stage a target.
         batch = _join(batches)
         inputs = [batch.tokens] if 0 in self.indices else []
-        keywords = {"positions": batch.positions, "labels": batch.labels}
+        keywords: dict[str, Tensor | int] = {"positions": batch.positions, "labels": batch.labels}
         if batch.document_ids is not None:
-            keywords["document_ids"] = batch.document_ids
+            keywords |= {"document_ids": batch.document_ids, "document_limit": batch.document_limit}
         self.schedule.step(
             *inputs,
             target=batch.labels if self.last in self.indices else None,
@@ -265,7 +270,7 @@ class Pipeline:
             if index > 0 and self.rank_of[index - 1] != own_rank:
                 hidden = self._hidden_states()
                 dist.recv(hidden, group=self.group, group_src=self.rank_of[index - 1])
-            hidden = stages[index](hidden, batch.positions, batch.document_ids, batch.labels)
+            hidden = _run(stages[index], hidden, batch)
             if index == self.last:
                 loss = hidden
             elif self.rank_of[index + 1] != own_rank:
@@ -278,13 +283,14 @@ class Pipeline:
 
 
 def _join(batches: Sequence[Batch]) -> Batch:
-    """Return micro batches as one batch."""
+    """Return micro batches as one batch; its limit of documents is that of one micro batch."""
     documents = [batch.document_ids for batch in batches if batch.document_ids is not None]
     return Batch(
         tokens=torch.cat([batch.tokens for batch in batches]),
         labels=torch.cat([batch.labels for batch in batches]),
         positions=torch.cat([batch.positions for batch in batches]),
         document_ids=torch.cat(documents) if documents else None,
+        document_limit=max(batch.document_limit for batch in batches),
     )
 
 

@@ -22,7 +22,7 @@ from torchllm.config import Recompute
 from torchllm.models.decoder import Decoder, run_blocks
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
-from torchllm.runtime.torch_compat import checkpoint_wrapper
+from torchllm.runtime.torch_compat import VARLEN_ATTENTION, checkpoint_wrapper
 from torchllm.spec.flops import recompute_interval
 
 _PRODUCTS = (
@@ -36,6 +36,7 @@ _PRODUCTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.torchllm.document_attention.default,
+    VARLEN_ATTENTION,
 )
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -41,7 +41,7 @@ class RingAttention(nn.Module):
         self.ranks = mesh.size()
         self.kernel = kernel
 
-    def mask(self, document_ids: Tensor | None) -> Tensor | None:
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
         """Gather the document ids: this rank's (B, S / n) -> every rank's (n, B, S / n)."""
         if document_ids is None:
             return None

@@ -4,6 +4,7 @@ Private names that only one file needs may stay there: `PRIVATE` in tests/test_a
 `tests/runtime/test_torch_compat.py` has a test for each name in this file, which fails when torch moves it.
 """
 
+import inspect
 import pickle
 from collections.abc import Container
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, for the dry run.
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 __all__ = [
+    "VARLEN_ATTENTION",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -52,6 +55,7 @@ __all__ = [
     "profiled_events",
     "skip_pipeline_vote",
     "storage_info",
+    "varlen_attention",
 ]
 
 DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
@@ -59,6 +63,26 @@ DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dum
 
 FOOTGUN: `_dump_fr_trace` leaves out what NCCL has recorded, and `_dump_nccl_trace` exists only in a torch with NCCL.
 """
+
+VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn.default
+"""the operation that `torch.nn.attention.varlen.varlen_attn` calls; private, for selective recomputation asks for it"""
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """Return the causal attention within sequences of unequal length: q (T, H, Q), k and v (T, K, Q) -> (T, H, Q).
+
+    offsets: index at which each sequence begins, and the last one ends, (N + 1,) int32. longest: no sequence is longer.
+    Groups of query heads must be announced from torch 2.12 on; 2.11 takes them as they are.
+    """
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    if "enable_gqa" in _VARLEN_PARAMETERS:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+    assert isinstance(out, Tensor)  # and not also what nothing here asks for
+    return out
+
+
+_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

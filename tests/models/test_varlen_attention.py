@@ -1,0 +1,154 @@
+"""Varlen attention within documents: a reference of the same signature as torch's kernel, which needs a GPU."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_document_attention import (
+    HEADS,
+    Results,
+    forward_backward,
+    random_documents,
+    random_inputs,
+)
+from torchllm.models import attention, varlen_attention
+from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
+from torchllm.models.varlen_attention import document_offsets, find_documents, takes_varlen
+from torchllm.runtime import torch_compat
+
+CPU = torch.device("cpu")
+
+
+def reference_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute what `torch.nn.attention.varlen.varlen_attn` does, one sequence after the other, by eager attention."""
+    assert window_size == (-1, 0), "causal"
+    assert cu_seq_q.dtype == torch.int32
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    out = torch.full_like(query, torch.nan)  # a token outside all sequences gets no result
+    eager = EagerAttention()
+    for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
+        assert end - begin <= min(max_q, max_k)
+        if begin < end:
+            part = slice(begin, end)
+            out[part] = eager(query[None, part], key[None, part], value[None, part], None)[0]
+    return out
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the CPU has flash attention, of float32 too."""
+    monkeypatch.setattr(torch_compat, "varlen_attn", reference_varlen)
+    monkeypatch.setattr(varlen_attention, "has_flash_attention", lambda device: True)
+    monkeypatch.setattr(attention, "takes_varlen", lambda q: True)
+
+
+class Limited(ScaledDotProductAttention):
+    """The core with a known limit of documents."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def mask(self, document_ids: Tensor) -> Any:  # type: ignore[override]
+        return super().mask(document_ids, self.limit)
+
+
+def count_documents(documents: Tensor) -> int:
+    return int((documents.amax(1) + 1).sum())
+
+
+@pytest.mark.parametrize("spare", [0, 1, 100])
+@pytest.mark.parametrize(("heads", "kv"), HEADS)
+def test_random_documents_are_eager_attention(on_gpu: None, heads: int, kv: int, spare: int) -> None:
+    inputs = random_inputs(5, heads, kv)
+    documents = random_documents(5, seed=heads)
+    computed = forward_backward(Limited(count_documents(documents) + spare), inputs, documents)
+    expected = forward_backward(EagerAttention(), inputs, documents)
+    for name in Results._fields:
+        # float32 sums over up to 29 tokens and 6 heads, of numbers of size 1
+        torch.testing.assert_close(getattr(computed, name), getattr(expected, name), rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_are_where_documents_begin_and_then_the_number_of_tokens(seed: int) -> None:
+    documents = random_documents(4, seed)
+    lengths = []
+    for row in documents:
+        lengths += row.unique_consecutive(return_counts=True)[1].tolist()
+    begins = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    offsets = document_offsets(documents, limit=len(lengths)).tolist()
+    assert offsets[: len(begins)] == begins
+    assert set(offsets[len(begins) :]) <= {documents.numel()}
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_the_shape_hardly_ever_changes(length: int) -> None:
+    """A block is compiled again for another shape."""
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    shapes = {len(document_offsets(ids, limit)) for limit in range(2, 2 * length // 128)}
+    assert shapes == {2 * length // 128 + 1}
+    assert len({len(document_offsets(ids, limit)) for limit in range(2, 2 * length)}) <= 8
+
+
+def test_a_mask_is_linear_in_the_sequence() -> None:
+    offsets = [document_offsets(torch.zeros(1, length, dtype=torch.int64), 1) for length in (1024, 4096)]
+    assert len(offsets[1]) - 1 == 4 * (len(offsets[0]) - 1)
+
+
+def test_a_cpu_and_an_unknown_limit_have_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = random_documents(3, seed=0)
+    assert find_documents(ids, 100).offsets is None
+    monkeypatch.setattr(varlen_attention, "has_flash_attention", lambda device: True)
+    assert find_documents(ids, 0).offsets is None
+    assert find_documents(ids, 100).offsets is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "expected"),
+    [
+        (torch.bfloat16, 64, True),
+        (torch.float16, 256, True),
+        (torch.float32, 64, False),
+        (torch.bfloat16, 20, False),
+        (torch.bfloat16, 264, False),
+    ],
+)
+def test_the_kernel_takes_16_bit_and_some_widths(dtype: torch.dtype, width: int, expected: bool) -> None:
+    assert takes_varlen(torch.empty(1, 2, 3, width, dtype=dtype)) is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_flash"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)]
+)
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_flash_attention_3_is_used_on_hopper_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_flash: bool, is_installed: bool
+) -> None:
+    activated: list[str] = []
+    package = types.ModuleType("flash_attn_interface")
+    package.__spec__ = types.SimpleNamespace() if is_installed else None  # type: ignore[assignment]  # find_spec reads it
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package if is_installed else None)  # type: ignore[arg-type]
+    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    varlen_attention._use_flash_attention_3.cache_clear()
+    device = torch.device("cuda", 0)
+    assert [varlen_attention.has_flash_attention(device) for _ in range(2)] == [has_flash] * 2
+    assert activated == (["FA3"] if is_installed and capability == (9, 0) else [])
+    varlen_attention._use_flash_attention_3.cache_clear()
+    assert not varlen_attention.has_flash_attention(CPU)

@@ -1,0 +1,85 @@
+"""Attention within documents on a GPU: torch's flash attention over sequences of unequal length.
+
+The documents of a micro batch are sequences of unequal length in one row of tokens. The kernel gets the index at which
+each begins and computes no pair of tokens of two documents: nothing of S x S exists. The indices are found on the
+device; how many there are at most, which is the shape of what holds them, comes from the loader. So nothing waits.
+"""
+
+import importlib.util
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
+
+from torchllm.runtime.torch_compat import varlen_attention
+
+TOKENS_PER_DOCUMENT = 128
+"""a micro batch has room for as many documents as if each had so many tokens: the shape hardly ever changes, for which
+a compiled block would be compiled again"""
+WIDEST_HEAD = 256
+"""of flash attention"""
+
+
+class Documents(NamedTuple):
+    """The documents of a micro batch."""
+
+    ids: Tensor
+    """of each token, (B, S)"""
+    offsets: Tensor | None
+    """index, in all tokens of the micro batch, at which each document begins, and then their number as often as there
+    is room: (N + 1,) int32; None where varlen attention cannot be used"""
+
+
+def find_documents(ids: Tensor, limit: int) -> Documents:
+    """Return the documents of sequences whose tokens have these ids, (B, S), rising by one from document to document.
+
+    limit: no more documents than this are in the sequences, those of each counted apart; 0: unknown.
+    """
+    if not limit or not has_flash_attention(ids.device):
+        return Documents(ids, None)
+    return Documents(ids, document_offsets(ids, limit))
+
+
+def document_offsets(ids: Tensor, limit: int) -> Tensor:
+    """Return the offsets of `Documents`. limit: no more documents than this are in the sequences."""
+    room = max(limit, ids.numel() // TOKENS_PER_DOCUMENT)
+    room = 1 << (room - 1).bit_length()
+    begins = torch.ones_like(ids)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    document = begins.flatten().cumsum(0)  # of each token, from 1
+    wanted = torch.arange(1, room + 2, device=ids.device)
+    return torch.searchsorted(document, wanted).int()
+
+
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether torch has flash attention for a device; if so, FlashAttention 3 is used where it is installed."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        _use_flash_attention_3()
+    return True
+
+
+@cache
+def _use_flash_attention_3() -> None:
+    """Let torch's flash attention be FlashAttention 3 on a Hopper GPU, if its package is installed."""
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+
+
+def takes_varlen(q: Tensor) -> bool:
+    """Return whether the kernel computes with the type and the width of these heads, (B, S, H, Q)."""
+    width = q.shape[-1]
+    return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """Let each token attend to the tokens of its document that are not later.
+
+    q (B, S, H, Q), k and v (B, S, K, Q) -> (B, S, H, Q). offsets: of `Documents`.
+    """
+    batch, length = q.shape[:2]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    return varlen_attention(q, k, v, offsets, length).unflatten(0, (batch, length))
