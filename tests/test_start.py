@@ -11,7 +11,9 @@ import pytest
 
 from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
+from torchllm import start
 from torchllm.config import Config
+from torchllm.config.checks import obstacle_to_compiled_blocks
 from torchllm.planner.search import auto
 from torchllm.spec.cluster import FOLDER
 from torchllm.start import TUNED, load_configs
@@ -112,6 +114,96 @@ def test_nothing_is_planned_for_a_config_with_errors(
     monkeypatch.setattr(auto, "choose_layouts", choose)
     lines = lines_of_refusal(["--parallel.layout=auto", "--training.steps=0", "--check"], capsys)
     assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this machine has GPUs, and a compiler for them."""
+    monkeypatch.setattr(start, "count_gpus", lambda: 2)
+    monkeypatch.setattr(start, "lack_of_gpu_compiler", lambda: "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def compiled(*arguments: str) -> tuple[object, object]:
+    """Return the values of block and loss in the config of a run."""
+    (config,) = load_configs([str(ROOT / DEBUG), "--run.folder=a", *arguments])
+    return config.compile.block, config.compile.loss
+
+
+PIPELINE = ("--parallel.pp=2", "--parallel.dp_shard=1", "--parallel.schedule=ZBVZeroBubble", "--model.layers=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), (True, True)),
+        (("--compile.block=false",), (False, True)),
+        (("--run.device=cpu",), (False, False)),
+        (("--run.device=cpu", "--compile.block=true"), (True, False)),
+        (PIPELINE, (False, True)),
+        (("--parallel.cp=2", "--recompute.mode=full"), (False, True)),
+        (("--run.dry_run=true", "--cluster.name=this_cpu"), (False, False)),
+    ],
+)
+def test_on_a_gpu_auto_compiles_what_the_layout_allows(
+    folder: Path, gpu: None, arguments: tuple[str, ...], expected: tuple[bool, bool]
+) -> None:
+    assert compiled(*arguments) == expected
+
+
+def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert compiled() == (False, False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_dry_run_of_a_gpu_cluster_assumes_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
+    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100") == (True, True)
+    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100", *PIPELINE) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("lack", "arguments", "says"),
+    [
+        ("Triton is not installed", (), ": compile.block, compile.loss: auto is false: Triton is not installed"),
+        (
+            "",
+            PIPELINE,
+            ": compile.block: auto is false: ZBVZeroBubble computes gradients of inputs and weights separately, which "
+            "a compiled block cannot; to compile, use 1F1B or Interleaved1F1B",
+        ),
+    ],
+)
+def test_why_a_gpu_compiles_less_is_told(
+    folder: Path,
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lack: str,
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.setattr(start, "lack_of_gpu_compiler", lambda: lack)
+    compiled(*arguments)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "compile" in line]
+    assert line == str(ROOT / DEBUG) + says
+
+
+@pytest.mark.parametrize("layout", ["auto", "tune"])
+def test_planned_layouts_compile_what_they_allow(
+    folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(auto, "device", lambda: "NVIDIA H100 80GB HBM3")
+    configs = load_configs([str(ROOT / DEBUG), f"--parallel.layout={layout}", "--run.folder=a", *PIPELINE])
+    assert {(config.compile.block, config.compile.loss) for config in configs} == {(False, True)}
+    configs = load_configs([str(ROOT / DEBUG), f"--parallel.layout={layout}", "--run.folder=a"])
+    for config in configs:
+        obstacle = obstacle_to_compiled_blocks(config.parallel, config.recompute)
+        assert config.compile.block is (obstacle is None)
 
 
 RECIPE = """

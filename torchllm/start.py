@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torchllm.config import Config
+from torchllm.config.checks import obstacle_to_compiled_blocks
 from torchllm.config.errors import UserError
 from torchllm.config.load import Draft, finish, read_draft
 from torchllm.preflight import Inspection, inspect_trained_run, inspect_training
+from torchllm.runtime.compiler import count_gpus, lack_of_gpu_compiler
 from torchllm.runtime.heartbeat import heartbeat
 
 C = TypeVar("C", bound=Config)
@@ -38,7 +40,12 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     heartbeat().open()
     draft: Draft[Any] = read_draft(arguments, schema)
     check_cluster(draft)
-    alternatives = plan_layout(draft)
+    compiles = can_compile(draft)
+    if not compiles:
+        draft.config = resolve_compile(draft.config, compiles)  # before it is planned
+    alternatives = [resolve_compile(alternative, compiles) for alternative in plan_layout(draft)]
+    _note_uncompiled_blocks(draft)
+    draft.config = resolve_compile(draft.config, compiles)
     is_rank_of_launcher = "WORLD_SIZE" in os.environ and not draft.arguments.check
     if not is_rank_of_launcher and not draft.config.run.dry_run and _is_readable(draft):
         _report(inspect_training(draft.config), draft)
@@ -53,6 +60,7 @@ def load_run(arguments: Sequence[str], *, one_device: bool = False) -> Config:
     that the run has a checkpoint, and that the tokenizer is there. The rest is as in `torchllm.config.load_config`.
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
+    draft.config = resolve_compile(draft.config, can_compile(draft))
     if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
         _report(inspect_trained_run(draft.config), draft)
     return finish(draft)
@@ -80,6 +88,49 @@ def check_cluster(draft: Draft[Any]) -> None:
             draft.report(("cluster", "name"), unknown)
         else:
             read_cluster(name, draft.errors)
+
+
+def can_compile(draft: Draft[Any]) -> bool:
+    """Return whether torch compiles what is "auto" in [compile]: on a GPU with a compiler. Note what a GPU lacks.
+
+    A dry run is of the machines that cluster.name describes, which are taken to have a compiler.
+    """
+    config = draft.config
+    keys = ", ".join(f"compile.{key}" for key in _auto_keys(config))
+    if not keys or draft.errors or config.run.device == "cpu":
+        return False
+    if config.run.dry_run and config.cluster.name:
+        from torchllm.spec.cluster import read_cluster  # of no use to other runs
+
+        hardware = read_cluster(config.cluster.name, [])
+        return hardware is not None and hardware.gpu != "CPU"
+    if count_gpus() == 0:
+        return False
+    lack = lack_of_gpu_compiler()
+    if lack:
+        draft.notes.append(f"{draft.file}: {keys}: auto is false: {lack}")
+    return not lack
+
+
+def resolve_compile(config: C, compiles: bool) -> C:
+    """Return a config in which no key of [compile] is "auto". compiles: what `can_compile` returns."""
+    obstacle = obstacle_to_compiled_blocks(config.parallel, config.recompute)
+    values: dict[str, bool] = dict.fromkeys(_auto_keys(config), compiles)
+    if "block" in values and obstacle is not None:
+        values["block"] = False
+    return replace(config, compile=replace(config.compile, **values))
+
+
+def _auto_keys(config: Config) -> list[str]:
+    """Return the keys of [compile] that are "auto"."""
+    return [key for key in ("block", "loss") if getattr(config.compile, key) == "auto"]
+
+
+def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
+    """Note that the layout leaves the blocks uncompiled, if it does and nobody has chosen that."""
+    obstacle = obstacle_to_compiled_blocks(draft.config.parallel, draft.config.recompute)
+    if draft.config.compile.block == "auto" and obstacle is not None:
+        draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
 
 
 def plan_layout(draft: Draft[C]) -> list[C]:

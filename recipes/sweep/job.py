@@ -130,6 +130,9 @@ def measure_layout(
     arguments = [config, *overrides, *MEASURING, f"--training.steps={steps}", f"--run.folder={run_folder}"]
     exit_status = run_job(arguments, processes, timeout, folder / "log")
     log = (folder / "log").read_text(errors="replace")
+    ran = resolve_layout(str(run_folder / "config.toml"), (), processes)
+    if ran.config is not None:  # it holds what the job has chosen for what is "auto"
+        row |= layout_cells(ran.config, processes)
     row |= read_outcome(exit_status, log, run_folder / "metrics.jsonl", timeout)
     shutil.rmtree(folder, ignore_errors=True)
 

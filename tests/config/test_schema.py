@@ -66,6 +66,8 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel__cp": 4, "model__kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
     ({"parallel__cp": 4, "parallel__tp": 4, **ULYSSES}, None, ["parallel.cp"]),  # 8 heads / tp 4
     ({"parallel__cp": 2, "parallel__tp": 4, **ULYSSES}, None, []),
+    ({"model__attention": "flash", "training__dtype": "float32"}, None, ["training.dtype"]),
+    ({"model__attention": "flash", "training__dtype": "bfloat16"}, None, []),
     ({"parallel__cp": 2, "model__attention": "flash"}, None, ["model.attention"]),
     ({"parallel__cp": 2, "model__attention": "flex"}, None, ["model.attention"]),
     ({"parallel__cp": 2, "model__attention": "flex", **ULYSSES}, None, []),

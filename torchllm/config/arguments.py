@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 def _parse(text: str, kind: Any) -> Any:
     """Return an override's value: text where text is wanted (quotes are optional), else TOML; other text stays text."""
     choices = get_args(kind) if get_origin(kind) is Literal else ()
-    is_text = kind is str or any(isinstance(choice, str) for choice in choices)
+    is_text = kind is str or (choices and all(isinstance(choice, str) for choice in choices))
     if is_text and text[:1] not in ("'", '"'):
         return text
     try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.config.inert import contradictions
-from torchllm.config.schema import SCHEDULES, Config, Parallel, Run, gradient_accumulation
+from torchllm.config.schema import SCHEDULES, Config, Parallel, Recompute, Run, gradient_accumulation
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """degrees, outermost axis first"""
@@ -50,6 +50,9 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
     result = [*wrong_degrees, *_tensor_problems(config)]
+    obstacle = obstacle_to_compiled_blocks(parallel, config.recompute)
+    if config.compile.block is True and obstacle is not None:
+        result.append(Problem("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
     if parallel.pp > 1:
         result += _stage_problems(config)
     if parallel.cp > 1:
@@ -114,6 +117,8 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
+    if model.attention == "flash" and config.training.dtype == "float32":
+        yield Problem("training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention")
     if config.compile.norm and model.features.norm == "layer" and not model.qk_norm:
         yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
 
@@ -228,6 +233,30 @@ def _has_stages_it_allows(parallel: Parallel) -> bool:
     return limit == math.inf or parallel.stages_per_rank == limit
 
 
+class Obstacle(NamedTuple):
+    """What keeps torch from compiling the blocks of a layout."""
+
+    why: str
+    remedy: str
+    """what to change instead"""
+
+
+def obstacle_to_compiled_blocks(parallel: Parallel, recompute: Recompute) -> Obstacle | None:
+    """Return what keeps torch from compiling the blocks of a layout; None if nothing does."""
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+        return Obstacle(
+            f"{parallel.schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
+            "use 1F1B or Interleaved1F1B",
+        )
+    if parallel.cp > 1 and recompute.mode in ("full", "every_k", "selective"):
+        return Obstacle(
+            f"with recompute.mode = {recompute.mode!r} and cp, whose attention stays outside the graphs, torch "
+            "compiles none of a block",
+            'use recompute.mode = "segment" (k = 1 is full) or "ffn"',
+        )
+    return None
+
+
 def _stage_problems(config: Config) -> Iterator[Problem]:
     """Find what does not fit the stages of a pipeline; pp is over 1."""
     model = config.model
@@ -247,12 +276,6 @@ def _stage_problems(config: Config) -> Iterator[Problem]:
             "parallel.split",
             f"names {len(parallel.split)} stages of {sum(parallel.split)} blocks in all, but there are {stages} stages "
             f"({parallel.pp} ranks x {parallel.stages_per_rank}) and model.layers is {model.layers}",
-        )
-    if kind.splits_backward and config.compile.block:
-        yield Problem(
-            "compile.block",
-            f"{parallel.schedule} computes gradients of inputs and weights separately, which a compiled block cannot: "
-            "set it to false, or use 1F1B or Interleaved1F1B",
         )
 
 
@@ -294,10 +317,4 @@ def _context_problems(config: Config) -> Iterator[Problem]:
             "model.attention",
             f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
             'parallel.cp_method = "ulysses"',
-        )
-    if config.compile.block and config.recompute.mode in ("full", "every_k", "selective"):
-        yield Problem(
-            "compile.block",
-            f"with recompute.mode = {config.recompute.mode!r} and cp, whose attention stays outside the graphs, torch "
-            'compiles none of a block: use recompute.mode = "segment" (k = 1 is full) or "ffn"',
         )

@@ -30,6 +30,8 @@ Degree = Annotated[int, Bound(at_least=1)]
 Positive = Annotated[float, Bound(over=0.0)]
 NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
+Switch = Literal[True, False, "auto"]
+"""auto: what `torchllm.start` finds best for the machine and the layout of a run; unresolved, it means False"""
 
 
 @dataclass(frozen=True)
@@ -367,10 +369,15 @@ class Compile:
 
     norm: bool = False
     """the norms, each one kernel"""
-    block: bool = False
-    """each block (compiled once, for all blocks are equal)"""
-    loss: bool = False
-    """the cross entropy"""
+    block: Switch = "auto"
+    """each block (compiled once, for all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""
+    loss: Switch = "auto"
+    """the cross entropy; auto: on a GPU with a compiler"""
+
+    @property
+    def compiles_anything(self) -> bool:
+        """Whether any of them is compiled."""
+        return True in (self.norm, self.block, self.loss)
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def assumptions(report: Report) -> Iterator[str]:
     yield "kernels as on a CPU: a GPU's fused attention keeps the same for the backward, its fused norms less"
     if config.model.attention in ("flash", "flex"):
         yield f"attention sdpa in place of {config.model.attention}, which keeps the same for the backward"
-    if config.compile.norm or config.compile.block or config.compile.loss:
+    if config.compile.compiles_anything:
         yield "nothing compiled: what is keeps less"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     yield "sent: in rings, each collective once round"

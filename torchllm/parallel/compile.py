@@ -22,14 +22,14 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
         for module in stage.modules():
             if isinstance(module, RMSNorm):
                 module.kernel = torch.compile(module.kernel)
-    if config.block:
+    if config.block is True:
         for name, block in list(stage.layers.items()):
             if recomputes_outside and not isinstance(block, Block):
                 (wrapped,) = (module for module in block.modules() if isinstance(module, Block))
                 wrapped.compile()
             else:
                 stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
-    if config.loss and stage.lm_head is not None:
+    if config.loss is True and stage.lm_head is not None:
         stage.lm_head.cross_entropy = torch.compile(stage.lm_head.cross_entropy)
 
 

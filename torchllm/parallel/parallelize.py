@@ -57,9 +57,9 @@ def parallelize(
             apply_recompute(stage, recompute, layers)
             say("recompute %s", recompute.mode)
 
-        if compile.norm or compile.block or compile.loss:
+        if compile.compiles_anything:
             apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
-            say("compile norm %s, block %s, loss %s", compile.norm, compile.block, compile.loss)
+            say("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
         # On one rank in float32 FSDP would only copy weights and run hooks, which takes 40 % of a small step.
         if mesh.world.size() > 1 or dtype != torch.float32:

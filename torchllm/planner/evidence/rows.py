@@ -45,8 +45,8 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "seq_parallel": int(parallel.sequence_parallel),
         "act_ckpt": config.recompute.mode,
         "attn_impl": attention,
-        "rmsnorm_kernel": int(config.compile.norm or config.compile.block),
-        "compile": int(config.compile.block),
+        "rmsnorm_kernel": int(config.compile.norm or config.compile.block is True),
+        "compile": int(config.compile.block is True),
         "precision": config.training.dtype,
     }
     return {key: str(value) for key, value in found.items()}

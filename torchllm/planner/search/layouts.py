@@ -94,8 +94,8 @@ def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
     """Return the kernels that a torchllm run computes with."""
     return Kernels(
         "eager" if model.attention == "eager" else software.attention,
-        fused_norm=compile.norm or compile.block,
-        compiled=compile.block,
+        fused_norm=compile.norm or compile.block is True,
+        compiled=compile.block is True,
     )
 
 
@@ -118,7 +118,7 @@ class Job:
     hardware: Hardware
     gpus: int
     compile: Compile | None = None
-    """None: whatever the layout allows"""
+    """where it is "auto", the blocks are compiled if the layout allows it; None: whatever the layout allows"""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
 
@@ -132,19 +132,26 @@ class Job:
         return [value for value in values if self.fixed.get(key, value) == value]
 
     def compile_of(self, layout: Layout) -> Compile:
-        """Return what torch.compile compiles in this layout (`config.checks`): whole blocks, or at least the norms."""
+        """Return what torch.compile compiles in this layout (`config.checks`): whole blocks, or what it else can."""
         split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
         block = not split_backward and not (layout.cp > 1 and layout.recompute in ("full", "every_k", "selective"))
         return self._compiled[block]
 
+    @property
+    def _must_compile_blocks(self) -> bool:
+        """Whether a layout whose blocks torch cannot compile is out of the question."""
+        return self.compile is not None and self.compile.block is True
+
     @cached_property
     def _compiled(self) -> tuple[Compile, Compile]:
         """What is compiled if blocks cannot be, and if they can."""
-        if self.compile is not None:
-            return self.compile, self.compile
-        if self.hardware.gpu == "CPU":  # it needs a compiler, which may not be there
-            return Compile(), Compile()
-        return Compile(norm=self.model.features.norm == "rms"), Compile(block=True, loss=True)
+        on_gpu = self.hardware.gpu != "CPU"  # a CPU needs a compiler, which may not be there
+        if self.compile is None:
+            norm = on_gpu and self.model.features.norm == "rms"
+            return Compile(norm, block=False, loss=on_gpu), Compile(block=on_gpu, loss=on_gpu)
+        block = on_gpu if self.compile.block == "auto" else self.compile.block
+        loss = on_gpu if self.compile.loss == "auto" else self.compile.loss
+        return replace(self.compile, block=False, loss=loss), replace(self.compile, block=block, loss=loss)
 
     @cached_property
     def _training_of(self) -> Callable[[int], Training]:
@@ -258,7 +265,7 @@ class Job:
         found: list[tuple[PipelineSchedule, int]] = []
         for name in self.allowed("schedule", list(SCHEDULES)):
             kind = SCHEDULES[name]
-            if kind.splits_backward and self.compile and self.compile.block:
+            if kind.splits_backward and self._must_compile_blocks:
                 continue
             if (name == "1F1B" and count < pp) or (name == "DualPipeV" and count < 2 * pp):
                 continue
@@ -287,7 +294,7 @@ class Job:
     def modes(self, mesh: DegreeMesh) -> list[Mode]:
         """Return the possible modes of recomputation."""
         left = self.allowed("recompute", list(MODES))
-        if mesh.cp > 1 and self.compile and self.compile.block:
+        if mesh.cp > 1 and self._must_compile_blocks:
             left = [mode for mode in left if mode not in ("full", "every_k", "selective")]
         return left
 
