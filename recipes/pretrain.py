@@ -26,6 +26,7 @@ from torchllm.metrics.monitor import Monitor
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.chosen_kernel import log_attention_kernel
 from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
@@ -49,6 +50,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         model = build_model(config.model, config.training.loss_chunk)
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
+    log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)
 
     data = build_loader(
         config.data,

@@ -114,11 +114,11 @@ def part_of_row(row: str) -> str:
     return row.split("|")[1].strip()
 
 
-def write_table(page: Path, content: str) -> None:
-    """Put the table between its marks in a page."""
+def write_table(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
+    """Put a table between its marks in a page."""
     text = page.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(before + BEGIN + content + END + after)
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(before + begin + content + end + after)
 
 
 def main(arguments: Sequence[str]) -> int:

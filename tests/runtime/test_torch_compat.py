@@ -139,6 +139,14 @@ def test_foreach_multiply() -> None:
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [[1.5]]]
 
 
+def test_chosen_attention() -> None:
+    """A CPU has a fused kernel for plain heads, and none for those that are summed over in the backward of a bias."""
+    q = torch.zeros(1, 2, 16, 8)
+    assert torch_compat.chosen_attention(q, q, q, None) == "flash"
+    bias = torch.zeros(16, 16, requires_grad=True)
+    assert torch_compat.chosen_attention(q, q, q, bias) == "math"
+
+
 def test_allocations() -> None:
     """Memory shows in the order in which it is taken and given back, also what lives within one line."""
     x = torch.ones(1000)

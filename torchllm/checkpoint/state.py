@@ -179,8 +179,8 @@ def nonfinite_keys(parts: Mapping[str, Part]) -> list[str]:
             extremes.setdefault(local.device, []).append(torch.stack([smallest, largest]).double())
     nonfinite = []
     for device, keys_on_device in keys.items():
-        finite = torch.stack(extremes[device]).isfinite().all(dim=1).tolist()
-        nonfinite += [key for key, is_finite in zip(keys_on_device, finite, strict=True) if not is_finite]
+        found = torch.stack(extremes[device]).isfinite().logical_not().any(dim=1).tolist()
+        nonfinite += [key for key, is_nonfinite in zip(keys_on_device, found, strict=True) if is_nonfinite]
     return nonfinite
 
 

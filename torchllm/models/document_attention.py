@@ -84,16 +84,22 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
     q (B, H, S, Q), k and v (B, K, T, Q). mask: which keys a query may see, (B, 1, S, T); None: causal.
 
-    On a GPU its kernels that take groups of query heads take 16 bit only, and no mask. The memory-efficient one takes
-    all but groups: the key-value heads are expanded for it.
     """
+    k, v = heads_of_kernel(q, k, mask), heads_of_kernel(q, v, mask)
     grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
-    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        queries_per_key = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(queries_per_key, dim=1)
-        v = v.repeat_interleave(queries_per_key, dim=1)
-        grouped = False
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """Return keys or values (B, K, T, Q) with as many heads as a fused kernel for q (B, H, S, Q) takes, K or H.
+
+    On a GPU the kernels that take groups of query heads take 16 bit only, and no mask. The memory-efficient one takes
+    all but groups: the heads are expanded for it.
+    """
+    grouped = bool(q.shape[1] != kv.shape[1])  # of symbols where the compiler traces
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+    return kv
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

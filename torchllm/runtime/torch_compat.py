@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +42,7 @@ __all__ = [
     "allocations",
     "break_profile_cycle",
     "checkpoint_wrapper",
+    "chosen_attention",
     "dump_memory",
     "flatten_mesh",
     "flight_records",
@@ -174,6 +176,17 @@ def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
     DTensors of several meshes: it multiplies each by itself, and its factor may not be one of them.
     """
     torch._foreach_mul_(tensors, factor)
+
+
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+    """Return the kernel that `scaled_dot_product_attention` takes: math, flash, efficient, cudnn or overrideable.
+
+    Heads, (B, H, S, Q), as it takes them; without a mask they are causal. Private: the public
+    `torch.backends.cuda.can_use_flash_attention` and its like say what could run, not which of them torch prefers.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    number = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return SDPBackend(number).name.partition("_")[0].lower()
 
 
 def skip_pipeline_vote(schedule: Any) -> None:

@@ -1,0 +1,60 @@
+"""Says which fused attention kernel a GPU will run: torch chooses it by architecture, wheel, types, masks and heads.
+
+Two runs with `model.attention = "sdpa"` need not run the same one, and the kernel called math keeps the scores, S x S,
+in memory. docs/hollow_gpu.md has a table of what torch chooses.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from torchllm.config import Model, Parallel
+from torchllm.models.document_attention import QUERY_BLOCK, heads_of_kernel
+from torchllm.models.varlen_attention import has_flash_attention, takes_varlen
+from torchllm.runtime.torch_compat import chosen_attention
+
+log = logging.getLogger(__name__)
+
+
+def log_attention_kernel(
+    model: Model, parallel: Parallel, sequence_length: int, documents: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Log the kernel of `model.attention = "sdpa"` on a GPU, with a warning if it keeps S x S scores in memory.
+
+    documents: whether tokens see their own document only. dtype: of the computation. A ring has kernels of its own
+    (`attention_kernels.py`), and the other kinds of attention name theirs.
+    """
+    is_ring = parallel.cp > 1 and parallel.cp_method == "ring"
+    if device.type != "cuda" or model.attention != "sdpa" or is_ring:
+        return
+    kernel = attention_kernel(model, parallel, sequence_length, documents, dtype, device)
+    log.info("attention: torch's %s kernel", kernel)
+    if kernel == "math":
+        log.warning(
+            'model.attention = "sdpa" has no fused kernel on this GPU for these heads in %s: the scores of a layer, '
+            "(H, S, S), will be in memory",
+            str(dtype).removeprefix("torch."),
+        )
+
+
+def attention_kernel(
+    model: Model, parallel: Parallel, sequence_length: int, documents: bool, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Return the kernel of a step: varlen (flash attention within documents), flash, efficient, cudnn or math."""
+    ranks = parallel.tp * parallel.cp  # cp: ulysses, which gives a rank whole sequences of some heads
+    queries = min(QUERY_BLOCK, sequence_length) if documents else sequence_length
+    q = _heads(model.heads // ranks, queries, model.head_width, dtype, device)
+    k = _heads(max(1, model.kv // ranks), sequence_length, model.head_width, dtype, device)
+    mask = None
+    if documents:
+        if takes_varlen(q) and has_flash_attention(device):
+            return "varlen"
+        mask = torch.ones(1, 1, queries, sequence_length, dtype=torch.bool, device=device)
+    k = heads_of_kernel(q, k, mask)
+    return chosen_attention(q, k, k, mask)
+
+
+def _heads(heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor like one of a sequence's, (1, H, S, Q), in memory (1, S, H, Q)."""
+    return torch.empty(1, length, heads, width, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
