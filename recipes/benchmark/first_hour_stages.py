@@ -118,6 +118,8 @@ def measure_resume(jobs: Jobs) -> Figures:
 def resume_problems(figures: Figures) -> list[str]:
     """Compare the curves bit by bit."""
     whole, parts = figures["at once"], figures["resumed"]
+    if len(set(whole)) == 1:
+        return [f"the loss is {whole[0]!r} at every step: nothing was trained"]
     if len(parts) != len(whole):
         return [f"the resumed run logged {len(parts)} steps, the other {len(whole)}"]
     for step, (loss, expected) in enumerate(zip(parts, whole, strict=True), start=1):

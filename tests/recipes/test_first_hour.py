@@ -96,6 +96,7 @@ FAULTS = [
     ("weights", set_at("initial weights", 0, "sha256", to="cd"), "other initial weights"),
     ("resume", set_at("resumed", 2, to=4.6 + 1e-15), "the loss of step 3"),
     ("resume", set_at("resumed", to=[5.7, 5.1]), "logged 2 steps, the other 3"),
+    ("resume", set_at("at once", to=[0.0, 0.0, 0.0]), "nothing was trained"),
     ("step", set_at("step time, ranks 8", 0, "ratio", to=1.05), "0.952 of the bare loop's speed"),
     ("matmul", set_at("matrix products", 2, "share_of_peak", to=0.3), "60% of the data sheet's"),
     ("memory", set_at("memory", 0, "peak_gib", to=29.0), "the peak is 29.0 GiB, the dry run says 26.0"),
