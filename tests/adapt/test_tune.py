@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.test_mesh import groups_now
 from tests.parity import tiny
 from tests.recipes.warm import pretrain, trained
 from tests.tiny_run import curve
@@ -50,16 +51,27 @@ def _configs() -> list[Config]:
     return [tiny(settings) for settings in SETTINGS]
 
 
-def _fastest(cache: Path) -> str:
-    return text_of(fastest(_configs(), _runtime(), cache))
+class Tuned(NamedTuple):
+    """What measuring has come to on a rank."""
+
+    layout: str
+    new_groups: set[str]
+    """process groups that are there since; on a GPU each has buffers there"""
 
 
-def test_real_layouts_are_measured_alike_on_all_ranks(tmp_path: Path) -> None:
-    layouts = run(_fastest, 4, tmp_path)
+def _fastest(cache: Path) -> Tuned:
+    runtime = _runtime()
+    groups = groups_now()
+    layout = text_of(fastest(_configs(), runtime, cache))
+    return Tuned(layout, groups_now() - groups)
+
+
+def test_real_layouts_are_measured_alike_on_all_ranks_and_leave_no_process_group(tmp_path: Path) -> None:
+    tuned = run(_fastest, 4, tmp_path)
     [times] = json.loads((tmp_path / "tuned.json").read_text()).values()
     assert times.keys() == {text_of(config) for config in _configs()}
     assert all(0 < seconds < 60 for seconds in times.values())
-    assert layouts == [min(times, key=times.get)] * 4
+    assert tuned == [Tuned(min(times, key=times.get), set())] * 4
 
 
 class Outcome(NamedTuple):
