@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torchllm.models.layers import (
     rotary_frequencies,
     rotate,
 )
+from torchllm.runtime.torch_compat import TorchDispatchMode
 
 MODEL = Model(hidden=24, heads=4, ffn=40, norm_epsilon=1e-2)  # an epsilon large enough to be seen if it is misplaced
 ROUNDING = {"rtol": 0.0, "atol": 2e-6}  # float32 sums of a few dozen numbers of size 1
@@ -135,6 +137,31 @@ def test_rotation_keeps_the_type_and_computes_in_float32() -> None:
     assert rotary[0].dtype == torch.float32
     expected = rotate(x.float(), rotary).bfloat16()
     assert torch.equal(rotate(x, rotary), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operations that compute: on a GPU each is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_rotation_takes_six_kernels_in_each_direction() -> None:
+    x = inputs(1, 8, 2, 16).bfloat16().requires_grad_()
+    rotary = rotary_angles(Model(hidden=32, heads=2), torch.arange(8).unsqueeze(0))
+    with Operations() as forward:
+        rotated = rotate(x, rotary)
+    gradient = torch.ones_like(rotated)
+    with Operations() as backward:
+        rotated.backward(gradient)
+    assert forward.names == ["_to_copy", "mul", "roll", "mul", "add", "_to_copy"]
+    assert sorted(name for name in backward.names if name != "detach") == sorted(forward.names)
 
 
 def test_llama31_scaling_by_wavelength() -> None:
