@@ -21,11 +21,7 @@ from tests.hollow.launches import Report, measure
 from tests.hollow.layouts import Arguments, Settings, as_arguments
 
 CONFIG = "train_configs/llama3_8b_8gpu.toml"
-SETTINGS: Settings = {
-    "model.vocab": 128256,
-    "training.loss_chunk": 0,
-    "parallel.keep_last_block": False,  # torchtitan frees it as well, and gathers it again: 0.4 GiB
-}
+SETTINGS: Settings = {"model.vocab": 128256, "training.loss_chunk": 0}
 TITAN_SETTINGS: dict[str, Any] = {
     "model.flavor": "8B",
     "training.seq_len": 8192,

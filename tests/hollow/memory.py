@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -130,7 +131,8 @@ def sample() -> list[Choice]:
 def predict(arguments: Arguments) -> Iterator[dict[str, Any]]:
     """Yield what the dry run says of each kind of rank: its `shown_pp_rank` and `peak` in bytes."""
     command = [sys.executable, "recipes/pretrain.py", *arguments, "--run.dry_run=true", "--run.json=true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     yield from json.loads(done.stdout[done.stdout.index("{") :])["kinds"]

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.hollow
 SMALL = (
     "--model.hidden=256",  # heads of width 32
     "--model.ffn=64",
-    "--training.steps=4",
     "--training.sequence_length=64",
     "--schedule.warmup_steps=2",
     "--metrics.log_interval=1",
@@ -25,15 +24,16 @@ SMALL = (
 )
 
 
-def train(folder: Path, ranks: int, *settings: str) -> str:
+def train(folder: Path, ranks: int, *settings: str, steps: int = 4) -> str:
     """Train on so many GPUs; return what was printed."""
-    command = ["./run_train.sh", "train_configs/debug.toml", f"--run.folder={folder}", *SMALL, *settings]
+    run_settings = [f"--run.folder={folder}", f"--training.steps={steps}"]
+    command = ["./run_train.sh", "train_configs/debug.toml", *run_settings, *SMALL, *settings]
     done = run(command, Machine(devices=ranks), NPROC=str(ranks))
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def steps(folder: Path) -> list[int]:
+def logged_steps(folder: Path) -> list[int]:
     """Return the steps that metrics.jsonl has."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["step"] for record in records if "loss" in record]
@@ -41,15 +41,15 @@ def steps(folder: Path) -> list[int]:
 
 def test_one_gpu_trains_evaluates_saves_and_generates(tmp_path: Path) -> None:
     printed = train(tmp_path / "run", 1)
-    assert steps(tmp_path / "run") == [1, 2, 3, 4]
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4]
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
     assert "attention: torch's flash kernel" in printed
 
 
 def test_a_run_resumes(tmp_path: Path) -> None:
     train(tmp_path / "run", 1, "--generate.after_training=false")
-    train(tmp_path / "run", 1, "--generate.after_training=false", "--training.steps=6")
-    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    train(tmp_path / "run", 1, "--generate.after_training=false", steps=6)
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_a_run_resumes(tmp_path: Path) -> None:
 )
 def test_two_gpus_train_in_every_layout(tmp_path: Path, layout: list[str]) -> None:
     train(tmp_path / "run", 2, "--generate.after_training=false", *layout)
-    assert steps(tmp_path / "run") == [1, 2, 3, 4]
+    assert logged_steps(tmp_path / "run") == [1, 2, 3, 4]
