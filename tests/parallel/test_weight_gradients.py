@@ -105,7 +105,7 @@ def sums_in_bfloat16(settings: Settings) -> tuple[str, float]:
 def test_products_are_summed_in_float32(schedule: str) -> None:
     """Each product is bfloat16; the sum of 8 of them is exact to float32, unless it was summed in bfloat16.
 
-    FSDP adds up gradients at the next backward, so the test needs a rank that computes two products in a row.
+    Between backwards nobody but this library adds them up, so the test needs a rank that computes two in a row.
     """
     settings = {**PP2, "parallel.schedule": schedule}
     for kind, error in run(sums_in_bfloat16, 2, settings):

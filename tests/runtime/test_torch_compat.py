@@ -4,6 +4,7 @@ import gc
 import inspect
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,16 +17,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.workers import run
 from torchllm.runtime import torch_compat
 from torchllm.runtime.torch_compat import (
+    ConnectedStage,
     TorchDispatchMode,
-    accumulate_in_reduce_dtype,
     break_profile_cycle,
     checkpoint_wrapper,
     flatten_mesh,
@@ -173,32 +174,6 @@ def test_join_meshes() -> None:
         dist.destroy_process_group()
 
 
-def split_backward_in_bfloat16() -> tuple[bool, float]:
-    """Sum three gradients of a unit outside its backward pass; return whether in float32, and the error of the sum."""
-    unit = nn.Linear(4, 4, bias=False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy, reshard_after_forward=False)
-    unit.set_requires_gradient_sync(False)
-    unit.set_reshard_after_backward(False)
-    out = unit(torch.ones(1, 4, requires_grad=True))
-    (out * 0).sum().backward()
-    value = 1 + 2**-7  # three of them need more bits than bfloat16 has
-    for _ in range(3):
-        unit.weight.grad = torch.full_like(unit.weight, value)
-        accumulate_in_reduce_dtype(unit)
-    unit.set_requires_gradient_sync(True)
-    unit.set_reshard_after_backward(True)
-    out = unit(torch.ones(1, 4, requires_grad=True))
-    (out * 0).sum().backward()
-    gradient = unit.weight.grad
-    assert isinstance(gradient, DTensor)
-    return gradient.dtype == torch.float32, gradient.to_local()[0, 0].item() - 3 * value
-
-
-def test_accumulate_in_reduce_dtype() -> None:
-    assert run(split_backward_in_bfloat16, 1) == [(True, 0.0)]
-
-
 def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
     calls: list[int] = []
 
@@ -285,6 +260,40 @@ def test_TorchDispatchMode_sees_operations_of_the_backward_pass_too() -> None:
         torch.ones(3, requires_grad=True).exp().sum().backward()
     assert "exp.default" in operations
     assert "mul.Tensor" in operations  # exp's backward
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_standard_strides(fake: bool) -> None:
+    with torch_compat.FakeTensorMode() if fake else nullcontext():
+        part = torch.empty(1, 32, 64)[:, :16]
+        assert part.is_contiguous()
+        assert part.stride() == (2048, 64, 1)
+        same = torch_compat.standard_strides(part)
+        assert same.stride() == torch.empty(1, 16, 64).stride() == (1024, 64, 1)
+        assert same.untyped_storage() is part.untyped_storage()
+
+
+def losses_of_a_v() -> list[float]:
+    """Train a pipeline of four stages on two ranks, each of which has two neighbours or the two ends."""
+    stages_of_rank = ((0, 3), (1, 2))
+    like = torch.empty(1, 3).requires_grad_()
+    stages = []
+    for index in stages_of_rank[dist.get_rank()]:
+        layer = nn.Linear(3, 3)
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        stages.append(ConnectedStage(layer, index, 4, torch.device("cpu"), input_args=like, output_args=like))
+    schedule = ScheduleZBVZeroBubble(stages, n_microbatches=4, loss_fn=lambda out, target: out.sum())
+    inputs, losses = [], []
+    if dist.get_rank() == 0:
+        inputs = [torch.arange(12.0).view(4, 3)]
+    schedule.step(*inputs, target=torch.zeros(4, 3), losses=losses)
+    return [loss.item() for loss in losses]
+
+
+def test_ConnectedStage_does_not_connect_to_its_own_rank() -> None:
+    """On gloo the process would end; without a V there is nothing to skip."""
+    assert run(losses_of_a_v, 2) == [[3.0, 12.0, 21.0, 30.0], []]
 
 
 def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:

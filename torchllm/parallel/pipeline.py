@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,6 +38,7 @@ from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
 from torchllm.runtime.heartbeat import beat
+from torchllm.runtime.torch_compat import ConnectedStage, standard_strides
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def apply_scatter_gather(stage: Decoder, mesh: DeviceMesh) -> None:
 
     def scatter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         hidden = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-        return hidden.redistribute(placements=[Shard(1)]).to_local()
+        return standard_strides(hidden.redistribute(placements=[Shard(1)]).to_local())
 
     if not stage.embeds:
         stage.register_forward_pre_hook(gather)
@@ -205,7 +205,7 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _pipeline_stage(self, stage: Decoder, index: int, defer_weights: bool) -> PipelineStage:
+    def _pipeline_stage(self, stage: Decoder, index: int, defer_weights: bool) -> ConnectedStage:
         """Wrap a stage for torch's schedules. index: over the whole pipeline; defer_weights: for zero bubble."""
         # FOOTGUN: without examples of both, input and output, the first step also runs a hidden forward, loss and
         # backward on uninitialised memory: a side effect of the loss or of a hook then counts garbage. Floating-point
@@ -218,7 +218,7 @@ class Pipeline:
             output_example = torch.empty((), device=self.device).requires_grad_()
         else:
             output_example = self._hidden_states().requires_grad_()
-        return PipelineStage(
+        return ConnectedStage(
             stage,
             index,
             self.last + 1,

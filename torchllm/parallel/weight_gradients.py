@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import Head
-from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.runtime.phase import phase
-from torchllm.runtime.torch_compat import accumulate_in_reduce_dtype
 
 
 class DeferredProduct(NamedTuple):
@@ -70,8 +68,6 @@ class WeightGradients:
             with phase("backward"):
                 while products:
                     add_product(products.pop())
-                for unit in fsdp_modules(self.stage):
-                    accumulate_in_reduce_dtype(unit)
 
         return run
 
@@ -83,15 +79,20 @@ def compute_product(product: DeferredProduct) -> Tensor:
 
 @torch.no_grad()  # FOOTGUN: otherwise the sum keeps its autograd graph, and with it the operands of every micro batch
 def add_product(product: DeferredProduct) -> None:
-    """Add the product to the weight's gradient."""
+    """Add the product to the weight's gradient, in float32.
+
+    FSDP sums the gradients of gathered bfloat16 weights in float32, its reduce dtype, but does so within a backward
+    pass only, and torch 2.11 to 2.14 accept a float32 gradient of a bfloat16 weight only if told to.
+    """
     weight = product.weight
     weight_gradient = compute_product(product)
     if isinstance(weight_gradient, DTensor) and isinstance(weight, DTensor):
         weight_gradient = weight_gradient.redistribute(placements=weight.placements)
     if weight.grad is None:
-        weight.grad = weight_gradient
+        weight.grad_dtype = torch.float32
+        weight.grad = weight_gradient.float()
     else:
-        weight.grad = weight.grad + weight_gradient
+        weight.grad += weight_gradient
 
 
 class _Linear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Every private torch name that the library uses, and every difference between torch 2.11 and 2.13, with its reason.
+"""Every private torch name that the library uses, and every difference between torch 2.11 and 2.15, with its reason.
 
 Private names that only one file needs may stay there: `PRIVATE` in tests/test_architecture.py lists them with reasons.
 `tests/runtime/test_torch_compat.py` has a test for each name in this file, which fails when torch moves it.
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 __all__ = [
     "VARLEN_ATTENTION",
+    "ConnectedStage",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "accumulate_in_reduce_dtype",
     "all_to_all",
     "allocations",
     "break_profile_cycle",
@@ -56,6 +56,7 @@ __all__ = [
     "local_region",
     "profiled_events",
     "skip_pipeline_vote",
+    "standard_strides",
     "storage_info",
     "varlen_attention",
 ]
@@ -109,8 +110,7 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.13
-        _redistribute.clear_redistribute_planner_cache()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -131,23 +131,6 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     Private: torch has no public name for what its `.metadata` consists of.
     """
     return _StorageInfo(file, offset, length)
-
-
-def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:
-    """Add the gradients of an FSDP unit's gathered weights to their sums over micro batches, in the reduce dtype.
-
-    Private: FSDP does this in its backward hooks only. A weight gradient that is computed outside a backward pass would
-    stay in the weight's own dtype, and several of them would be summed in bfloat16.
-    """
-    state = unit._get_fsdp_state()
-    # torch 2.13 allows several parameter groups per unit; 2.11 has one, or None.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        if group is None:
-            continue
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -189,11 +172,32 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
     return SDPBackend(number).name.partition("_")[0].lower()
 
 
+class ConnectedStage(PipelineStage):
+    """A stage of a pipeline, which is connected to the stages on other ranks before the first step.
+
+    Private: torch 2.11 connects a stage also to its neighbour on the same rank, of which schedules in the shape of a V
+    have some, and gloo ends the process that sends to itself. Later versions do not call this.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        messages = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.group_peer != self.group_rank]
+
+
+def standard_strides(x: Tensor) -> Tensor:
+    """Return a contiguous tensor with the strides that torch gives to a new one of its shape, which share memory.
+
+    The stride of a dimension of size 1 says nothing, and a part cut out of a tensor has another one there than a new
+    tensor. Stages of pipelines in torch 2.11 refuse to send it; later versions do not compare strides.
+    """
+    return x.flatten().view(x.shape)
+
+
 def skip_pipeline_vote(schedule: Any) -> None:
     """Let a pipeline schedule begin its first step without asking the other stages whether their shapes are static.
 
-    Private: all stages of this library have static shapes, torch cannot be told so, and with fake tensors there is no
-    answer to read. torch 2.11 does not ask.
+    Private: all stages of this library have static shapes, torch 2.13 cannot be told so, and with fake tensors there is
+    no answer to read. torch 2.11 does not ask, torch 2.15 does not ask ranks that are fake.
     """
 
     def all_static(stages: Any, *_: Any) -> None:
@@ -376,14 +380,16 @@ class LimitedGroup(NamedTuple):
 def limit_groups(seconds: float, limited: Container[str]) -> dict[str, LimitedGroup]:
     """Set the time-out of every process group whose name is not in `limited`; return those groups by name.
 
-    Private: torch lists no groups, and the groups of a mesh accept no time-out; they get torch's default, 10 min with
-    NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep that, as does the first operation of a group that
-    connects its ranks only then (`TORCH_GLOO_LAZY_INIT`): a rank whose peer never comes waits for the connection.
+    Private: torch lists no groups, and before 2.14 has no public name for the setting. The groups of a mesh accept no
+    time-out; they get torch's default, 10 min with NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep
+    that, as does the first operation of a group that connects its ranks only then (`TORCH_GLOO_LAZY_INIT`): a rank
+    whose peer never comes waits for the connection.
     """
+    set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     groups: dict[str, LimitedGroup] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_name not in limited:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
             groups[group.group_name] = LimitedGroup(dist.get_process_group_ranks(group), group.group_desc)
     return groups
 
