@@ -19,16 +19,16 @@ SCALARS = 32
 def test_keys_tell_actions_apart_by_what_comes_before_and_after_on_their_stage() -> None:
     order = ["1UNSHARD", "1F0", "1SEND_F0", "5F0", "1F1", "(1F2;5B0)OVERLAP_F_B", "5I1", "5W1", "1B0", "5REDUCE_GRAD"]
     assert action_keys(order, (1, 5)) == [
-        ((0, "UNSHARD", "", "F", True, False),),
-        ((0, "F", "UNSHARD", "F", False, False),),
-        ((0, "SEND_F", "", "", False, False),),
-        ((1, "F", "", "B", False, False),),
-        ((0, "F", "F", "F", False, False),),
-        ((0, "F", "F", "B", False, False), (1, "B", "F", "I", True, True)),
-        ((1, "I", "B", "W", True, False),),
-        ((1, "W", "I", "REDUCE_GRAD", True, True),),
-        ((0, "B", "F", "", True, True),),
-        ((1, "REDUCE_GRAD", "W", "", True, False),),
+        ((0, "UNSHARD", "", "F", True, False, False),),
+        ((0, "F", "UNSHARD", "F", False, False, False),),
+        ((0, "SEND_F", "", "", False, False, False),),
+        ((1, "F", "", "B", False, False, False),),
+        ((0, "F", "F", "F", False, False, False),),
+        ((0, "F", "F", "B", False, False, False), (1, "B", "F", "I", True, True, False)),
+        ((1, "I", "B", "W", True, False, False),),
+        ((1, "W", "I", "REDUCE_GRAD", True, True, False),),
+        ((0, "B", "F", "", True, True, False),),
+        ((1, "REDUCE_GRAD", "W", "", True, False, True),),
     ]
 
 

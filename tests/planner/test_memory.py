@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+TAKES_LESS = [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 15]
+"""pipelines of torch 2.15 take less memory: for one, that of a message between stages is taken when it comes"""
 MODELS = Path(__file__).parents[2] / "train_configs" / "models"
 
 
@@ -115,7 +118,8 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
     """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with one.
 
     Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones,
-    which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
+    which the trace does not tell from temporary results, and a single micro batch, of which there is no sum. Pipelines
+    are planned as torch 2.11 to 2.14 runs them. With torch 2.15 their peaks are up to 8 % lower; 10 % is an error.
     """
     one = TRACED[name]
     report = examine(c.Config(model=one.model, parallel=one.parallel, training=one.training, recompute=one.recompute))
@@ -124,7 +128,10 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
         found, traced = memory(one, kind.shown), kind.memory
         assert found.weights == pytest.approx(traced["parameters"], rel=1e-6)
         assert found.optimizer == pytest.approx(traced["optimizer"], rel=1e-5)  # AdamW's step counters are in the trace
-        assert found.live == pytest.approx(sum(traced.values()), rel=0.01 if one.parallel.pp == 1 else 0.05)
+        if one.parallel.pp > 1 and TAKES_LESS:
+            assert 0.9 * found.live < sum(traced.values()) < 1.05 * found.live
+        else:
+            assert found.live == pytest.approx(sum(traced.values()), rel=0.01 if one.parallel.pp == 1 else 0.05)
         if one.parallel.pp == 1:
             assert found.activations == pytest.approx(traced["activations"], rel=0.003)
             if not one.training.loss_chunk:

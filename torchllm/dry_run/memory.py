@@ -137,7 +137,9 @@ def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: i
     """Return what one of `count` micro batches adds to the step.
 
     These are its inputs (tokens, labels, positions), and storages that were made after `since` and are held when the
-    first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count.
+    first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count. Nor do
+    single messages: torch 2.15 takes memory for each when it comes, earlier versions take it for all messages of a step
+    before the very first forward pass.
     """
     first_action, tail_begins = tracker.marks[1][0], tracker.marks[-1][0]
     actions: Bytes = Counter()
@@ -147,7 +149,8 @@ def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: i
         if not there_at_first_action or held.bytes < at_least:
             continue
         kind = purpose(held, tracker)
-        if kind == "inputs" or (held.born > since and kind in ("buffers", "temporary")):
+        for_all_messages = kind == "buffers" and held.born < tracker.forward_ends[0]
+        if kind == "inputs" or (held.born > since and (for_all_messages or kind == "temporary")):
             actions[kind] += held.bytes
             tail[kind] += held.bytes if held.died >= tail_begins else 0
     return PerMicroBatch(_divided(actions, count), _divided(tail, count))

@@ -2,8 +2,9 @@
 
 What an action does to memory and what it sends depends on its kind (F, B, ...), on its stage, and on the kinds of the
 stage's previous action (weights may still be gathered) and following action (which may gather its weights ahead). The
-first backward of a stage (sums of gradients are allocated) and the last (they are reduced) are kinds of their own. Each
-kind of action is traced once; the order of the schedule says how often it runs and what is in memory meanwhile.
+first backward of a stage (sums of gradients are allocated) and the last (they are reduced) are kinds of their own, and
+so is the last action of the step. Each kind of action is traced once; the order of the schedule says how often it runs
+and what is in memory meanwhile.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from torchllm.dry_run.memory import Bytes, PerMicroBatch, Span, larger_of_each, largest, plus
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)")
-_MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")  # torch 2.15 has the waits
 
 
 class ActionKind(NamedTuple):
@@ -33,6 +34,8 @@ class ActionKind(NamedTuple):
     """first backward of its kind on the stage: sums of gradients are allocated"""
     finishes_gradients: bool = False
     """last backward of the stage: its gradients are reduced"""
+    ends_step: bool = False
+    """last action of the step: with it the schedule frees what it held throughout"""
 
 
 Key = tuple[ActionKind, ...]
@@ -108,9 +111,10 @@ def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
     total = Counter(actions)
     done: Counter[tuple[int, str]] = Counter()
     computed: Counter[int] = Counter()
-    for stage, kind in actions:
+    for number, (stage, kind) in enumerate(actions):
+        ends_step = number == len(actions) - 1
         if kind in _MESSAGES:
-            yield ActionKind(stage, kind)
+            yield ActionKind(stage, kind, ends_step=ends_step)
             continue
         kinds = kinds_of_stage[stage]
         index = computed[stage]
@@ -123,6 +127,7 @@ def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
             following=kinds[index + 1] if index + 1 < len(kinds) else "",
             starts_gradients=is_first and kind != "F",
             finishes_gradients=is_last and kind in ("B", "W"),
+            ends_step=ends_step,
         )
         computed[stage] += 1
         done[stage, kind] += 1
@@ -145,8 +150,8 @@ def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> Replayed
         peaks.append(plus(level, span.above_start(span.peak)))
         highest = larger_of_each(highest, plus(level, span.above_start(span.highest)))
         level = plus(level, span.above_start(span.end))
-    level = plus(level, during_actions, -missing)
-    level = plus(level, during_tail, missing)
+    # Not the sum over the actions: the last one frees what others held until the end, such as messages in torch 2.15.
+    level = plus(tail.start, during_tail, missing)
     peaks.append(plus(level, tail.above_start(tail.peak)))
     sent = _sum_of_sent([begin, *(span_of_key[key] for key in order), tail])
     return ReplayedStep(largest(peaks), highest, level, sent)

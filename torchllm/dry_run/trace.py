@@ -90,7 +90,7 @@ def _trace(
     training, (line, parallel) = config.training, part
     materialize(stages, CPU)
     optimizer = build_optimizer(stages, config.optimizer)
-    tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group)
+    tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
     fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
     with tracker:
         forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)

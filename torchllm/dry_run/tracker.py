@@ -57,12 +57,13 @@ class Sent(NamedTuple):
 class Tracker(TorchDispatchMode):
     """Notes, while it is active, the memory that is held and the collectives that are run.
 
-    fake: the mode whose tensors count; None: real tensors count. axes: `Mesh.axis_of_group`.
+    fake: the mode whose tensors count; None: real tensors count. axes: `Mesh.axis_of_group`. pipeline: name of the
+    process group in which pipeline stages send to each other.
     """
 
-    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, MeshAxis]) -> None:
+    def __init__(self, fake: FakeTensorMode | None, axes: dict[str, MeshAxis], pipeline: str = "") -> None:
         super().__init__()
-        self.fake, self.axes = fake, axes
+        self.fake, self.axes, self.pipeline = fake, axes, pipeline
         self.held: list[Held] = []
         self.sent: list[Sent] = []
         self.forward_ends: list[int] = []
@@ -97,6 +98,9 @@ class Tracker(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if id(storage) in self._live:
                     self._filled[id(storage)] = weakref.ref(storage)
+        if name == "recv_" and find_group(args).group_name == self.pipeline:
+            for tensor in _tensors(args):
+                self._hold(tensor, "buffers")
         if "c10d" in namespace:
             self._note_sent(name, (*args, *(kwargs or {}).values()), out)
         return out
@@ -205,7 +209,12 @@ class Tracker(TorchDispatchMode):
         self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))
 
 
-FSDP = {"all_gather_copy_in": "gathered", "split_with_sizes_copy": "gathered", "chunk_cat": "temporary"}
+FSDP = {
+    "all_gather_copy_in": "gathered",
+    "split_with_sizes_copy": "gathered",
+    "chunk_cat": "temporary",
+    "chunk_cat_mixed_dtype": "temporary",  # its name in torch 2.15
+}
 """FSDP's own operations, and the purpose of their results"""
 
 KINDS = {
