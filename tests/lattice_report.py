@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.lattice import Layout, is_valid
+from tests.lattice import COMPILED_SPACE, Layout
 
 RESULTS = Path(__file__).with_name("lattice_results.json")
 PAGE = Path(__file__).parent.parent / "docs/prove.md"
@@ -56,7 +56,7 @@ def read(report: str) -> list[dict[str, Any]]:
     for line in Path(report).read_text().splitlines():
         record = json.loads(line)
         last_record[json.dumps(record["layout"], sort_keys=True)] = record
-    return [record for record in last_record.values() if is_valid(record["layout"])]
+    return [record for record in last_record.values() if COMPILED_SPACE.is_valid(record["layout"])]
 
 
 def sum_up(records: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -6,15 +6,12 @@ normalisation, norm, clipping and torch's plain optimizer.
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm import config as c
@@ -29,17 +26,20 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.torch_compat import local_region
+from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
+from torchllm.proof.gather import gather_whole
+from torchllm.proof.layouts import Settings, with_settings
+from torchllm.proof.record import Trained, record_training
+from torchllm.proof.shrink import one_process
+from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.spec.parameters import canonical_name, rule_of
+from torchllm.train.evaluate import evaluate
 from torchllm.train.step import TrainStep
 
 STEPS = 3
 CPU = torch.device("cpu")
-Settings = dict[str, Any]
-"""dotted keys and values over the tiny config: {"parallel.tp": 2}"""
-
-GRADIENT_TOLERANCE = 1e-5
-"""of the parameter's largest gradient: the worst seen over correct layouts is 2e-6 (sums in another order)"""
+HELD_OUT = 1_000
+"""number of the step whose batch is evaluated on"""
 
 
 def tiny(settings: Settings) -> Config:
@@ -51,18 +51,6 @@ def tiny(settings: Settings) -> Config:
         parallel=c.Parallel(dp_shard=1),
     )
     return with_settings(config, settings)
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """Return the config with some keys changed."""
-    values_of_section: dict[str, Settings] = {}
-    for key, value in settings.items():
-        section, name = key.split(".")
-        values_of_section.setdefault(section, {})[name] = value
-    sections: dict[str, Any] = {}
-    for section, values in values_of_section.items():
-        sections[section] = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **sections)
 
 
 def world_size(config: Config) -> int:
@@ -92,40 +80,40 @@ def step_batch(config: Config, step: int, ragged: bool) -> Batch:
     return Batch(tokens, labels, position_in_document, (position >= border).long())
 
 
-class Trained(dict[str, Any]):
-    """Results of a training: losses, norms (per step), gradients (per step, by name), parameters (by name).
-
-    numpy arrays and floats only, so that ranks can send it.
-    """
-
-
 @functools.lru_cache(maxsize=4)
-def _reference(key: str, config: Config, ragged: bool) -> Trained:
-    """Train in one plain process. key: tells configs apart for the cache."""
+def _reference(config: Config, ragged: bool) -> Trained:
+    """Train in one plain process."""
     model = build_model(config.model)
     initialize([model], config.model, CPU, config.run.seed)
     parameters: dict[str, Any] = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer = _plain_optimizer(parameters, config.optimizer)
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    trained = Trained(losses=[], norms=[], gradients=[])
-    for step in range(1, STEPS + 1):
-        batch = step_batch(config, step, ragged)
-        count = int((batch.labels != -100).sum())
-        loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels) / count
+    trained = Trained()
+    for step in range(1, config.training.steps + 1):
+        loss = _plain_loss(model, step_batch(config, step, ragged))
         loss.backward()
         step_gradients = {name: parameter.grad for name, parameter in parameters.items()}
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in step_gradients.values()))
-        trained["losses"].append(loss.item())
-        trained["norms"].append(norm)
-        trained["gradients"].append(_copies(step_gradients))
+        trained.losses.append(loss.item())
+        trained.norms.append(norm)
+        trained.gradients.append(_copies(step_gradients))
         for gradient in step_gradients.values():
             gradient.mul_(min(1.0, config.training.max_grad_norm / norm))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
-    trained["parameters"] = _copies(parameters)
+    if config.evaluate.interval:
+        with torch.no_grad():
+            trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
+    trained.parameters = _copies(parameters)
     return trained
+
+
+def _plain_loss(model: Decoder, batch: Batch) -> Tensor:
+    """Return the mean loss over the target tokens of a batch."""
+    count = int((batch.labels != -100).sum())
+    return model(batch.tokens, batch.positions, batch.document_ids, batch.labels) / count
 
 
 def _plain_optimizer(parameters: dict[str, Any], config: c.Optimizer) -> torch.optim.Optimizer:
@@ -149,12 +137,20 @@ def _copies(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def reference(settings: Settings, ragged: bool = False) -> Trained:
     """Train in one plain process: the whole batch at once, nothing recomputed, compiled or chunked."""
-    plain: Settings = {}
-    for key, value in settings.items():
-        if not key.startswith(("parallel.", "recompute.", "compile.")):
-            plain[key] = value
-    plain |= {"training.loss_chunk": 0, "training.micro_batch_size": 1}
-    return _reference(repr(sorted(plain.items())), tiny(plain), ragged)
+    return reference_of(tiny(settings), ragged)
+
+
+def reference_of(config: Config, ragged: bool = False) -> Trained:
+    """Train a config in one plain process."""
+    training = dataclasses.replace(config.training, loss_chunk=0, micro_batch_size=1)
+    plain = dataclasses.replace(
+        config,
+        training=training,
+        parallel=c.Parallel(dp_shard=1),
+        recompute=c.Recompute(),
+        compile=c.Compile(),
+    )
+    return _reference(plain, ragged)
 
 
 def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, list[Decoder]]:
@@ -166,6 +162,15 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
     initialize(stages, config.model, CPU, config.run.seed)
     return mesh, stages
+
+
+def whole_gradients(stages: list[Decoder]) -> dict[str, np.ndarray]:
+    """Return the whole gradient of every parameter, on rank 0; {} on the others. Asserts that the ranks agree."""
+    whole = gather_whole(stages, lambda parameter: parameter.grad)
+    if whole is None:
+        return {}
+    assert not whole.findings, whole.findings
+    return whole.tensors
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
@@ -197,121 +202,82 @@ def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batc
     return batches
 
 
+def ragged_recipe(config: Config, runtime: Runtime, monitor: Any) -> None:
+    """Train as a recipe would whose sequences have very unequal numbers of targets."""
+    _recipe(config, monitor, ragged=True)
+
+
+def even_recipe(config: Config, runtime: Runtime, monitor: Any) -> None:
+    """Train as a recipe would whose tokens all have a target."""
+    _recipe(config, monitor, ragged=False)
+
+
+def _recipe(config: Config, monitor: Any, ragged: bool) -> None:
+    """Take the steps of a config on this rank, and evaluate after the last one if the config evaluates at all."""
+    dtype = compute_dtype(config.training, CPU)
+    mesh, stages = build(config, dtype)
+    optimizer = build_optimizer(stages, config.optimizer)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
+    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    train_step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
+    monitor.begin(config, mesh, stages, None, 0)
+    for step in range(1, config.training.steps + 1):
+        result = train_step(step, my_batches(config, mesh, step, ragged))
+        validation_loss = None
+        if config.evaluate.interval and step == config.training.steps:
+            validation_loss = evaluate(forward_backward, my_batches(config, mesh, HELD_OUT, ragged), CPU, mesh)
+        assert all(gradient is None for gradient in gradients(stages))
+        monitor.log(step, result, validation_loss)
+
+
 def train(settings: Settings, ragged: bool = False) -> Trained | None:
     """Take three steps with the library, on every rank of a layout; returns the whole tensors on rank 0 alone."""
-    config = tiny(settings)
-    mesh, stages = build(config)
-    optimizer = build_optimizer(stages, config.optimizer)
-    trained = Trained(losses=[], norms=[], gradients=[])
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-
-    def record_gradients(batches: Any, scale: Tensor) -> Tensor:
-        loss = forward_backward(batches, scale)
-        trained["gradients"].append(of_all_stages(stages, lambda parameter: parameter.grad))
-        return loss
-
-    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    train_step = TrainStep(stages, record_gradients, optimizer, rate, mesh, config.training, CPU)
-    for step in range(1, STEPS + 1):
-        result = train_step(step, my_batches(config, mesh, step, ragged))
-        trained["losses"].append(result.loss.item())
-        trained["norms"].append(result.grad_norm.item())
-    trained["parameters"] = of_all_stages(stages, lambda parameter: parameter)
-    assert all(gradient is None for gradient in gradients(stages))
-    return trained if torch.distributed.get_rank() == 0 else None
+    return train_config(tiny(settings), ragged)
 
 
-class Part(NamedTuple):
-    """The part of one tensor that one rank holds."""
-
-    name: str
-    shape: tuple[int, ...]
-    """of the whole tensor"""
-    offset: tuple[int, ...]
-    """where the part begins"""
-    values: np.ndarray
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.values.shape, strict=True))
-
-
-def of_all_stages(stages: Sequence[Decoder], get: Callable[[Tensor], Any]) -> dict[str, np.ndarray]:
-    """Return a tensor of every parameter of the whole model, by canonical name. get: the tensor of a parameter.
-
-    Asserts that every element is on some rank, and that ranks which hold the same element agree, as must both copies of
-    a tied embedding.
-    """
-    tensors: list[tuple[str, Any]] = []
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            tensors.append((canonical_name(name), get(parameter)))
-    missing = [name for name, tensor in tensors if tensor is None]
-    assert not missing, f"nothing there: {missing}"
-    # One exchange of every rank's parts: a gather of each tensor by torch costs as much as a step.
-    parts = [_part(name, tensor.detach()) for name, tensor in tensors]
-    parts_of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts_of_ranks, parts)
-    whole_tensors: dict[str, np.ndarray] = {}
-    filled: dict[str, np.ndarray] = {}
-    for part in itertools.chain(*parts_of_ranks):
-        if part.name not in filled:
-            whole_tensors[part.name] = np.empty(part.shape, dtype=part.values.dtype)
-            filled[part.name] = np.zeros(part.shape, dtype=bool)
-        values = whole_tensors[part.name][part.region]
-        is_filled = filled[part.name][part.region]
-        assert np.array_equal(values[is_filled], part.values[is_filled], equal_nan=True), f"{part.name}: ranks differ"
-        values[...] = part.values
-        is_filled[...] = True
-    for name, is_filled in filled.items():
-        assert is_filled.all(), f"{name}: {(~is_filled).sum()} elements are nowhere"
-    return whole_tensors
-
-
-def _part(name: str, tensor: Tensor) -> Part:
-    """Return this rank's part of a tensor."""
-    _, offset = local_region(tensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return Part(name, tuple(tensor.shape), offset, local.numpy())
-
-
-def whole(tensor: Tensor) -> np.ndarray:
-    """Return the full tensor, gathered from all ranks if it is a DTensor."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.numpy().copy()
+def train_config(config: Config, ragged: bool) -> Trained | None:
+    """Train a config on every rank of its layout; returns the whole tensors on rank 0 alone."""
+    return record_training(ragged_recipe if ragged else even_recipe, config, config.training.steps)
 
 
 def compare(trained: Trained, expected: Trained) -> float:
     """Assert that two trainings are the same; returns the worst relative gradient error."""
-    worst = 0.0
-    steps = zip(trained["gradients"], expected["gradients"], strict=True)
-    for step, (of_step, expected_of_step) in enumerate(steps, start=1):
-        assert of_step.keys() == expected_of_step.keys(), of_step.keys() ^ expected_of_step.keys()
-        for name, expected_gradient in expected_of_step.items():
-            error = np.abs(of_step[name] - expected_gradient).max()
-            largest = np.abs(expected_gradient).max()
-            head_norm = name.replace("k_proj.bias", "k_norm.weight")
-            if name.endswith("k_proj.bias") and head_norm not in expected_of_step:
-                # It shifts every score of a query alike: zero in theory, rounding in practice.
-                assert max(np.abs(of_step[name]).max(), largest) <= 1e-8, (step, name, largest)
-                continue
-            assert error <= GRADIENT_TOLERANCE * largest, (
-                f"step {step}, {name}: gradient differs by {error:.1e} of {largest:.1e}"
-            )
-            worst = max(worst, float(error / largest))
-    np.testing.assert_allclose(trained["losses"], expected["losses"], rtol=1e-6)
-    # The norm is float64 over float32 gradients, each good to about 1e-6.
-    np.testing.assert_allclose(trained["norms"], expected["norms"], rtol=GRADIENT_TOLERANCE)
-    for name, expected_parameter in expected["parameters"].items():
-        # Three updates of at most the learning rate 2e-3 each, of gradients good to 1e-5: with epsilon 1e-3 AdamW
-        # does not amplify rounding. float32 itself is good to 6e-8 near the norms' 1.
-        np.testing.assert_allclose(trained["parameters"][name], expected_parameter, atol=6e-7, err_msg=name)
-    return worst
+    agreement = compare_trainings(trained, expected, FLOAT32)
+    assert not agreement.findings, "\n".join(agreement.findings)
+    return agreement.error
 
 
 def check(settings: Settings, ragged: bool = False) -> float:
     """Train under a layout and compare with one process; returns the worst relative gradient error."""
-    trained = run(train, world_size(tiny(settings)), settings, ragged)[0]
-    return compare(trained, reference(settings, ragged))
+    return check_config(tiny(settings), ragged)
+
+
+def check_config(config: Config, ragged: bool) -> float:
+    """Train a config on the ranks of its layout and compare with one process; returns the worst gradient error."""
+    trained = run(train_config, world_size(config), config, ragged)[0]
+    return compare(trained, reference_of(config, ragged))
+
+
+def check_bfloat16(config: Config, ragged: bool) -> float:
+    """Take one step in bfloat16 and compare with one process's own error; returns the worst gradient error.
+
+    After one step the weights of two layouts differ by their rounding.
+    """
+    exact = reference_of(with_settings(config, {"training.steps": 1}), ragged)
+    rounded = with_settings(config, {"training.steps": 1, "training.dtype": "bfloat16"})
+    trained = run(train_config, world_size(config), rounded, ragged)[0]
+    own = one_process(rounded, config.training.micro_batch_size)
+    agreement = compare_trainings(trained, exact, _bounds_of_one_process(own, exact, ragged))
+    assert not agreement.findings, "\n".join(agreement.findings)
+    return agreement.error
+
+
+_BOUNDS: dict[tuple[Config, bool], ErrorBounds] = {}
+
+
+def _bounds_of_one_process(config: Config, exact: Trained, ragged: bool) -> ErrorBounds:
+    """Return how far a layout may be from one process in float32, by what one process in bfloat16 is."""
+    key = (config, ragged)
+    if key not in _BOUNDS:
+        _BOUNDS[key] = bfloat16_bounds(run(train_config, 1, config, ragged)[0], exact)
+    return _BOUNDS[key]

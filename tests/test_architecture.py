@@ -29,6 +29,7 @@ ROOMS = [
     "metrics",
     "dry_run",
     "adapt",
+    "proof",
     "preflight",
     "start",
     "bug_report",

@@ -23,23 +23,29 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from tests import lattice as layouts
 from tests.lattice import (
-    AXES,
-    MICRO_BATCH,
     SIZES,
+    SPACE,
     Failed,
     Layout,
+    at_random,
     compare,
-    describe,
-    is_valid,
+    covering,
+    describe_failure,
+    every_mesh,
     lattice,
-    read_settings,
-    settings_of,
+    read_config,
 )
 from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_table, read, sum_up
-from tests.lattice_sampler import MESH, at_random, covering, every_mesh
-from tests.parity import Settings, check, tiny
+from tests.parity import CPU, Settings, check, check_bfloat16, reference, step_batch, tiny
 from tests.workers import run
+from torchllm.config import Config
 from torchllm.config.checks import problems
+from torchllm.models.decoder import build_model
+from torchllm.models.head import IGNORED
+from torchllm.parallel.initialize import initialize
+from torchllm.proof.compare import gradient_errors, root_mean_square
+from torchllm.proof.layouts import AXES, MICRO_BATCH, describe_layout
+from torchllm.proof.sample import MESH
 from torchllm.runtime.torch_compat import local_region
 
 PARTS = 12
@@ -48,35 +54,30 @@ sample = functools.cache(lambda: covering(seed=0))
 REFUSALS = {
     "parallel.tp: # does not divide model.heads = #",
     "parallel.tp: # does not divide model.kv_heads = #",
-    "parallel.tp: # does not divide model.ffn = #",
-    "parallel.tp: # does not divide training.sequence_length = #",
     "parallel.pp: # stages need a block each, but model.layers is #",
     *(
         f"parallel.virtual_stages: {schedule} has # per rank, not #"
         for schedule in ("GPipe", "#F#B", "ZBVZeroBubble", "DualPipeV")
     ),
-    "parallel.cp: training.sequence_length = # does not divide into #",
-    "parallel.cp: training.sequence_length = # does not divide into # "
-    "(two pieces per rank, so that causal work is even)",
     "parallel.cp: ulysses gives each rank whole key-value heads, but # do not divide by # ranks: set it to #, or use "
     'parallel.cp_method = "ring"',
     "parallel.cp: ulysses gives each rank whole key-value heads, but # (model.kv_heads # / tp #) do not divide by # "
     'ranks: set it to #, or use parallel.cp_method = "ring"',
-    "training.global_batch_size: # is no multiple of micro_batch_size # x # data-parallel ranks = #",
 }
 
 
 def test_all_layouts() -> None:
     all_layouts = lattice()
-    assert len(all_layouts.layouts) == 52_944
-    assert len({frozenset(layout.items()) for layout in all_layouts.layouts}) == 52_944
+    assert len(all_layouts.layouts) == 53_664
+    assert len({frozenset(layout.items()) for layout in all_layouts.layouts}) == 53_664
     assert set(all_layouts.refusals) == REFUSALS
 
 
 def test_the_sample_has_every_pair_of_settings() -> None:
     def settings(layout: Layout) -> frozenset[Any]:
         """Degrees over 2 are one setting, and so are several micro batches."""
-        of_rank = SIZES["training.global_batch_size"] // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
+        batch = SPACE.sized(layout).training.global_batch_size
+        of_rank = batch // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
         is_single = layout.get(MICRO_BATCH, 1) == of_rank
         return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: is_single}.items())
 
@@ -85,8 +86,8 @@ def test_the_sample_has_every_pair_of_settings() -> None:
 
     sampled = pairs(sample())
     assert pairs(lattice().layouts) <= sampled
-    assert pairs(at_random(500, seed=1)) <= sampled  # and their options
-    assert all(map(is_valid, sample()))
+    assert pairs(at_random(500, seed=1, space=SPACE)) <= sampled  # and their options
+    assert all(map(SPACE.is_valid, sample()))
     assert len(sample()) >= 80
 
 
@@ -96,7 +97,7 @@ def test_every_mesh_is_drawn() -> None:
         return {tuple(map(layout.get, MESH)) for layout in several}
 
     drawn = every_mesh(seed=2)
-    assert all(map(is_valid, drawn))
+    assert all(map(SPACE.is_valid, drawn))
     assert meshes(drawn) == meshes(lattice().layouts)
     interrupted = drawn[:-20]
     rest = every_mesh(seed=2, done=interrupted)
@@ -126,7 +127,44 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 drawn = every_mesh(option.seed, done)
             else:
                 drawn = at_random(int(option.count), option.seed)
-        metafunc.parametrize("drawn", drawn, ids=describe)
+        metafunc.parametrize("drawn", drawn, ids=describe_layout)
+
+
+BFLOAT16 = [
+    {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2, "recompute.mode": "full"},
+    {"parallel.cp": 2, "parallel.tp": 2, "model.family": "gpt", "training.loss_chunk": 20},
+    {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.tied_embeddings": True},
+    {"parallel.dp_replicate": 2, "parallel.cp": 2, "parallel.cp_method": "ulysses", "data.document_mask": True},
+]
+"""each technique once, in pairs"""
+
+
+@pytest.mark.parametrize("settings", BFLOAT16, ids=describe_layout)
+def test_bfloat16_adds_no_error_to_that_of_one_process(settings: Settings) -> None:
+    check_bfloat16(tiny({**SIZES, "training.micro_batch_size": 6, **settings}), ragged=True)
+
+
+def test_float32_stands_for_exact_gradients() -> None:
+    """Beside the error of bfloat16, 1e-2, that of one process in float32 does not count."""
+    config = tiny({})
+    model = build_model(config.model)
+    initialize([model], config.model, CPU, config.run.seed)
+    model.double()
+    batch = step_batch(config, 1, ragged=True)
+    loss = model(batch.tokens, batch.positions, batch.document_ids, batch.labels)
+    (loss / (batch.labels != IGNORED).sum()).backward()
+    exact = {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    errors = gradient_errors(reference({}, ragged=True).gradients[0], exact, root_mean_square)
+    assert len(errors) == len(list(model.parameters()))
+    assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.lattice
+def test_drawn_layouts_add_no_error_in_bfloat16(drawn: Layout) -> None:
+    try:
+        check_bfloat16(SPACE.config(drawn), ragged=True)
+    except Exception as error:
+        raise Failed(describe_failure(drawn, error)) from error
 
 
 @pytest.mark.lattice
@@ -145,18 +183,17 @@ def test_drawn_layouts_train_the_same_model(drawn: Layout, request: pytest.Fixtu
 
 
 def test_a_failure_says_how_to_see_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(settings: Settings, ragged: bool) -> float:
+    def wrong(config: Config, ragged: bool) -> float:
         raise AssertionError("step 1, lm_head.weight: gradient differs")
 
-    monkeypatch.setattr(layouts, "check", wrong)
+    monkeypatch.setattr(layouts, "check_config", wrong)
     (layout,) = at_random(1, seed=3)
     with pytest.raises(Failed, match=r"step 1, lm_head\.weight") as failure:
         compare(layout)
     message, toml = str(failure.value).split("\n\n", 1)
     assert "python -m tests.lattice FILE.toml" in message
     (tmp_path / "FILE.toml").write_text(toml)
-    config = tiny(read_settings(str(tmp_path / "FILE.toml")))
-    assert config == tiny(settings_of(layout))
+    assert read_config(str(tmp_path / "FILE.toml")) == layouts.SPACE.config(layout)
 
 
 def rows_misplaced(ranks: int, vocabularies: Sequence[int]) -> list[int]:

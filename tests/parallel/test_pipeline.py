@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import CPU, Settings, build, check, my_batches, of_all_stages, step_batch, tiny
+from tests.parity import CPU, Settings, build, check, my_batches, step_batch, tiny, whole_gradients
 from tests.workers import run
 from torchllm.config import SCHEDULES
 from torchllm.models.decoder import build_model
@@ -42,7 +42,7 @@ def two_steps(settings: Settings) -> TwoSteps:
     gradients = []
     for _ in range(2):
         loss = step(my_batches(config, mesh, 1, ragged=True), torch.tensor(SCALE))
-        gradients.append(of_all_stages(stages, lambda parameter: parameter.grad))
+        gradients.append(whole_gradients(stages))
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert not loss.requires_grad
@@ -205,11 +205,11 @@ def two_pipelined_steps(settings: Settings) -> PipelinedSteps:
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=True)
     loss = step(batches, torch.tensor(SCALE))
-    once = of_all_stages(stages, lambda parameter: parameter.grad)
+    once = whole_gradients(stages)
     norm = grad_norm(stages, CPU).item()
     loss_sums = [step.loss_sum(batch).item() for batch in batches]
     step(batches, torch.tensor(SCALE))
-    twice = of_all_stages(stages, lambda parameter: parameter.grad)
+    twice = whole_gradients(stages)
     return PipelinedSteps(loss.item(), once, twice, norm, loss_sums)
 
 

@@ -113,6 +113,11 @@ class Runtime:
         self._vote = _Vote(flags, work)
         return stop
 
+    def end_votes(self) -> None:
+        """Wait for the vote that is under way; none may be when its process group is destroyed."""
+        if self._vote is not None:
+            self._vote.wait()
+
     def _save_requested(self) -> bool:
         """Return whether the file `SAVE` has asked rank 0 for a checkpoint since the last call; it is deleted."""
         file = self.folder / SAVE
@@ -183,8 +188,7 @@ class Runtime:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
         if self.is_main:
             (self.folder / STOP).unlink(missing_ok=True)
-        if self._vote is not None:
-            self._vote.wait()
+        self.end_votes()
         if self.hang_watch is not None:
             self.hang_watch.close()
         release_leases(DONE)

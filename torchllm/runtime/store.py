@@ -10,10 +10,11 @@ import socket
 from datetime import timedelta
 
 # public names, but not re-exported for type checkers
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not there
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not there
 
 __all__ = [
     "LOOPBACK",
+    "FileStore",
     "HashStore",
     "PrefixStore",
     "Signer",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests import workers
-from tests.workers import Pool, WorkerFailed
+from torchllm.proof import pool as pools
+from torchllm.proof.pool import Pool, WorkerFailed
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def pool() -> Iterator[Pool]:
     """Of its own: those that are killed here would be missed elsewhere."""
     pool = Pool()
     yield pool
-    pool.stop()
+    pool.close()
 
 
 def rank_and(*arguments: object, **keywords: object) -> tuple[int, int, int, object]:
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
 
 def test_a_rank_that_hangs_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     first_processes = processes(pool)
-    monkeypatch.setattr(workers, "TIMEOUT", 1.0)
+    monkeypatch.setattr(pools, "TIMEOUT", 1.0)
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 of 2:\nno answer within 1 s"):
         pool.run(hangs_on, 2, 1)

@@ -1,0 +1,205 @@
+"""Every layout of a config on so many ranks that the library accepts.
+
+A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
+schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`
+at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
+`torchllm.config.checks.problems`.
+
+Three values stand for others: `parallel.split` is "balanced" or "uneven", `optimizer.momentum` None is AdamW, and
+`model.layers` is doubled where a pipeline has more stages than the model has blocks.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, get_args
+
+from torchllm import config as c
+from torchllm.config import FAMILIES, SCHEDULES, Config
+from torchllm.config.checks import AXES as AXIS_NAMES
+from torchllm.config.checks import problems
+
+C = TypeVar("C", bound=Config)
+Settings = dict[str, Any]
+"""dotted keys and values: {"parallel.tp": 2}"""
+AXES = tuple(f"parallel.{axis}" for axis in AXIS_NAMES)
+MICRO_BATCH = "training.micro_batch_size"
+SPLIT = "parallel.split"
+MOMENTUM = "optimizer.momentum"
+BALANCED, UNEVEN = "balanced", "uneven"
+
+PARALLEL: dict[str, tuple[Any, ...]] = {
+    "parallel.schedule": tuple(SCHEDULES),
+    "parallel.virtual_stages": (1, 2, 3, 4),
+    "parallel.cp_method": ("ring", "ulysses"),
+    "parallel.sequence_parallel": (False, True),
+    "parallel.scatter_gather": (True, False),
+    "parallel.zero_stage": (3, 2, 1, 0),
+}
+"""settings of [parallel] that change how a step is computed, beside the degrees"""
+RECOMPUTE: dict[str, tuple[Any, ...]] = {"recompute.mode": get_args(c.Recompute.__annotations__["mode"])}
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    MICRO_BATCH: (24, 12, 8, 6, 4, 3, 2, 1),
+    SPLIT: (BALANCED, UNEVEN),
+    "recompute.k": (0, 1, 3),
+    "training.loss_chunk": (0, 20),  # 20 divides no micro batch's tokens
+    "parallel.keep_last_block": (True, False),
+    "parallel.prefetch": (1, 0, 2),
+}
+"""settings that a layout may have besides, of which each layout that is drawn gets some"""
+
+
+def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
+    """Return the degrees that each axis may have on so many ranks."""
+    return dict.fromkeys(AXES, tuple(range(1, most_ranks + 1)))
+
+
+def with_settings(config: C, settings: Mapping[str, Any]) -> C:
+    """Return the config with some keys changed."""
+    values_of_section: dict[str, Settings] = {}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        values_of_section.setdefault(section, {})[name] = value
+    sections: dict[str, Any] = {}
+    for section, values in values_of_section.items():
+        sections[section] = replace(getattr(config, section), **values)
+    return replace(config, **sections)
+
+
+class Census(NamedTuple):
+    """The valid layouts of a space, and why the others are refused."""
+
+    layouts: list[Settings]
+    refusals: Counter[str]
+    """number of layouts refused for each reason, with # for the numbers in its text"""
+
+
+@dataclass(frozen=True)
+class LayoutSpace:
+    """The settings that make up layouts, over a config with degrees of 1."""
+
+    base: Config
+    combined: Mapping[str, tuple[Any, ...]]
+    """values of the settings that are all combined with each other, the degrees first"""
+    options: Mapping[str, tuple[Any, ...]]
+    """values of the settings of which a drawn layout gets some"""
+    most_ranks: int
+
+    @property
+    def settings(self) -> dict[str, tuple[Any, ...]]:
+        """Values of all settings."""
+        return {**self.combined, **self.options}
+
+    def sized(self, layout: Settings) -> Config:
+        """Return the base with sizes that a layout can divide: as many blocks as it has stages."""
+        layers = self.base.model.layers
+        if stages_of(layout) > layers:
+            layers *= 2
+        return replace(self.base, model=replace(self.base.model, layers=layers))
+
+    def config(self, layout: Settings) -> Config:
+        """Return the config of a layout."""
+        base = self.sized(layout)
+        settings = {key: value for key, value in layout.items() if key not in (SPLIT, MOMENTUM)}
+        if layout.get(SPLIT) == UNEVEN:
+            last = stages_of(layout) - 1
+            settings[SPLIT] = (1,) * last + (base.model.layers - last,)
+        if layout.get(MOMENTUM) is not None:
+            settings |= {"optimizer.name": "sgd", MOMENTUM: layout[MOMENTUM]}
+            adamw = c.Optimizer()
+            settings |= {f"optimizer.{key}": getattr(adamw, key) for key in ("beta1", "beta2", "epsilon")}
+        return with_settings(base, settings)
+
+    def is_valid(self, layout: Settings) -> bool:
+        """Return whether the library accepts a layout, with or without options."""
+        config = self.config(layout)
+        return not problems(config, config.parallel.ranks)
+
+    def choices(self, key: str, layout: Settings) -> tuple[Any, ...]:
+        """Return the values of a setting that have an effect in a layout; () if none has.
+
+        layout: has the settings that come before this one.
+        """
+        pp, replicas, shard, cp, tp = (layout.get(axis, 1) for axis in AXES)
+        values = self.settings[key]
+        match key:
+            case "parallel.schedule" | "parallel.virtual_stages":
+                matters = pp > 1
+            case "parallel.split":
+                matters = pp > 1 and stages_of(layout) < self.sized(layout).model.layers
+            case "parallel.cp_method":
+                matters = cp > 1
+            case "parallel.sequence_parallel":
+                matters = tp > 1
+            case "parallel.scatter_gather":
+                matters = pp > 1 and tp > 1 and not layout["parallel.sequence_parallel"]
+            case "parallel.zero_stage":
+                matters = shard * cp > 1
+                if replicas > 1:  # stage 0 makes replicas of all of dp
+                    values = tuple(stage for stage in values if stage > 0)
+            case "parallel.keep_last_block":
+                matters = layout.get("parallel.zero_stage") == 3
+            case "parallel.prefetch":
+                matters = "parallel.zero_stage" in layout
+            case "recompute.k":
+                matters = layout["recompute.mode"] in ("segment", "every_k")
+            case "model.rope_scaling_factor":
+                matters = not FAMILIES[layout["model.family"]].learned_positions
+            case _ if key in AXES:
+                ranks = pp * replicas * shard * cp * tp
+                return tuple(degree for degree in values if degree * ranks <= self.most_ranks)
+            case _:
+                matters = True
+        return values if matters else ()
+
+    def combinations(self, keys: Sequence[str], layout: Settings) -> Iterator[Settings]:
+        """Yield `layout` with every combination of the settings `keys`."""
+        if not keys:
+            yield layout
+            return
+        key, *following = keys
+        values = self.choices(key, layout)
+        if not values:
+            yield from self.combinations(following, layout)
+        for value in values:
+            yield from self.combinations(following, {**layout, key: value})
+
+    def census(self) -> Census:
+        """Return every combination of the combined settings, on up to `most_ranks` ranks."""
+        layouts: list[Settings] = []
+        refusals: Counter[str] = Counter()
+        parallel_keys = [key for key in self.combined if key.startswith("parallel.")]
+        other_keys = [key for key in self.combined if not key.startswith("parallel.")]
+        for parallel in self.combinations(parallel_keys, {}):
+            config = self.config(parallel)
+            for other in self.combinations(other_keys, {}):
+                reasons = problems(with_settings(config, other), config.parallel.ranks)
+                refusals.update({re.sub(r"\d+", "#", f"{reason.key}: {reason.message}") for reason in reasons})
+                if not reasons:
+                    layouts.append({**parallel, **other})
+        return Census(layouts, refusals)
+
+
+def ranks_of(layout: Settings) -> int:
+    """Return the number of ranks of a layout."""
+    ranks = 1
+    for axis in AXES:
+        ranks *= layout[axis]
+    return ranks
+
+
+def stages_of(layout: Settings) -> int:
+    """Return the number of pipeline stages of a layout."""
+    stages: int = layout["parallel.pp"] * layout.get("parallel.virtual_stages", 1)
+    return stages
+
+
+def describe_layout(layout: Settings) -> str:
+    """Return a layout in one line, without the degrees that are 1; keys of [parallel] and [training] by their name."""
+    words = []
+    for key, value in layout.items():
+        if key not in AXES or value > 1:
+            name = re.sub("^(parallel|training)[.]", "", key)
+            words.append(f"{name}={value}")
+    return " ".join(words)

@@ -1,0 +1,146 @@
+"""Make a config small: narrow and few layers, a small vocabulary, short sequences, a few steps; all features kept.
+
+What makes up the model and the training stays: family, shares of key-value heads, norms of queries and keys, tied
+embeddings, document masks, optimizer, schedule, compilation, and every section of a fork.
+"""
+
+import json
+import random
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from torchllm.config import Config, Model, Source
+from torchllm.proof.layouts import Settings, with_settings
+
+C = TypeVar("C", bound=Config)
+
+BATCH, LENGTH = 12, 48
+"""sequences per step and tokens per sequence: what 1, 2, 3 and 4 ranks can share"""
+LAYERS, HEAD_WIDTH, FFN_MULTIPLE = 4, 8, 24
+BYTES = 264
+"""vocabulary of the byte tokenizer, rounded up to a multiple of 8 and 3"""
+LEARNING_RATE, EPSILON = 2e-3, 1e-3
+"""with AdamW's usual epsilon of 1e-8, the sign of a gradient that is rounding alone would decide a weight"""
+
+
+def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str] = ()) -> C:
+    """Return a small config with the features of `config`, for layouts of up to `ranks` ranks.
+
+    folder: for the run and its data, which `write_documents` has written. kept: dotted keys that stay as they are.
+    """
+    settings: Settings = {
+        **small_model(config.model, ranks),
+        **small_training(config, steps),
+        **documents_as_data(config, folder),
+        "run.folder": str(folder / "run"),
+        "run.device": "cpu",
+        "run.deterministic": False,
+        "run.dry_run": False,
+        "run.json": False,
+        "run.on_event": "",
+        "checkpoint.interval": 0,
+        "checkpoint.resume": "none",
+        "checkpoint.keep_every": 0,
+        "checkpoint.asynchronous": False,
+        "metrics.profile_steps": "",
+    }
+    return with_settings(config, {key: value for key, value in settings.items() if key not in kept})
+
+
+def small_model(model: Model, ranks: int) -> Settings:
+    """Return sizes of a small model: of heads the share that keys and values have, of the vocabulary the remainder."""
+    kv_heads = min(model.kv, ranks)
+    heads = kv_heads * min(model.heads // model.kv, 4)
+    hidden = heads * HEAD_WIDTH
+    has_head_width = model.head_width * model.heads != model.hidden
+    ffn = max(2, round(hidden * model.ffn / model.hidden / FFN_MULTIPLE)) * FFN_MULTIPLE
+    settings: Settings = {
+        "model.layers": min(model.layers, LAYERS),
+        "model.hidden": hidden,
+        "model.heads": heads,
+        "model.kv_heads": kv_heads if model.kv_heads else 0,
+        "model.head_dim": HEAD_WIDTH + 4 if has_head_width else 0,
+        "model.ffn": ffn,
+        "model.vocab": BYTES + model.vocab % 8,
+        "model.max_sequence_length": 2 * LENGTH,
+    }
+    if model.rope_scaling_factor > 1:
+        settings["model.rope_original_length"] = LENGTH // 3
+    if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward
+        settings["model.attention"] = "sdpa"
+    return settings
+
+
+def small_training(config: Config, steps: int) -> Settings:
+    """Return the settings of a training of a few steps, one more than are looked at."""
+    settings: Settings = {
+        "training.steps": steps + 1,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": BATCH,
+        "training.sequence_length": LENGTH,
+        "training.loss_chunk": 0,
+        "training.on_nonfinite": "skip",
+        "optimizer.learning_rate": LEARNING_RATE,
+        "schedule.warmup_steps": 0,
+        "schedule.decay_steps": 0,
+        "evaluate.interval": steps,
+        "evaluate.sequences": 8,
+    }
+    if config.optimizer.name == "adamw":
+        settings["optimizer.epsilon"] = EPSILON
+    return settings
+
+
+def documents_as_data(config: Config, folder: Path) -> Settings:
+    """Return the settings of data that `write_documents` has written."""
+    return {
+        "data.sources": (Source(kind="jsonl", path=str(documents_file(folder))),),
+        "data.tokenizer": "bytes",
+        "data.pattern": "llama3",
+        "data.validation_fraction": config.data.validation_fraction or 0.1,
+        "data.on_bad_record": "error",
+        "data.workers": 0,
+        "data.cache": str(folder / "cache"),
+    }
+
+
+def documents_file(folder: Path) -> Path:
+    """Return where the documents are."""
+    return folder / "documents.jsonl"
+
+
+def write_documents(folder: Path, seed: int) -> None:
+    """Write documents of random letters: runs of very short ones between long ones.
+
+    The last token of a document has no target, so sequences have very unequal numbers of them: the mean over ranks of
+    their mean losses is then another number than the mean over all targets, which a proof has to notice.
+    """
+    generator = random.Random(seed)
+    texts = []
+    for _ in range(40):
+        lengths = [generator.randint(100, 400)] + [1] * generator.randint(0, 60)
+        for length in lengths:
+            texts.append("".join(chr(generator.randint(33, 126)) for _ in range(length)))
+    with documents_file(folder).open("w", encoding="utf-8") as lines:
+        for text in texts:
+            lines.write(json.dumps({"text": text}) + "\n")
+
+
+def one_process(config: C, micro_batch_size: int = 0) -> C:
+    """Return a config for one process: nothing recomputed, compiled or chunked.
+
+    micro_batch_size: 0 for the whole batch at once.
+    """
+    plain = {
+        "training.micro_batch_size": micro_batch_size or config.training.global_batch_size,
+        "training.loss_chunk": 0,
+    }
+    defaults = Config()
+    return replace(
+        with_settings(config, plain),
+        parallel=replace(defaults.parallel, dp_shard=1),
+        recompute=defaults.recompute,
+        compile=defaults.compile,
+    )
