@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +19,11 @@ from tests.launched import clean
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
 from torchllm.checkpoint.weights import load_weights
-from torchllm.config import Config
+from torchllm.config import Config, load_config
 from torchllm.models.decoder import build_model
+from torchllm.proof.axes import TECHNIQUES
+from torchllm.proof.prove import ProofOptions, Prover
+from torchllm.proof.recipe import import_recipe
 from torchllm.start import load_configs, load_run
 
 ROOT = Path(__file__).parent.parent
@@ -170,27 +172,35 @@ def z_loss_fork(tmp_path: Path) -> Path:
     return fork
 
 
+def test_fork_of_the_tutorial_trains(tmp_path: Path) -> None:
+    fork, folder = z_loss_fork(tmp_path), tmp_path / "run"
+    overrides = ["--training.steps=3", "--schedule.warmup_steps=1", "--metrics.log_interval=1", "--z_loss.weight=1"]
+    overrides += ["--evaluate.interval=0", "--generate.after_training=false", f"--run.folder={folder}"]
+    command = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml"), *overrides]
+    environment = clean({"NPROC": "1", "RECIPE": str(fork), "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert "[z_loss]" in (folder / "config.toml").read_text()
+    rates = [record["learning_rate"] for record in records if "loss" in record]
+    assert rates == pytest.approx([3e-3 / 20, 3e-3 / 10, 9e-3 / 20])
+    assert len((folder / "loss.txt").read_text().splitlines()) == 3
+    assert len(losses) == 3
+    assert losses[0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
+
+
 def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_path: Path) -> None:
+    """By `torchllm prove`."""
     fork = z_loss_fork(tmp_path)
-    losses = {}
-    for processes, layout in [("1", []), ("2", ["--parallel.tp=2"])]:
-        folder = tmp_path / processes
-        overrides = ["--training.steps=3", "--schedule.warmup_steps=1", "--metrics.log_interval=1", "--z_loss.weight=1"]
-        overrides += ["--evaluate.interval=0", "--generate.after_training=false", f"--run.folder={folder}", *layout]
-        command = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml"), *overrides]
-        environment = clean({"NPROC": processes, "RECIPE": str(fork), "PYTHONPATH": str(ROOT)})
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[processes] = [record["loss"] for record in records if "loss" in record]
-        assert "[z_loss]" in (folder / "config.toml").read_text()
-        rates = [record["learning_rate"] for record in records if "loss" in record]
-        assert rates == pytest.approx([3e-3 / 20, 3e-3 / 10, 9e-3 / 20])
-        assert len((folder / "loss.txt").read_text().splitlines()) == 3
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    assert len(losses["1"]) == 3
-    assert losses["1"][0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
-    assert losses["2"] == pytest.approx(losses["1"], rel=1e-5)
+    arguments = [str(ROOT / "train_configs/debug.toml"), "--z_loss.weight=1"]
+    config = load_config(arguments, import_recipe(fork).schema, one_device=True)
+    prover = Prover(fork, config, ProofOptions(2, "float32", 0, seed=0), tmp_path, workers.POOL)
+    (tensor_parallel,) = (technique for technique in TECHNIQUES if technique.name == "tp=2")
+    layout = prover.layout_with(tensor_parallel)
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
 
 
 def average_fork(tmp_path: Path) -> Path:

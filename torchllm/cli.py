@@ -22,6 +22,9 @@ usage: torchllm COMMAND [ARGUMENTS]
       checkout: NPROC, NNODES and RECIPE mean the same. Without a config it trains train_configs/debug.toml.
   torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64 --sequence-length 8192 --global-batch-size 512
       Predict the fastest layouts. Same as python recipes/plan.py.
+  torchllm prove CONFIG.toml [--section.key=value ...]
+      Train a small copy of a config under many layouts on this CPU and compare each with one process. With
+      RECIPE=mine.py: the model, the loss and the sections of a fork.
   torchllm copy NAME [TARGET]
       Copy a recipe, a config, a manifest for Kubernetes or run_train.sh to edit it. Without a NAME: list all of them.
           torchllm copy pretrain mine.py && RECIPE=mine.py torchllm train
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """Return the text of `torchllm --help`."""
-    names = [name for name in recipes() if name not in ("plan", "pretrain")]
+    names = [name for name in recipes() if name not in ("plan", "pretrain", "prove")]
     return USAGE.format(recipes=", ".join(names), home=HOME)
 
 

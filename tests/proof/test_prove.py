@@ -1,0 +1,204 @@
+"""`torchllm prove`: what it draws, what it finds wrong in a fork, what it says about it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import prove as recipe
+from tests import workers
+from tests.proof import forks
+from tests.proof.forks import Change, write_fork
+from tests.tiny_run import ROOT
+from torchllm.config import Config, Model, Optimizer, gradient_accumulation
+from torchllm.config.checks import problems
+from torchllm.config.errors import UserError
+from torchllm.config.read import read_table
+from torchllm.config.toml import read_files
+from torchllm.proof.axes import TECHNIQUES, Technique
+from torchllm.proof.prove import ProofOptions, Prover, culprits
+from torchllm.proof.recipe import MODULE, import_recipe
+from torchllm.proof.shrink import one_process, shrink
+
+PRETRAIN = ROOT / "recipes" / "pretrain.py"
+OPTIONS = ProofOptions(ranks=2, dtype="float32", layouts=0, seed=0)
+
+
+def technique(name: str) -> Technique:
+    (found,) = (technique for technique in TECHNIQUES if technique.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (forks.documented_change(), "tp=2"),
+        (forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ring"),
+        (forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ulysses"),
+        (forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_shard=2"),
+        (forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_replicate=2"),
+        (forks.MEAN_OVER_LOCAL_SEQUENCES, "micro_batch_size=1"),
+        (forks.PAST_THE_RESIDUAL_STREAM, "pp=2"),
+        (forks.CHANGING_STATE, "recompute.mode=full"),
+        (forks.LOSS_OF_A_CHUNK, "loss_chunk=20"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bug_is_found_by_the_technique_that_it_breaks(change: Change, name: str, tmp_path: Path) -> None:
+    prover = Prover(write_fork(tmp_path / "fork.py", change), Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique(name))
+    assert layout is not None
+    result = prover.prove(layout, technique(name))
+    assert not result.is_right
+    assert re.match(r"step 1(, [\w.]+: gradient differs|: loss differs)", result.agreement.findings[0])
+    assert culprits([result]) == [technique(name)]
+
+
+def test_the_reference_recipe_is_right(tmp_path: Path) -> None:
+    config = Config(model=Model(qk_norm=True, tied_embeddings=True, kv_heads=4, vocab=263))
+    prover = Prover(PRETRAIN, config, OPTIONS, tmp_path, workers.POOL)
+    assert prover.base.model.vocab % 8 == 7
+    layout = prover.layout_with(technique("tp=2 sequence_parallel=True"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert 0 < result.agreement.error < 1e-5
+    assert not list(tmp_path.rglob("step-*"))  # nothing is saved
+
+
+def test_bfloat16_is_measured_by_one_processs_own_error(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(), OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert 1e-3 < result.agreement.error < 1e-1
+
+
+def test_the_command_names_layout_parameter_and_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/prove.md."""
+    fork = write_fork(tmp_path / "mine.py", forks.documented_change())
+    monkeypatch.setenv("RECIPE", str(fork))
+    arguments = [str(ROOT / "train_configs/debug.toml"), "--ranks=2", "--layouts=1"]
+    assert recipe.main(arguments, workers.POOL) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [index for index, line in enumerate(lines) if line.startswith("    wrong: ")]
+    for index in wrong:
+        assert " tp=2" in lines[index - 1]
+        assert re.search(r"layers\.\d\.self_attn\.[qk]_proj\.weight", lines[index - 1])
+    right = [
+        line
+        for line in lines
+        if re.search(r" (pp=2|dp_shard=2|cp=2|recompute.mode=full)", line) and " tp=2" not in line
+    ]
+    assert len(wrong) >= 2
+    assert len(right) >= 5
+    assert lines[-1].startswith("tp=2: each rank has some of the heads")
+
+
+def test_a_fork_that_fails_in_one_process_is_an_error(tmp_path: Path) -> None:
+    fork = write_fork(tmp_path / "fork.py", Change("def change(stages):\n    raise ValueError('rotten')\n"))
+    prover = Prover(fork, Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    with pytest.raises(UserError, match=r"fork.py fails in one process(?s:.*)ValueError: rotten"):
+        prover.prove(layout)
+
+
+def test_a_layout_that_fails_has_the_error_as_its_finding(tmp_path: Path) -> None:
+    change = "def change(stages):\n    if torch.distributed.get_world_size() > 1:\n        raise ValueError('rotten')\n"
+    fork = write_fork(tmp_path / "fork.py", Change(change))
+    prover = Prover(fork, Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    assert prover.prove(layout).agreement.findings == ["ValueError: rotten"]
+
+
+def test_every_pair_of_settings_is_drawn(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(), OPTIONS._replace(ranks=4), tmp_path, workers.POOL)
+    drawn = prover.draw(None)
+    assert len(drawn) < 130
+    for technique in TECHNIQUES:
+        if technique.settings:
+            assert any(technique.is_used(prover.space.config(layout)) for layout in drawn), technique.name
+    for layout in drawn:
+        config = prover.space.config(layout)
+        assert not problems(config, config.parallel.ranks)
+        assert config.parallel.ranks <= 4
+    accumulations = {gradient_accumulation(prover.space.config(layout).training, 1) for layout in drawn}
+    assert len(accumulations) > 2
+
+
+def test_each_technique_has_a_layout_of_its_own(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(), OPTIONS, tmp_path, workers.POOL)
+    for technique in TECHNIQUES:
+        layout = prover.layout_with(technique)
+        if not technique.settings:
+            assert layout is None  # compiled, which this config is not
+            continue
+        assert layout is not None, technique.name
+        used = [other.name for other in TECHNIQUES if other.is_used(prover.space.config(layout))]
+        assert technique.name in used
+        allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2"}
+        assert set(used) <= allowed, (technique.name, used)
+
+
+MODELS = sorted((ROOT / "train_configs" / "models").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_a_small_copy_keeps_the_features(file: Path, tmp_path: Path) -> None:
+    config: Config = read_table(Config, read_files(str(file), []).table, [])
+    small = shrink(config, 4, 3, tmp_path)
+    assert not problems(one_process(small), 1)
+    model, small_model = config.model, small.model
+    for name in ("family", "tied_embeddings", "qk_norm", "norm_epsilon", "rope_theta", "rope_scaling_factor"):
+        assert getattr(model, name) == getattr(small_model, name)
+    assert (small_model.heads > small_model.kv) == (model.heads > model.kv)
+    assert small_model.vocab % 8 == model.vocab % 8
+    assert small_model.hidden <= 128
+    has_head_width = model.heads * model.head_width != model.hidden
+    assert (small_model.heads * small_model.head_width != small_model.hidden) == has_head_width
+
+
+def test_keys_of_the_command_line_are_kept(tmp_path: Path) -> None:
+    config = Config(model=Model(hidden=48, heads=4), optimizer=Optimizer(name="sgd", momentum=0.9))
+    small = shrink(config, 4, 3, tmp_path, kept={"model.hidden"})
+    assert small.model.hidden == 48
+    assert small.optimizer.momentum == 0.9
+
+
+SCHEMAS = """
+from dataclasses import dataclass
+from torchllm.config import Config
+
+@dataclass(frozen=True)
+class First(Config):
+    pass
+
+@dataclass(frozen=True)
+class Second({base}):
+    pass
+
+def train(config, runtime, monitor):
+    pass
+"""
+
+
+def test_the_config_of_a_fork_is_its_subclass(tmp_path: Path) -> None:
+    fork = tmp_path / "fork.py"
+    fork.write_text(SCHEMAS.format(base="First"))
+    assert import_recipe(fork).schema.__name__ == "Second"
+    assert import_recipe(PRETRAIN).schema is Config
+    fork.write_text(SCHEMAS.format(base="Config"))
+    with pytest.raises(UserError, match="First and Second are both subclasses of Config"):
+        import_recipe(fork)
+    fork.write_text("train = 1\n")
+    del sys.modules[MODULE]
+    with pytest.raises(UserError, match="has no train"):
+        import_recipe(fork)
+    with pytest.raises(UserError, match="there is no such file"):
+        import_recipe(tmp_path / "none.py")
