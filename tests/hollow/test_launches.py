@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hollow.launches import TOLERANCE, Report, read_table, row
-from tests.hollow.layouts import layouts
+from tests.hollow.layouts import CONTEXT, layouts
 
 pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1800)]  # the first test measures all layouts
 
@@ -32,5 +32,6 @@ def test_a_step_launches_what_the_table_says(layout: str, reports: dict[str, Rep
 def test_a_compiled_block_is_one_graph_and_is_compiled_once(layout: str, reports: dict[str, Report]) -> None:
     report = reports[layout]
     assert "error" not in report, report["error"]
-    assert report["graph_breaks"] == 0
+    if not any(method in layout for method in CONTEXT):  # its core stays outside the graphs: parallel/context.py
+        assert report["graph_breaks"] == 0
     assert report["compilations"] == 0  # in the third step
