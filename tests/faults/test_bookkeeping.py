@@ -49,12 +49,16 @@ class RepairedAt:
 
     def __call__(self, recipe: Any, rank: int) -> None:
         due = recipe.due
+        is_repaired = False
 
         def repair_and_ask(step: int, interval: int, steps: int) -> bool:
-            if step == self.step and self.file.is_dir():
-                self.file.rmdir()
-            elif step == self.step and self.file.exists():
-                self.file.unlink()
+            nonlocal is_repaired
+            if step == self.step and not is_repaired:  # a recipe asks more than once per step
+                is_repaired = True
+                if self.file.is_dir():
+                    self.file.rmdir()
+                else:
+                    self.file.unlink()
             return bool(due(step, interval, steps))
 
         recipe.due = repair_and_ask

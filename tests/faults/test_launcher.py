@@ -203,7 +203,7 @@ def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_
     os.kill(launcher, signal.SIGKILL)
     seconds_until_gone(mark)
     assert [node.wait() for node in nodes][1 - victim] == 1
-    assert nodes[1 - victim].err.read_text().splitlines()[-1].startswith(line)
+    assert nodes[1 - victim].err.read_text().splitlines()[-1].startswith(line), nodes[1 - victim].err.read_text()
 
 
 def test_ranks_that_do_not_react_are_killed_when_one_has_failed(

@@ -92,6 +92,7 @@ class Launcher:
     def run(self) -> None:
         """Run the job. Raises SystemExit as `launch` does."""
         status = 1
+        reason = ""
         self.watch.start()
         try:
             verdict = "restart"
@@ -105,17 +106,19 @@ class Launcher:
                 verdict = self.rendezvous.agree(ending, self.restarts.decide)
             if verdict == "refuse":
                 status = REFUSED
-            elif reason := self._describe(ending):
-                print(reason, file=sys.stderr)
+            else:
+                reason = self._describe(ending)
         except SignalException as ended:
             status = 128 + ended.sigval
         except RendezvousError as error:
-            print(f"error: {error}", file=sys.stderr)
+            reason = f"error: {error}"
         except DistError as error:
-            print(f"error: the launchers of all nodes could not begin together: {error}", file=sys.stderr)
+            reason = f"error: the launchers of all nodes could not begin together: {error}"
         finally:
             if self.rendezvous is not None:
                 self.rendezvous.close(is_done=status == 0)
+        if reason:  # last: torch warns with a stack if the store of node 0 is gone when the rendezvous is closed
+            print(reason, file=sys.stderr)
         sys.exit(status)
 
     def _run_attempt(self) -> PartEnding:
