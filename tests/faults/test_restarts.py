@@ -129,7 +129,8 @@ def run_with_fault(start: Callable[..., Started], folder: Path, fault: str, rest
     """Start a job of two nodes in which something happens to rank 1, on node 1."""
     recipe = folder.with_suffix(".py")
     recipe.write_text(FAULTY.replace("FAULT", fault))
-    return start_nodes(start, folder, *QUICK, f"--run.restarts={restarts}", "--run.timeout=10", RECIPE=str(recipe))
+    limits = ["--run.timeout=10", "--run.save_timeout=10"]  # step 2 is saved: rank 1 may still be in that save
+    return start_nodes(start, folder, *QUICK, f"--run.restarts={restarts}", *limits, RECIPE=str(recipe))
 
 
 @pytest.mark.parametrize(
