@@ -238,7 +238,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
     held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
     if not model.features.learned_positions:
-        held += piece.tokens * 4.0 * model.head_width  # the angles
+        held += piece.tokens * 8.0 * model.head_width  # cosine and sine, each as wide as a head
     if stage.last:
         ends = rank.one.norm + piece.tokens * 2.0 * model.hidden
         rows = model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT
-from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
+from torchllm.config import Cluster, Compile, Config, Model, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
 from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device
@@ -34,7 +34,8 @@ def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
     )
     assert (kept.parallel.tp, kept.recompute.mode, kept.training.micro_batch_size) == (2, "full", 4)
     assert kept.parallel.dp_shard > 0  # -1 is open
-    assert replace(kept, parallel=CONFIG.parallel) == CONFIG  # and nothing else has changed
+    assert kept.compile == Compile(block=True, loss=True)  # what "auto" is in this layout on a GPU
+    assert replace(kept, parallel=CONFIG.parallel, compile=CONFIG.compile) == CONFIG  # and nothing else has changed
 
 
 def test_two_ranks_come_to_the_same() -> None:
