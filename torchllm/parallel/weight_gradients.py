@@ -41,7 +41,6 @@ class WeightGradients:
     """Makes the linear layers of a stage, in place, defer the gradients of their weights, and stores the operands."""
 
     def __init__(self, stage: Decoder) -> None:
-        self.stage = stage
         self.deferred: list[DeferredProduct] = []
         for module in stage.modules():
             if isinstance(module, nn.Linear):
