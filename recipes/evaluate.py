@@ -11,7 +11,7 @@ what it is for training, and may be another layout than the one that wrote the c
 import os
 import sys
 
-from torchllm.config import Config
+from torchllm.config import Config, Float8
 from torchllm.start import load_run
 
 if __name__ == "__main__":
@@ -66,7 +66,7 @@ def evaluate_sharded(config: Config) -> float:
         model = build_model(config.model, config.training.loss_chunk)
     model.to(dtype)
     length = config.training.sequence_length
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
     materialize(stages, device)
     manifest = load_newest_weights(
         config.run.folder, config.checkpoint.resume, stages, group=runtime.host_group, cast=True

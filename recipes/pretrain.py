@@ -48,7 +48,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
     log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)
 

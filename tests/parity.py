@@ -149,6 +149,7 @@ def reference_of(config: Config, ragged: bool = False) -> Trained:
         parallel=c.Parallel(dp_shard=1),
         recompute=c.Recompute(),
         compile=c.Compile(),
+        float8=c.Float8(),
     )
     return _reference(plain, ragged)
 
@@ -159,7 +160,7 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
     length = config.training.sequence_length
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, CPU, config.run.seed)
     return mesh, stages
 
@@ -261,7 +262,8 @@ def check_config(config: Config, ragged: bool) -> float:
 def check_bfloat16(config: Config, ragged: bool) -> float:
     """Take one step in bfloat16 and compare with one process's own error; returns the worst gradient error.
 
-    After one step the weights of two layouts differ by their rounding.
+    Products are in float8 where the config has them so, in one process too. After one step the weights of two layouts
+    differ by their rounding.
     """
     exact = reference_of(with_settings(config, {"training.steps": 1}), ragged)
     rounded = with_settings(config, {"training.steps": 1, "training.dtype": "bfloat16"})

@@ -47,6 +47,7 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
         "_scaled_dot_product_efficient_attention": "as above",
         "_scaled_dot_product_cudnn_attention": "as above",
         "_scaled_dot_product_flash_attention_for_cpu": "as above",
+        "_scaled_mm": "as above, for products in float8",
         "_c10d_functional": "as above, for the collectives",
     },
     "torchllm/parallel/attention_kernels.py": {

@@ -10,7 +10,17 @@ from importlib import metadata
 from torchllm import __version__
 from torchllm.resources import HOME
 
-PACKAGES = ("torchdata", "datasets", "tiktoken", "tokenizers", "tensorboard", "numpy", "flash-attn", "nvidia-ml-py")
+PACKAGES = (
+    "torchdata",
+    "datasets",
+    "tiktoken",
+    "tokenizers",
+    "tensorboard",
+    "numpy",
+    "flash-attn",
+    "torchao",
+    "nvidia-ml-py",
+)
 """distributions whose version a bug report needs, beside torch"""
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_")
 """first letters of the environment variables that change what torch does"""

@@ -362,7 +362,9 @@ def decoder_on(settings: dict[str, Any], folder: str) -> dict[str, str]:
     mesh = build_mesh(config_.parallel, parity.CPU)
     with torch.device("meta"):
         model = build_model(config_.model)
-    stages = parallelize(model, mesh, config_.parallel, config_.recompute, config_.compile, torch.float32, 32)
+    stages = parallelize(
+        model, mesh, config_.parallel, config_.recompute, config_.compile, config_.float8, torch.float32, 32
+    )
     initialize(stages, config_.model, parity.CPU, config_.run.seed)
     optimizer = build_optimizer(stages, config_.optimizer)
     checkpoints = Checkpointer(config.Checkpoint(), Path(folder), stages, optimizer, host_group=dist.group.WORLD)

@@ -82,6 +82,31 @@ REFUSALS = {
         [],
         ["x.toml:3: checkpoint.keep_every: 700 is no multiple of checkpoint.interval 500"],
     ),
+    # Words.
+    "MXFP8": Refusal(
+        '[float8]\nrecipe = "mxfp8"',
+        [],
+        [
+            'x.toml:2: float8.recipe: must be one of "none", "rowwise", "rowwise_with_gw_hp", "tensorwise", not '
+            '"mxfp8": MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one'
+        ],
+    ),
+    "FlashAttention 4": Refusal(
+        "",
+        ["--model.attention=flash4"],
+        [
+            '--model.attention: must be one of "eager", "sdpa", "flash", "flex", not "flash4": FlashAttention 4 was '
+            "not tried: sdpa takes the fastest kernel that torch has for a GPU"
+        ],
+    ),
+    "width that float8 cannot take": Refusal(
+        '[model]\nffn = 1032\n[float8]\nrecipe = "rowwise"',
+        [],
+        [
+            "x.toml:4: float8.recipe: model.ffn = 1032 is no multiple of 16, which float8 products need: change "
+            'it, or set float8.recipe = "none"'
+        ],
+    ),
     # Types.
     "string for a bool": Refusal(
         '[compile]\nnorm = "false"',

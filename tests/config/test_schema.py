@@ -26,6 +26,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
 
 
 ULYSSES = {"parallel__cp_method": "ulysses"}
+ROWWISE = {"float8__recipe": "rowwise"}
 FIVE = {"training__global_batch_size": 5, "training__micro_batch_size": 1}
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model__heads": 3}, None, ["model.heads"]),
@@ -68,6 +69,18 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel__cp": 2, "parallel__tp": 4, **ULYSSES}, None, []),
     ({"model__attention": "flash", "training__dtype": "float32"}, None, ["training.dtype"]),
     ({"model__attention": "flash", "training__dtype": "bfloat16"}, None, []),
+    ({**ROWWISE, "parallel__tp": 2}, None, []),
+    ({**ROWWISE, "training__dtype": "float32"}, None, ["training.dtype"]),
+    ({**ROWWISE, "model__ffn": 1032}, None, ["float8.recipe"]),
+    ({**ROWWISE, "model__hidden": 264, "model__head_dim": 32}, None, ["float8.recipe"]),
+    ({**ROWWISE, "model__kv_heads": 4, "model__head_dim": 12, "parallel__tp": 4}, None, ["float8.recipe"] * 2),
+    ({**ROWWISE, "model__kv_heads": 4, "parallel__tp": 4}, None, []),
+    ({**ROWWISE, "training__sequence_length": 24}, None, ["training.micro_batch_size"]),
+    ({**ROWWISE, "training__sequence_length": 24, "training__micro_batch_size": 2}, None, []),
+    ({"float8__recipe": "rowwise_with_gw_hp", "training__sequence_length": 24}, None, []),
+    ({**ROWWISE, "training__sequence_length": 32, "parallel__cp": 4}, None, ["training.micro_batch_size"]),
+    ({**ROWWISE, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}, None, ["parallel.schedule"]),
+    ({**ROWWISE, "parallel__pp": 2, "parallel__schedule": "Interleaved1F1B"}, None, []),
     ({"parallel__cp": 2, "model__attention": "flash"}, None, ["model.attention"]),
     ({"parallel__cp": 2, "model__attention": "flex"}, None, ["model.attention"]),
     ({"parallel__cp": 2, "model__attention": "flex", **ULYSSES}, None, []),

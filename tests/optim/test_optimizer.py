@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.workers import run
-from torchllm.config import Compile, Model, Optimizer, Parallel, Recompute
+from torchllm.config import Compile, Float8, Model, Optimizer, Parallel, Recompute
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
@@ -152,7 +152,7 @@ def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
     mesh = build_mesh(parallel, CPU)
     trained: dict[str, dict[str, Any]] = {}
     for name in names:
-        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), torch.float32, 32)
+        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), Float8(), torch.float32, 32)
         initialize(stages, MODEL, CPU, seed=0)
         train(stages[0], OPTIMIZERS[name])
         trained[name] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchllm.parallel.initialize
 from tests.workers import run
-from torchllm.config import Compile, Model, Parallel, Recompute
+from torchllm.config import Compile, Float8, Model, Parallel, Recompute
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import _hash, fill, initialize, key_of, normal
 from torchllm.parallel.mesh import build_mesh
@@ -66,7 +66,7 @@ def sharded(layout: Layout, recompute: str, compile: Compile, mesh: Any) -> Deco
     with torch.device("meta"):
         decoder = build_model(layout.model)
     recomputed = Recompute(mode=recompute)  # type: ignore[arg-type]
-    stages = parallelize(decoder, mesh, layout.parallel, recomputed, compile, torch.float32, 32)
+    stages = parallelize(decoder, mesh, layout.parallel, recomputed, compile, Float8(), torch.float32, 32)
     initialize(stages, layout.model, CPU, seed=7)
     return stages[0]
 

@@ -18,7 +18,7 @@ from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import forget_meshes
 from torchllm.spec.parameters import canonical_name
 
-TECHNIQUES = ("apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
+TECHNIQUES = ("apply_float8", "apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
 EVERYTHING: Settings = {
     "parallel.dp_replicate": 2,
     "parallel.dp_shard": 2,
@@ -26,6 +26,7 @@ EVERYTHING: Settings = {
     "parallel.sequence_parallel": True,
     "recompute.mode": "full",
     "compile.block": True,
+    "float8.recipe": "rowwise",
 }
 
 
@@ -49,9 +50,13 @@ def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
         real = getattr(torchllm.parallel.parallelize, name)
         return lambda *args: (order.append(name), real(*args))[1]
 
-    with mock.patch.multiple(torchllm.parallel.parallelize, **{name: noting(name) for name in TECHNIQUES}):
+    noted = {name: noting(name) for name in TECHNIQUES}
+    noted["apply_float8"] = lambda *args: order.append("apply_float8")  # the real one: test_float8.py
+    with mock.patch.multiple(torchllm.parallel.parallelize, **noted):
         mesh = build_mesh(config.parallel, CPU)
-        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, torch.bfloat16, 32)
+        stages = parallelize(
+            model, mesh, config.parallel, config.recompute, config.compile, config.float8, torch.bfloat16, 32
+        )
     assert stages == [model]
     return stages, order
 
@@ -62,6 +67,7 @@ def test_order_and_log(caplog: pytest.LogCaptureFixture) -> None:
         (stage,), order = applied(EVERYTHING)
     assert order == list(TECHNIQUES)
     assert caplog.messages == [
+        "float8 rowwise products in the blocks",
         "tensor parallel over 2 ranks, sequence parallel True",
         "recompute full",
         "compile norm False, block True, loss False",

@@ -90,7 +90,10 @@ def change(stages):
 """)
 """with loss_chunk the loss gets some of the tokens at a time"""
 
-CALL = "    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)\n"
+PARALLELIZE = (
+    "parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)"
+)
+CALL = f"    stages = {PARALLELIZE}\n"
 
 
 def write_fork(file: Path, change: Change) -> Path:

@@ -11,12 +11,13 @@ from tests import workers
 from tests.proof import forks
 from tests.proof.forks import Change, write_fork
 from tests.tiny_run import ROOT
-from torchllm.config import Config, Model, Optimizer, gradient_accumulation
+from torchllm.config import Config, Float8, Model, Optimizer, gradient_accumulation
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
 from torchllm.config.read import read_table
 from torchllm.config.toml import read_files
 from torchllm.proof.axes import TECHNIQUES, Technique
+from torchllm.proof.layouts import with_settings
 from torchllm.proof.prove import ProofOptions, Prover, culprits
 from torchllm.proof.recipe import MODULE, import_recipe
 from torchllm.proof.shrink import one_process, shrink
@@ -162,6 +163,13 @@ def test_a_small_copy_keeps_the_features(file: Path, tmp_path: Path) -> None:
     assert small_model.hidden <= 128
     has_head_width = model.heads * model.head_width != model.hidden
     assert (small_model.heads * small_model.head_width != small_model.hidden) == has_head_width
+
+
+def test_a_small_copy_in_float8_has_sizes_that_ranks_can_multiply(tmp_path: Path) -> None:
+    model = Model(hidden=4096, heads=32, kv_heads=8, head_dim=64, ffn=14336)
+    small = shrink(Config(model=model, float8=Float8("rowwise")), 4, 3, tmp_path)
+    for tp in (1, 2, 4):
+        assert not problems(with_settings(small, {"parallel.dp_shard": 1, "parallel.tp": tp}), tp)
 
 
 def test_keys_of_the_command_line_are_kept(tmp_path: Path) -> None:

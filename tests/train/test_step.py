@@ -52,7 +52,7 @@ class Rig:
         with torch.device("meta"):
             model = build_model(config.model)
         self.stages: list[Decoder] = parallelize(
-            model, self.mesh, config.parallel, config.recompute, config.compile, torch.float32, 32
+            model, self.mesh, config.parallel, config.recompute, config.compile, config.float8, torch.float32, 32
         )
         initialize(self.stages, config.model, CPU, config.run.seed)
         self.optimizer = build_optimizer(self.stages, config.optimizer)

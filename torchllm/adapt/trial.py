@@ -33,7 +33,7 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
     length = training.sequence_length
     with torch.device("meta"):
         model = build_model(config.model, training.loss_chunk)
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, dtype, length)
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)

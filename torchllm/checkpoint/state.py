@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchllm.checkpoint.index import Region
+from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name
 
@@ -55,7 +56,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         shape = tuple(tensor.shape)
         local, sharding = tensor.detach(), TensorSharding(shape, None, ())
         if isinstance(tensor, DTensor):
-            local = tensor.to_local().detach()
+            local = plain_tensor(tensor.to_local()).detach()
             sharding = TensorSharding(shape, tensor.device_mesh, tensor.placements)
         if sharding not in regions:
             size, offset = local_region(tensor)

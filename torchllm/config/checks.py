@@ -14,6 +14,9 @@ from torchllm.config.schema import SCHEDULES, Config, Parallel, Recompute, Run, 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """degrees, outermost axis first"""
 
+FLOAT8_MULTIPLE = 16
+"""of the sizes of a product in float8: cuBLAS takes rows whose bytes are a multiple of this"""
+
 
 class Problem(NamedTuple):
     """Something wrong with a config."""
@@ -33,6 +36,7 @@ def value_problems(config: Config) -> list[Problem]:
     """Return the problems of a config that do not depend on the number of ranks."""
     return [
         *_model_problems(config),
+        *_float8_problems(config),
         *_data_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
@@ -57,6 +61,8 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
         result += _stage_problems(config)
     if parallel.cp > 1:
         result += _context_problems(config)
+    if config.float8.is_on:
+        result += _float8_layout_problems(config)
     if not wrong_degrees:  # else the number of data ranks is unknown
         result += _data_rank_problems(config, parallel)
     return result
@@ -121,6 +127,50 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         yield Problem("training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention")
     if config.compile.norm and model.features.norm == "layer" and not model.qk_norm:
         yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
+
+
+def _float8_problems(config: Config) -> Iterator[Problem]:
+    if config.float8.is_on and config.training.dtype == "float32":
+        yield Problem("training.dtype", f"{_float8_recipe(config)} rounds factors that are bfloat16: use bfloat16")
+
+
+def _float8_recipe(config: Config) -> str:
+    return f'float8.recipe = "{config.float8.recipe}"'
+
+
+def _float8_layout_problems(config: Config) -> Iterator[Problem]:
+    """Find what in a layout cannot be a product in float8, whose sizes must be multiples of `FLOAT8_MULTIPLE`."""
+    model, parallel, training = config.model, config.parallel, config.training
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+        yield Problem(
+            "parallel.schedule",
+            f"{parallel.schedule} computes gradients of inputs and weights separately, which the products of "
+            f"{_float8_recipe(config)} cannot: use 1F1B or Interleaved1F1B",
+        )
+    remedy = 'or set float8.recipe = "none"'
+    widths = {
+        "hidden": (model.hidden, 1),
+        "heads x head_dim": (model.heads * model.head_width, parallel.tp),
+        "kv_heads x head_dim": (model.kv * model.head_width, parallel.tp),
+        "ffn": (model.ffn, parallel.tp),
+    }
+    for name, (width, ranks) in widths.items():
+        if width % ranks == 0 and width // ranks % FLOAT8_MULTIPLE:
+            share = f" / tp {ranks}" if ranks > 1 else ""
+            yield Problem(
+                "float8.recipe",
+                f"model.{name} = {width}{share} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: "
+                f"change it, {remedy}",
+            )
+    length = training.sequence_length
+    tokens = training.micro_batch_size * length // parallel.cp
+    sums_over_tokens = config.float8.recipe != "rowwise_with_gw_hp"
+    if sums_over_tokens and length % parallel.cp == 0 and tokens % FLOAT8_MULTIPLE:
+        yield Problem(
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} x sequence_length {length} / cp {parallel.cp} = {tokens} tokens are no "
+            f"multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, {remedy}",
+        )
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from torchllm.config.schema import Bound
+from torchllm.config.schema import Bound, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 _WRONG = object()
@@ -94,7 +94,15 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
         return "must be UTF-8"
     if _has_type(kind, value, is_number) and (kind not in (int, float) or _is_within(bound, value)):
         return ""
-    return f"must be {describe(annotated)}, not {shown(value)}"
+    return f"must be {describe(annotated)}, not {shown(value)}{_reason_against(annotated, value)}"
+
+
+def _reason_against(annotated: Any, value: Any) -> str:
+    """Return why a word is not among the choices of a key, after a colon; "" if the key's type has no note on it."""
+    for note in get_args(annotated):
+        if isinstance(note, Unsupported) and note.word == value:
+            return f": {note.reason}"
+    return ""
 
 
 def _is_utf8(text: str) -> bool:

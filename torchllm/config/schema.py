@@ -24,6 +24,13 @@ class Bound(NamedTuple):
     """the number must be greater than this"""
 
 
+class Unsupported(NamedTuple):
+    """A word that a user may expect among the choices of a key, and why it is not one of them: a note on its type."""
+
+    word: str
+    reason: str
+
+
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
 Degree = Annotated[int, Bound(at_least=1)]
@@ -141,7 +148,10 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
-    attention: Literal["eager", "sdpa", "flash", "flex"] = "sdpa"
+    attention: Annotated[
+        Literal["eager", "sdpa", "flash", "flex"],
+        Unsupported("flash4", "FlashAttention 4 was not tried: sdpa takes the fastest kernel that torch has for a GPU"),
+    ] = "sdpa"
     """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
 
     @property
@@ -381,6 +391,24 @@ class Compile:
 
 
 @dataclass(frozen=True)
+class Float8:
+    """Matrix products of the blocks in float8 (package torchao); weights and their gradients stay float32."""
+
+    recipe: Annotated[
+        Literal["none", "rowwise", "rowwise_with_gw_hp", "tensorwise"],
+        Unsupported("mxfp8", "MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one"),
+    ] = "none"
+    """rowwise: a scale for each row of a factor; rowwise_with_gw_hp: the same, but gradients of weights in bfloat16;
+    tensorwise: one scale per factor, which depends on the layout; needs bfloat16 and a GPU with sm_89 or later, and is
+    emulated on a CPU"""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any product is in float8."""
+        return self.recipe != "none"
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """When the run is saved and from what it starts."""
 
@@ -451,6 +479,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     recompute: Recompute = field(default_factory=Recompute)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     evaluate: Evaluate = field(default_factory=Evaluate)

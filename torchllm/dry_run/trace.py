@@ -72,7 +72,7 @@ def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, 
         mesh = build_mesh(parallel, CPU)
         with torch.device("meta"):
             model = build_model(config.model, training.loss_chunk)
-        stages = parallelize(model, mesh, parallel, config.recompute, config.compile, dtype, length)
+        stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _trace(config, dtype, stages, mesh, part, micro_batches, fake)

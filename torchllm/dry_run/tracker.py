@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchllm.parallel.float8 import plain_tensor
 from torchllm.parallel.mesh import MeshAxis
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
 
@@ -123,7 +124,7 @@ class Tracker(TorchDispatchMode):
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the purpose of the storages of tensors (of DTensors: of their local parts)."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
             self._hold(local, kind)
             self._live[id(local.untyped_storage())][1].kind = kind
 

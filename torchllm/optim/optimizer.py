@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from torchllm.config import Optimizer as OptimizerConfig
+from torchllm.parallel.float8 import is_gathered_as_float8, plain_tensor, scale_gathered_weights
 from torchllm.spec.parameters import canonical_name, rule_of
 
 
@@ -23,7 +24,8 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     """Return AdamW or SGD, whose two groups are the decayed and the undecayed parameters of `spec/parameters.py`.
 
     Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. The
-    fused kernels change nothing where `found_inf` is set, which `apply_if_finite` relies on.
+    fused kernels change nothing where `found_inf` is set, which `apply_if_finite` relies on. After each step it scales
+    the weights that FSDP gathers as float8.
     """
     groups: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether they are decayed
     for stage in stages:
@@ -33,9 +35,14 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     for decayed, parameters in groups.items():
         if parameters:
             settings.append({"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0})
+    optimizer: torch.optim.Optimizer
     if config.name == "sgd":
-        return ShardedSGD(settings, config.learning_rate, config.momentum)
-    return ShardedAdamW(settings, config)
+        optimizer = ShardedSGD(settings, config.learning_rate, config.momentum)
+    else:
+        optimizer = ShardedAdamW(settings, config)
+    if any(is_gathered_as_float8(parameter) for stage in stages for parameter in stage.parameters()):
+        optimizer.register_step_post_hook(lambda *_: scale_gathered_weights(stages))
+    return optimizer
 
 
 def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: Tensor) -> None:
@@ -144,4 +151,4 @@ class ShardedSGD(torch.optim.SGD):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor

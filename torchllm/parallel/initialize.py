@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchllm.config import Model
 from torchllm.models.decoder import Decoder
+from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name, rule_of
 
@@ -49,7 +50,7 @@ def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     shape, offset = local_region(parameter)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = plain_tensor(parameter.to_local()) if isinstance(parameter, DTensor) else parameter
     start = rule_of(name).start
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))

@@ -1,6 +1,7 @@
 """Where parallelism is applied: every technique once, in the one order that works.
 
 First the model is cut into pipeline stages. Then, to each stage:
+  float8             replaces layers by others with the same parameters
   tensor parallel    needs plain parameters
   context parallel   its attention core gets the heads that tensor parallelism leaves to a rank
   recompute          wraps modules that both have changed
@@ -12,10 +13,11 @@ import logging
 
 import torch
 
-from torchllm.config import Compile, Parallel, Recompute
+from torchllm.config import Compile, Float8, Parallel, Recompute
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile, must_recompute_outside
 from torchllm.parallel.context import apply_context_parallel
+from torchllm.parallel.float8 import apply_float8
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import apply_scatter_gather, split_into_stages
@@ -31,6 +33,7 @@ def parallelize(
     parallel: Parallel,
     recompute: Recompute,
     compile: Compile,
+    float8: Float8,
     dtype: torch.dtype,
     sequence_length: int,
 ) -> list[Decoder]:
@@ -43,6 +46,11 @@ def parallelize(
     layers = model.model.layers
     for stage in stages:
         say = log.info if stage is stages[0] else log.debug
+        if float8.is_on:
+            shards_weights = mesh.fsdp.size(mesh.fsdp.ndim - 1) > 1 and parallel.tp == 1
+            apply_float8(stage, float8, dtype, mesh.world.device_type, shards_weights)
+            say("float8 %s products in the blocks", float8.recipe)
+
         if parallel.tp > 1:
             apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel)
             say("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)

@@ -65,7 +65,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     plan: dict[str, ParallelStyle] = {}
     for name, module in stage.named_modules():
         if "weight" in dict(module.named_parameters(recurse=False)):
-            plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, type(module)]()
+            kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # that of float8 is derived from it
+            plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, kind]()
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
         elif name.endswith(".mlp"):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name
 
@@ -80,7 +81,7 @@ def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> W
 def held_part(name: str, tensor: Tensor) -> HeldPart:
     """Return this rank's part of a tensor."""
     _, offset = local_region(tensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
     # A copy: the tensor may change before the part is sent.
     return HeldPart(name, tuple(tensor.shape), offset, local.float().numpy().copy())
 

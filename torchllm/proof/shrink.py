@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchllm.config import Config, Model, Source
+from torchllm.config.checks import FLOAT8_MULTIPLE
 from torchllm.proof.layouts import Settings, with_settings
 
 C = TypeVar("C", bound=Config)
@@ -31,7 +32,7 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
     folder: for the run and its data, which `write_documents` has written. kept: dotted keys that stay as they are.
     """
     settings: Settings = {
-        **small_model(config.model, ranks),
+        **small_model(config.model, ranks, config.float8.is_on),
         **small_training(config, steps),
         **documents_as_data(config, folder),
         "run.folder": str(folder / "run"),
@@ -49,19 +50,25 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
     return with_settings(config, {key: value for key, value in settings.items() if key not in kept})
 
 
-def small_model(model: Model, ranks: int) -> Settings:
-    """Return sizes of a small model: of heads the share that keys and values have, of the vocabulary the remainder."""
+def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
+    """Return sizes of a small model: of heads the share that keys and values have, of the vocabulary the remainder.
+
+    float8: a rank's widths must be multiples of what products in float8 need.
+    """
+    head_width, ffn_multiple = HEAD_WIDTH, FFN_MULTIPLE
+    if float8:
+        head_width, ffn_multiple = FLOAT8_MULTIPLE, 12 * FLOAT8_MULTIPLE
     kv_heads = min(model.kv, ranks)
     heads = kv_heads * min(model.heads // model.kv, 4)
-    hidden = heads * HEAD_WIDTH
+    hidden = heads * head_width
     has_head_width = model.head_width * model.heads != model.hidden
-    ffn = max(2, round(hidden * model.ffn / model.hidden / FFN_MULTIPLE)) * FFN_MULTIPLE
+    ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
     settings: Settings = {
         "model.layers": min(model.layers, LAYERS),
         "model.hidden": hidden,
         "model.heads": heads,
         "model.kv_heads": kv_heads if model.kv_heads else 0,
-        "model.head_dim": HEAD_WIDTH + 4 if has_head_width else 0,
+        "model.head_dim": (2 * head_width if float8 else head_width + 4) if has_head_width else 0,
         "model.ffn": ffn,
         "model.vocab": BYTES + model.vocab % 8,
         "model.max_sequence_length": 2 * LENGTH,

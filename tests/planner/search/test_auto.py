@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT
-from torchllm.config import Cluster, Compile, Config, Model, Parallel, Recompute, Training
+from torchllm.config import Cluster, Compile, Config, Float8, Model, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
 from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device
@@ -36,6 +36,12 @@ def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
     assert kept.parallel.dp_shard > 0  # -1 is open
     assert kept.compile == Compile(block=True, loss=True)  # what "auto" is in this layout on a GPU
     assert replace(kept, parallel=CONFIG.parallel, compile=CONFIG.compile) == CONFIG  # and nothing else has changed
+
+
+def test_float8_is_planned_as_bfloat16_and_that_is_told() -> None:
+    _, line = choose_layouts(CONFIG, 16, ())
+    _, float8_line = choose_layouts(replace(CONFIG, float8=Float8("rowwise")), 16, ())
+    assert float8_line == f"{line}; planned with products in bfloat16, not in float8"
 
 
 def test_two_ranks_come_to_the_same() -> None:

@@ -47,6 +47,6 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "attn_impl": attention,
         "rmsnorm_kernel": int(config.compile.norm or config.compile.block is True),
         "compile": int(config.compile.block is True),
-        "precision": config.training.dtype,
+        "precision": f"float8 {config.float8.recipe}" if config.float8.is_on else config.training.dtype,
     }
     return {key: str(value) for key, value in found.items()}

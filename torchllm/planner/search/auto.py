@@ -49,6 +49,8 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         f"{layout.text()}: the best of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
         f"{prediction.step:.3g} s per step, {prediction.memory.total / GIB:.3g} GiB per GPU"
     )
+    if config.float8.is_on:
+        line += "; planned with products in bfloat16, not in float8"
     chosen = [job.config(config, ranked.layout) for ranked in result.best]
     return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
 
