@@ -45,7 +45,8 @@ def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     bare = warmed_up(build_bare_loop, settings.warmup, device)
     library_seconds, bare_seconds = take_turns([partial(turn, library.work), partial(turn, bare.work)], settings.rounds)
 
-    peak_of_one = peak_flops(device, compute_dtype(config.training, device), runtime.ranks_on_node)
+    dtype = compute_dtype(config.training, device)
+    peak_of_one = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
     peak = None if peak_of_one is None else peak_of_one * runtime.world_size
     rows: list[TableRow] = [
         {"loop": "torchllm", **speed(config, median(library_seconds), peak), "peak_memory_gib": library.peak_gib},

@@ -237,6 +237,11 @@ def test_peak_of_a_gpu(
     assert peak_flops(torch.device("cuda", 0), dtype) == expected
 
 
+def test_with_float8_the_peak_is_that_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16, float8=True) == 1979e12
+
+
 def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

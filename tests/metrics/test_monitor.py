@@ -186,6 +186,21 @@ def test_a_run_says_what_it_trains(tmp_path: Path) -> None:
     ]
 
 
+def _log_of_a_float8_peak(folder: Path) -> list[str]:
+    monitor = monitor_of(folder, tiny({}))
+    with log_lines() as lines:
+        monitor.describe_peak(tiny({}), 1e12)
+        monitor.describe_peak(tiny({"float8.recipe": "rowwise"}), None)
+        monitor.describe_peak(tiny({"float8.recipe": "rowwise"}), 1e12)
+    return lines
+
+
+def test_a_run_in_float8_says_what_its_utilization_is_a_share_of(tmp_path: Path) -> None:
+    assert run(_log_of_a_float8_peak, 1, tmp_path) == [
+        ["MFU and HFU are against 1 TFLOP/s per rank, bfloat16's, for a CPU emulates float8"]
+    ]
+
+
 def _records_of_another_sink(folder: Path) -> tuple[int, bool]:
     """How many records it got, and whether it was closed."""
     records = []

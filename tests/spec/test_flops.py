@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -187,4 +189,11 @@ def test_peaks_are_dense_and_sourced() -> None:
         # Every chip here does bfloat16 at twice TF32; a sparse figure slipped into one column would break that.
         # 2 %: data sheets round to whole TFLOP/s.
         assert peak.bfloat16 == pytest.approx(2 * peak.tf32, rel=0.02)
+        assert peak.float8 == 0 or peak.float8 == pytest.approx(2 * peak.bfloat16, rel=0.02)
+        assert (peak.float8 == 0) == (re.match("A[1-8]|RTX A6000|RTX 3090", peak.name) is not None)  # Ampere has none
         assert peak.source
+
+
+def test_a_gpu_without_float8_has_no_peak_of_it() -> None:
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float8") == 1979e12
+    assert device_peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None

@@ -12,7 +12,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     tokens_per_second  input tokens of all ranks per second, over the interval
     step_seconds       mean over the interval, without evaluation and checkpoints
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
-    mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM)
+    mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM);
+                       with [float8] the peak is float8's, twice that of bfloat16
     mfu_unmasked       the same, counting only the attention that the causal and document masks leave
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
@@ -299,15 +300,20 @@ def allocator_record(device: torch.device) -> Record:
     }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1, float8: bool = False) -> float | None:
     """Return the FLOP/s that a rank's matrix products of `dtype` reach at most; None if unknown.
 
     A GPU's peak is its data sheet's, for bfloat16, or for float32 if TF32 is on (no tensor core computes in full
     float32: None). A CPU's is measured.
+
+    float8: the run has products in float8. Then the peak is that of float8, though the head and attention are bfloat16:
+    the larger peak, against which no run looks better than it is. A CPU emulates float8 and keeps the peak of `dtype`.
     """
     if device.type != "cuda":
         return measured_peak_flops(dtype, ranks_on_node)
     name = torch.cuda.get_device_name(device)
+    if float8:
+        return device_peak_flops(name, "float8")
     if dtype == torch.bfloat16:
         return device_peak_flops(name, "bfloat16")
     return None if torch.get_float32_matmul_precision() == "highest" else device_peak_flops(name, "tf32")

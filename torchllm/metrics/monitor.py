@@ -107,10 +107,13 @@ class Monitor:
         dtype = compute_dtype(training, device)
         self.config, self.next_config = config, None
         self.skipped_steps = 0.0
+        peak = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
         if not self.change_reason:
             self.describe(config, data, start)
+            self.describe_peak(config, peak)
         self.warn(config, data, dtype, start)
-        prediction = planned(config)
+        # The planner knows products in bfloat16.
+        prediction = None if config.float8.is_on else planned(config)
         self.meter = Meter(
             config.metrics,
             config.model,
@@ -118,7 +121,7 @@ class Monitor:
             training,
             device=device,
             world_size=runtime.world_size,
-            peak_flops=peak_flops(device, dtype, runtime.ranks_on_node),
+            peak_flops=peak,
             sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
             console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
@@ -153,6 +156,13 @@ class Monitor:
         if start < training.steps:
             tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
             log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
+
+    def describe_peak(self, config: Config, peak: float | None) -> None:
+        """Log against which peak MFU counts where some products are in float8 and others are not."""
+        if not config.float8.is_on or peak is None:
+            return
+        kind = "float8's" if self.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
+        log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / 1e12, kind)
 
     def warn(self, config: Config, data: TrainLoader, dtype: torch.dtype, start: int) -> None:
         """Log what a user should know about a config before its first step."""
