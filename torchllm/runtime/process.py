@@ -340,7 +340,9 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
+    # On GPUs no group of the mesh can send a tensor on the host: what ranks agree on goes through the host group, the
+    # only gloo group of a run that saves in the foreground.
+    backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
