@@ -23,7 +23,7 @@ def test_what_it_says_of_keys() -> None:
     rate = sections["optimizer"]["properties"]["learning_rate"]
     assert (rate["type"], rate["exclusiveMinimum"], rate["default"]) == ("number", 0.0, 3e-4)
     mode = sections["recompute"]["properties"]["mode"]
-    assert mode["enum"] == ["none", "full", "segment", "every_k", "ffn", "selective"]
+    assert mode["enum"] == ["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
     sources = sections["data"]["properties"]["sources"]
     assert sources["items"]["properties"]["kind"]["default"] == "stdlib"
     assert sources["default"] == [{"kind": "stdlib", "path": "", "text_key": "text", "split": "train", "weight": 1.0}]

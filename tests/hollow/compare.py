@@ -78,7 +78,7 @@ CASES = (
     Case("FSDP 8, full", True, "full"),
     Case("HSDP 2 x 4", True, "none", dp_replicate=2, dp_shard=4),
     Case("tp 2 x FSDP 4", True, "none", dp_shard=4, tp=2, batch=4),
-    Case("FSDP 8, selective", True, "selective"),
+    Case("FSDP 8, selective", True, "selective_half", titan_recompute="selective"),
 )
 
 

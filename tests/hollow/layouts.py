@@ -30,6 +30,7 @@ PIPELINE: dict[str, Settings] = {
 RECOMPUTE: dict[str, Settings] = {
     "full": {"recompute.mode": "full"},
     "selective": {"recompute.mode": "selective"},
+    "selective_half": {"recompute.mode": "selective_half"},
 }
 COMPILE: dict[str, Settings] = {"compile": {"compile.block": True, "compile.loss": True}}
 AXES = (SHARDING, TENSOR, CONTEXT, PIPELINE, RECOMPUTE, COMPILE)

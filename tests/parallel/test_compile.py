@@ -94,12 +94,12 @@ def test_norms_of_queries_and_keys(scope: Settings) -> None:
     check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": True})
 
 
-@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective"])
+@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective", "selective_half"])
 def test_compiled_blocks_recompute(mode: str) -> None:
     check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
 
 
-@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa")])
+@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa"), ("selective_half", "sdpa")])
 def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attention: str) -> None:
     """What is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none."""
     check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": attention})

@@ -80,7 +80,7 @@ def test_eight_ranks_in_a_ring() -> None:
     check({"parallel.cp": 8, **DOCUMENTS, "model.layers": 2, "training.micro_batch_size": 8})
 
 
-@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective"])
+@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective", "selective_half"])
 @pytest.mark.parametrize("method", METHODS)
 def test_recompute_modes(method: str, mode: str) -> None:
     check({**METHODS[method], **DOCUMENTS, "model.layers": 2, "recompute.mode": mode})
@@ -99,7 +99,7 @@ def test_compiled_blocks(settings: Settings) -> None:
     assert breaks > 0
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "selective_half"])
 def test_why_compiled_blocks_refuse_a_recomputation_as_one(mode: str) -> None:
     """The model is right, but nothing is compiled, so the config refuses it. Once torch can, remove the refusal."""
     settings = {**ULYSSES2, "model.layers": 1, "compile.block": True, "recompute.mode": mode}
@@ -223,6 +223,7 @@ def test_selective_recomputation_sends_nothing_again(method: str) -> None:
 
     plain = sends_of("none")
     assert sends_of("selective") == plain
+    assert sends_of("selective_half") == plain
     for (forward, backward), (full_forward, full_backward) in zip(plain, sends_of("full"), strict=True):
         assert full_forward == forward
         assert sum(full_backward) == sum(backward) + sum(forward)

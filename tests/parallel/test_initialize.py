@@ -49,7 +49,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "fsdp2xtp2+sp-gpt-tied": Layout(TIED_GPT, Parallel(dp_shard=2, tp=2, sequence_parallel=True)),
     },
 }
-RECOMPUTE = ["none", "full", "segment", "every_k", "ffn", "selective"]
+RECOMPUTE = ["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 # names decide: tests/spec/test_parameters.py compiles one thing at a time
 COMPILE = [Compile(), Compile(norm=True, block=True, loss=True)]
 

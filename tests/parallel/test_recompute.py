@@ -32,6 +32,7 @@ MODES = [
     Recompute("every_k", 3),
     Recompute("ffn"),
     Recompute("selective"),
+    Recompute("selective_half"),
 ]
 SMALL = Model(layers=5, hidden=16, heads=2, kv_heads=1, ffn=32, vocab=16)
 BATCH, LENGTH = 4, 64  # many tokens for few weights: activations outweigh the gradients
@@ -141,8 +142,9 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
     assert len(set(saved)) == len(saved), saved
     none = memory(8, Recompute()).saved
     selective = memory(8, Recompute("selective")).saved
+    half = memory(8, Recompute("selective_half")).saved
     full = memory(8, Recompute("full")).saved
-    assert full < selective < none
+    assert full < half < selective < none
 
 
 def test_kept_bytes_of_full_and_segment() -> None:
@@ -187,13 +189,14 @@ CALLS: dict[str, tuple[int, int, int]] = {
     "every_k": (8, 8, 8),  # blocks 0, 2, 4
     "every_k3": (7, 7, 7),  # blocks 0 and 3
     "ffn": (5, 5, 10),
-    "selective": (10, 10, 10),  # entered again, but without the products: metrics/flops.py counts those
+    "selective": (10, 10, 10),  # entered again, but without the products: spec/flops.py counts those
+    "selective_half": (10, 10, 10),
 }
 
 
 @pytest.mark.parametrize("recompute", MODES, ids=ids)
 def test_what_is_computed_again(recompute: Recompute) -> None:
-    """The products in it are compared with metrics/flops.py in tests/spec/test_flops.py."""
+    """The products in it are compared with spec/flops.py in tests/spec/test_flops.py."""
     decoder = built(SMALL, recompute)
     calls = {"Block": 0, "ScaledDotProductAttention": 0, "SwiGLU": 0}
 
@@ -220,7 +223,7 @@ class CallCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "forwards"), [("full", 10), ("selective", 5)])
+@pytest.mark.parametrize(("mode", "forwards"), [("full", 10), ("selective", 5), ("selective_half", 5)])
 @pytest.mark.parametrize("masks_documents", [False, True])
 def test_selective_saves_attention(masks_documents: bool, mode: str, forwards: int) -> None:
     decoder = built(SMALL, Recompute(mode))
@@ -270,7 +273,7 @@ TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size
 
 def sent_over_tp(layout: Settings) -> dict[str, int]:
     """Collectives of a step, by mode."""
-    modes = ("none", "selective", "full", "segment", "ffn")
+    modes = ("none", "selective", "selective_half", "full", "segment", "ffn")
     counts = {}
     for mode in modes:
         events = traced({**layout, "recompute.mode": mode})
@@ -285,7 +288,7 @@ def test_collectives_that_are_sent_again(sequence_parallel: bool) -> None:
     layout = {**TP, "parallel.sequence_parallel": sequence_parallel}
     sent = run(sent_over_tp, 2, layout)[0]
     a_block = 4 if sequence_parallel else 2
-    assert sent["selective"] == sent["none"]
+    assert sent["selective"] == sent["selective_half"] == sent["none"]
     assert sent["full"] == sent["none"] + 2 * (a_block - 1)
     assert sent["segment"] == sent["none"] + 2 * (a_block - 1)  # k = 1 of 2 blocks
     assert sent["ffn"] == sent["none"] + (2 if sequence_parallel else 0)  # the gather before gate and up

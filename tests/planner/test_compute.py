@@ -121,4 +121,5 @@ def test_what_is_recomputed() -> None:
     assert again("full") == again("segment") == pytest.approx(2 * again("every_k"))
     assert 0 < again("ffn") < again("full")
     assert again("selective") == pytest.approx(sum(around[:3]))
+    assert again("selective") < again("selective_half") < again("full") - sum(core[:3])
     assert again("selective", replace(SOFTWARE, recomputes_attention_only=True)) == pytest.approx(sum(core[:3]))

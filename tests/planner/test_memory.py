@@ -85,6 +85,8 @@ TRACED = {
     "8B, ring": layout("llama3_8b", cp=4, dp_shard=2, length=8192),
     "8B, all-to-all": layout("llama3_8b", cp=2, cp_method="ulysses", dp_shard=4, length=4096),
     "8B, loss in chunks": layout("llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
+    "8B, FSDP, half of the products": layout("llama3_8b", dp_shard=8, micro=4, mode="selective_half"),
+    "8B, sequences cut, half of the products": layout("llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP),
     "8B, sequence parallel, selective": layout("llama3_8b", 3, tp=4, dp_shard=4, micro=2, mode="selective", **SP),
     "13B, matrices of scores": layout("llama_13b", dp_shard=8, attention="eager"),
     "13B, segments": layout("llama_13b", 4, dp_shard=8, micro=2, mode="segment"),
@@ -96,6 +98,7 @@ TRACED = {
     "13B, tensor and pipeline parallel": layout("llama_13b", 4, pp=2, tp=2, dp_shard=2, zero_stage=1, count=4),
     "GPT, tied": layout("gpt_1.7b", dp_shard=8, micro=4),
     "GPT, selective": layout("gpt_1.7b", dp_shard=8, micro=4, mode="selective"),
+    "GPT, half of the products": layout("gpt_1.7b", dp_shard=8, micro=4, mode="selective_half"),
     "GPT, interleaved pipeline": layout("gpt_1.7b", 6, pp=2, dp_shard=2, micro=2, count=4, schedule="Interleaved1F1B"),
     "GPT 18B, sequence parallel, full recompute": layout("gpt_18b", tp=8, dp_shard=2, micro=4, mode="full", **SP),
     "1B, tied, ZeRO 1": layout("llama_1b", dp_shard=8, zero_stage=1, micro=4, mode="full"),
@@ -110,7 +113,7 @@ TRACED = {
         "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
     ),
 }
-"""29 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
+"""32 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -261,7 +264,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         sequence_length=draw(st.sampled_from([1024, 8192])),
         loss_chunk=draw(st.sampled_from([0, 256])),
     )
-    mode = draw(st.sampled_from(["none", "full", "segment", "every_k", "ffn", "selective"]))
+    mode = draw(st.sampled_from(["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]))
     return Layout(model, parallel, training, c.Recompute(mode=mode))
 
 

@@ -38,6 +38,7 @@ RECOMPUTES = [
     Recompute("every_k"),
     Recompute("every_k", 3),
     Recompute("ffn"),
+    Recompute("selective_half"),
     Recompute("selective"),
 ]
 

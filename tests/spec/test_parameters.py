@@ -62,7 +62,7 @@ COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=Tru
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mode", ["none", "full", "segment", "every_k", "ffn", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"])
 def test_wrappers_do_not_change_canonical_names(name: str, mode: str) -> None:
     plain = [parameter for parameter, _ in meta(MODELS[name]).named_parameters()]
     assert [canonical_name(parameter) for parameter in plain] == plain

@@ -291,6 +291,10 @@ class Obstacle(NamedTuple):
     """what to change instead"""
 
 
+BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
+"""values of recompute.mode whose recomputation is inside the graph of a compiled block, and covers its attention"""
+
+
 def obstacle_to_compiled_blocks(parallel: Parallel, recompute: Recompute) -> Obstacle | None:
     """Return what keeps torch from compiling the blocks of a layout; None if nothing does."""
     if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
@@ -298,7 +302,7 @@ def obstacle_to_compiled_blocks(parallel: Parallel, recompute: Recompute) -> Obs
             f"{parallel.schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
             "use 1F1B or Interleaved1F1B",
         )
-    if parallel.cp > 1 and recompute.mode in ("full", "every_k", "selective"):
+    if parallel.cp > 1 and recompute.mode in BLOCK_MODES:
         return Obstacle(
             f"with recompute.mode = {recompute.mode!r} and cp, whose attention stays outside the graphs, torch "
             "compiles none of a block",

@@ -366,9 +366,10 @@ class Parallel:
 class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
-    mode: Literal["none", "full", "segment", "every_k", "ffn", "selective"] = "none"
+    mode: Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"] = "none"
     """full: every block; segment: segments of k blocks, of which only the input is kept; every_k: one block in k; ffn:
-    the feed-forward layers; selective: all but matrix products and attention"""
+    the feed-forward layers; selective: all but matrix products and attention; selective_half: all but attention and
+    every second matrix product"""
     k: Natural = 0
     """segment: blocks per segment, 0: round(sqrt(L)); every_k: recompute one block in k, 0: 2"""
 

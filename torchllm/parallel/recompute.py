@@ -1,17 +1,24 @@
 """Activation recomputation (Chen et al. 2016): drops what a block's forward saves; the backward computes it again.
 
-Nothing is sharded. Nothing is sent, but collectives inside recomputed modules are sent again (`selective` saves their
-results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it with
-anything; `spec.parameters.canonical_name` removes the wrapper's prefix from parameter names.
+Nothing is sharded. Nothing is sent, but collectives inside recomputed modules are sent again (the selective modes save
+their results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it
+with anything; `spec.parameters.canonical_name` removes the wrapper's prefix from parameter names.
 
 `segment` is the O(sqrt(L)) memory of Chen et al. 2016, section 4 (also in Stanford CS231n's lecture on large-scale
 training): each of L / k segments saves its input, and while one segment is recomputed the activations of its k blocks
 live; L / k + k is smallest for k = sqrt(L), the default. FOOTGUN: the activations of a block are about 20 times the
 size of its input, so at usual depths `full`, which is k = 1, has the lower peak. A larger k pays where many inputs wait
 for their backward, such as those of many micro batches in flight.
+
+`selective_half` saves the second, fourth, sixth of a block's products with weights, as torchtitan's selective
+recomputation saves the first, third, fifth, seventh: of q, k, v, o, gate, up, down it computes q, v and gate again. Of
+two products that read the same input either serves. But o and down end in a sum over the tp ranks, whose result is
+saved, so that o would be computed again in vain; and down's result, on which no gradient depends, would be saved in
+vain.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +32,14 @@ from torchllm.parallel.saved_results import SavedResults
 from torchllm.runtime.torch_compat import VARLEN_ATTENTION, checkpoint_wrapper
 from torchllm.spec.flops import recompute_interval
 
-_PRODUCTS = (
+_WEIGHT_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_mm.default,
+)
+_ATTENTION = (
+    torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -61,10 +70,9 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
         case "ffn":
             for block in stage.layers.values():
                 _wrap(block, ["mlp"])
-        case "selective":
+        case "selective" | "selective_half":
             has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
-            contexts = save_products_and_rings if has_ring else save_products
-            _wrap(stage.layers, stage.layers, context_fn=contexts)
+            _wrap(stage.layers, stage.layers, context_fn=_SAVERS[config.mode, has_ring])
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
@@ -77,28 +85,71 @@ def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
         parent.register_module(name, module)
 
 
+Policy = Callable[..., CheckpointPolicy]
+"""says of an operation, when it is run, whether its result is saved"""
+
+
 def save_products() -> Any:
     """Return the contexts of a forward that saves matrix products, attention and collectives, and recomputes the rest.
 
     Also returns that of its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_save_results)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in _PRODUCTS or operation in _COLLECTIVES:
+def save_half_of_products() -> Any:
+    """Return the same contexts, but save only every second product with a weight."""
+    return create_selective_checkpoint_contexts(_EverySecondProduct())
+
+
+def save_products_and_rings() -> Any:
+    """Return the contexts of `save_products`, but save a ring's attention as one result, not those of its n blocks."""
+    return _save_rings(_save_results)
+
+
+def save_half_of_products_and_rings() -> Any:
+    """Return the contexts of `save_half_of_products`, but save a ring's attention as one result."""
+    return _save_rings(_EverySecondProduct())
+
+
+_SAVERS = {
+    ("selective", False): save_products,
+    ("selective", True): save_products_and_rings,
+    ("selective_half", False): save_half_of_products,
+    ("selective_half", True): save_half_of_products_and_rings,
+}
+"""makes the contexts, by mode and by whether the block has ring attention"""
+
+
+def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in _COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def save_products_and_rings() -> Any:
-    """Return the same contexts, but save a ring's attention as one result, not those of its n blocks."""
+class _EverySecondProduct:
+    """The policy of one forward, and of its recomputation, that does not save the first, third, ... product."""
+
+    def __init__(self) -> None:
+        self.products: Counter[bool] = Counter()
+        """number of products so far in the forward (False) and, before torch 2.13, in the recomputation (True)"""
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _WEIGHT_PRODUCTS:
+            self.products[context.is_recompute] += 1
+            if self.products[context.is_recompute] % 2 == 1:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _save_results(context, operation)
+
+
+def _save_rings(outside: Policy) -> Any:
+    """Return contexts that save a ring's result. outside: the policy of what is not inside a ring."""
     results = SavedResults()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if results.computing:  # inside a ring
+        if results.computing:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        return _policy(context, operation)
+        return outside(context, operation)
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     return results.saving(forward), results.replaying(recomputation)

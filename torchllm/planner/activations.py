@@ -45,6 +45,10 @@ class BlockActivations(NamedTuple):
     """results of matrix products and of attention, the input: what selective recomputation keeps"""
     shared: float
     """part of `products` that is kept without recomputation too"""
+    half: float
+    """results of every second matrix product and of attention, the input: what selective_half keeps"""
+    half_shared: float
+    """part of `half` that is kept without recomputation too"""
     deferred: float
     """inputs and output gradients of the matrices, where their gradients are put off"""
     phases: tuple["Phase", ...]
@@ -80,6 +84,14 @@ def block_activations(
     results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
     if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
         results = 2 * (wide + narrow) + 2 * hidden + gates / 2
+    half, half_shared = 2 * narrow + 2 * hidden, 2 * wide + 4 * model.heads / piece.tp  # k, o; attention's result
+    if gated:
+        half += 2 * ffn  # up
+        half_shared += 2 * ffn
+    else:
+        half += 2 * hidden  # down
+    if model.qk_norm and fused_head_norm:
+        half_shared += 2.0 * narrow  # k, which its norm keeps
     read, given = 4 * hidden + 2 * wide + 2 * ffn, 2 * (wide + 2 * narrow) + 4 * hidden + gates
     whole = attention + norm + feeds + dropped + inner
     of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
@@ -101,6 +113,8 @@ def block_activations(
         count * (norm + feeds + dropped),
         count * (2 * here + results + 2 * wide + 4 * model.heads / piece.tp),
         count * shared,
+        count * (2 * here + half + 2 * wide + 4 * model.heads / piece.tp),
+        count * half_shared,
         count * (read + given),
         tuple(phases),
     )
@@ -152,4 +166,6 @@ def stage_activations(
             return StageActivations(blocks * (one.whole - one.core), one.core)
         case "selective":
             return StageActivations(blocks * min(one.products, one.whole), max(0.0, one.whole - one.shared))
+        case "selective_half":
+            return StageActivations(blocks * min(one.half, one.whole), max(0.0, one.whole - one.half_shared))
     return StageActivations(blocks * one.whole, 0.0)

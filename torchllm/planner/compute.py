@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.spec.cluster import Hardware
+from torchllm.spec.flops import half_of_products, product_sizes
 from torchllm.spec.software import AttentionKernel, Software
 
 TILE = 128 * 128
@@ -223,4 +224,7 @@ def recomputed(
             return none.plus(forward.plus(core, -1.0), 0.6)
         case "selective":
             return core if software.recomputes_attention_only else around
+        case "selective_half":
+            share = half_of_products(model) / sum(product_sizes(model))
+            return around.plus(Seconds(matmul=forward.matmul * share, kernels=3))
     return none

@@ -16,7 +16,7 @@ from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parame
 from torchllm.planner.moments import of_rank
 from torchllm.planner.simulate import StageTimes, played, simulate_played
 from torchllm.planner.stage import StageCost, boundary, cost_of_block, exposed, stage_cost
-from torchllm.spec.flops import flops_per_token, matrices, recompute_interval
+from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
@@ -119,6 +119,8 @@ def hardware_flops(case: Case) -> float:
         again = 2 * sizes.ffn - 2 * sizes.down
     if case.recompute.mode == "selective" and case.software.recomputes_attention_only:
         again = core
+    if case.recompute.mode == "selective_half":
+        again = 2 * half_of_products(model)
     return flops_per_token(model, length) + model.layers * again
 
 

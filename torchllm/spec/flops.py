@@ -47,6 +47,23 @@ def matrices(model: Model) -> Matrices:
     )
 
 
+def product_sizes(model: Model) -> list[int]:
+    """Return the sizes of a block's weight matrices in the order of their use: q, k, v, o, (gate,) up, down."""
+    q = model.hidden * model.heads * model.head_width
+    k = model.hidden * model.kv * model.head_width
+    up = model.hidden * model.ffn
+    gate_and_up = [up, up] if model.features.gated_ffn else [up]
+    return [q, k, k, q, *gate_and_up, up]
+
+
+def half_of_products(model: Model) -> int:
+    """Return the size of those of a block's matrices whose products recompute.mode selective_half computes again.
+
+    They are the first, third and fifth; the last product's result is not needed again.
+    """
+    return sum(product_sizes(model)[:-1:2])
+
+
 def parameter_count(model: Model) -> int:
     """Return the number of parameters (N): both embedding matrices, a tied one once; norms, biases, positions."""
     sizes = matrices(model)
@@ -113,6 +130,7 @@ def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_leng
         "every_k": runs * (block - down),
         "ffn": model.layers * (ffn - down),
         "selective": 0,
+        "selective_half": model.layers * 2 * half_of_products(model),
     }
     head = 2 * sizes.head if loss_chunk else 0
     return by_mode[recompute.mode] + head

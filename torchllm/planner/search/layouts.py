@@ -23,13 +23,14 @@ from torchllm.config import (
     Recompute,
     Training,
 )
+from torchllm.config.checks import BLOCK_MODES
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.software import Software
 
-Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective"]
+Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -134,7 +135,7 @@ class Job:
     def compile_of(self, layout: Layout) -> Compile:
         """Return what torch.compile compiles in this layout (`config.checks`): whole blocks, or what it else can."""
         split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-        block = not split_backward and not (layout.cp > 1 and layout.recompute in ("full", "every_k", "selective"))
+        block = not split_backward and not (layout.cp > 1 and layout.recompute in BLOCK_MODES)
         return self._compiled[block]
 
     @property
@@ -295,7 +296,7 @@ class Job:
         """Return the possible modes of recomputation."""
         left = self.allowed("recompute", list(MODES))
         if mesh.cp > 1 and self._must_compile_blocks:
-            left = [mode for mode in left if mode not in ("full", "every_k", "selective")]
+            left = [mode for mode in left if mode not in BLOCK_MODES]
         return left
 
     def accepts(self, layout: Layout) -> bool:
