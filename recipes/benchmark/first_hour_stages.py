@@ -7,6 +7,7 @@ judgement can be tested with a planted fault. A stage whose jobs fail raises Sta
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ BFLOAT16_DIFFERENCE = 3e-2
 """of losses in bfloat16 from those in float32, relative, over all steps; 1.3e-2 on a CPU, at the steepest step"""
 BARE_LOOP_SPEED = 0.97
 """speed of a step that is enough, of a bare loop's"""
+TORCHTITAN_TIME = 1.03
+"""of torchtitan's step that a step may take"""
 SHARE_OF_PEAK = 0.70
 """of the data sheet's FLOP/s that the largest bfloat16 products must reach: an H100 reaches 0.80"""
 MEMORY_DIFFERENCE = 0.08
@@ -53,11 +56,15 @@ class FirstHourStage(NamedTuple):
     """returns what is not as it should be, a sentence each"""
     gpus: int = 0
     """that it needs at least"""
+    package: str = ""
+    """that it needs: name and version, as pip has them"""
 
     def obstacle(self, machine: Machine) -> str:
         """Return why this machine cannot answer; "" if it can."""
         if len(machine.gpus) < self.gpus:
             return f"needs {self.gpus} GPUs, and there are {len(machine.gpus)}"
+        if self.package and find_spec(self.package.split("==")[0]) is None:
+            return f"needs another package: pip install {self.package}"
         return ""
 
 
@@ -181,6 +188,22 @@ def step_problems(figures: Figures) -> list[str]:
                     f"{title}: {1 / row['ratio']:.3f} of the bare loop's speed, less than {BARE_LOOP_SPEED}"
                 )
     return problems
+
+
+def measure_torchtitan(jobs: Jobs) -> Figures:
+    """Time a step against torchtitan's of the same model, on all GPUs."""
+    options = ["--model.tied_embeddings=false", "--training.loss_chunk=0", "--recompute.mode=full"]
+    options += ["--parallel.dp_shard=-1", "--training.micro_batch_size=1", "--training.global_batch_size=16"]
+    options += ["--compile.block=true", "--compile.loss=true", "--benchmark.rounds=3"]
+    return dict(jobs.benchmark("titan", *large_config(jobs), *options, ranks=jobs.machine.ranks))
+
+
+def torchtitan_problems(figures: Figures) -> list[str]:
+    """Compare the times of a step."""
+    [row] = figures["step time"]
+    if not row["ratio"] <= TORCHTITAN_TIME:
+        return [f"a step takes {row['ratio']:.3f} times as long as torchtitan's, more than {TORCHTITAN_TIME}"]
+    return []
 
 
 def measure_layouts(jobs: Jobs) -> Figures:
@@ -318,6 +341,14 @@ STAGES: tuple[FirstHourStage, ...] = (
     FirstHourStage("memory", "Does a step take the memory of the dry run?", measure_memory, memory_problems, gpus=1),
     FirstHourStage(
         "layouts", "How fast is a large model, with and without each option?", measure_layouts, measured_layout_problems
+    ),
+    FirstHourStage(
+        "torchtitan",
+        "How fast is torchtitan with the same model?",
+        measure_torchtitan,
+        torchtitan_problems,
+        gpus=1,
+        package="torchtitan==0.2.2",
     ),
     FirstHourStage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
     FirstHourStage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),

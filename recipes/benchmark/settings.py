@@ -17,6 +17,7 @@ NAME is one of
     scale        what the costs beside a step are at 64, 1,024 and 16,384 ranks, by counts; on one process
     kernels      the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
     weights      whether this device makes a CPU's initial weights, to the last bit
+    titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.2.2
     first_hour   all that must be known of a machine before a long run on it, in stages of at most 8 minutes, and a page
                  of what was found; on one process, which starts jobs on one GPU and on all
 
@@ -34,7 +35,19 @@ from torchllm.config.help import print_help
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
-NAMES = ("matmul", "step", "data", "checkpoint", "schedules", "watch", "context", "scale", "kernels", "weights")
+NAMES = (
+    "matmul",
+    "step",
+    "data",
+    "checkpoint",
+    "schedules",
+    "watch",
+    "context",
+    "scale",
+    "kernels",
+    "weights",
+    "titan",
+)
 """each is a function (config, runtime) of this name in the file NAME.py of this folder"""
 FIRST_HOUR = "first_hour"
 """runs others, as processes"""

@@ -64,6 +64,7 @@ HEALTHY: dict[str, Figures] = {
             {"layout": "--recompute.mode=none", "status": "oom", "note": "out of memory"},
         ]
     },
+    "torchtitan": {"step time": [{"what": "torchllm / torchtitan", "ratio": 0.98, "least": 0.97, "largest": 1.0}]},
     "saves": {
         "saves": [],
         "time taken from training": [{"what": "asynchronous / synchronous", "ratio": 0.02, "least": 0, "largest": 1}],
@@ -103,6 +104,8 @@ FAULTS = [
     ("memory", set_at("memory", 0, "peak_gib", to=None), "recompute full: ok"),
     ("layouts", set_at("layouts", 0, "status", to="crash"), "--recompute.mode=full: crash"),
     ("layouts", set_at("layouts", to=[{"status": "oom"}]), "no layout has trained"),
+    ("torchtitan", set_at("step time", 0, "ratio", to=1.06), "takes 1.060 times as long as torchtitan's"),
+    ("torchtitan", set_at("step time", 0, "ratio", to=math.nan), "takes nan times"),
     ("saves", set_at("time taken from training", 0, "ratio", to=0.2), "takes 0.200 of a synchronous"),
     ("stopped_rank", set_at("exit status", to="none"), "went on until"),
     ("stopped_rank", set_at("report", to="hang: rank 11 is stopped"), "does not name rank 1"),
@@ -128,6 +131,13 @@ def test_every_stage_has_a_fault() -> None:
 
 def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> FirstHourStage:
     return FirstHourStage("losses", "Does it?", measure, lambda figures: problems or [], gpus)
+
+
+def test_a_stage_may_need_a_package() -> None:
+    stage = STAGE["torchtitan"]
+    assert stage._replace(package="pytest==1.0").obstacle(H100) == ""
+    assert stage._replace(package="missing==1.0").obstacle(H100) == "needs another package: pip install missing==1.0"
+    assert stage.obstacle(CPU) == "needs 1 GPUs, and there are 0"
 
 
 def test_the_outcomes_of_a_stage(tmp_path: Path) -> None:
@@ -213,6 +223,6 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     for name, record in records.items():
         allowed = {RIGHT, SKIPPED, WRONG} if name in slow_here else {RIGHT, SKIPPED}
         assert record["outcome"] in allowed, record
-    assert [name for name, record in records.items() if record["outcome"] == SKIPPED] == ["memory"]
+    assert [name for name, record in records.items() if record["outcome"] == SKIPPED] == ["memory", "torchtitan"]
     assert (tmp_path / "first_hour.csv").read_text().count(",ok,") == 2
-    assert first_hour(tmp_path).stdout.splitlines()[1].startswith("1 stages to go")
+    assert first_hour(tmp_path).stdout.splitlines()[1].startswith("2 stages to go")

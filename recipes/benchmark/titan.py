@@ -1,0 +1,175 @@
+"""benchmark titan: the training step against torchtitan's, of the same model. For torchtitan 0.2.2."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchllm.adapt.trial import build_trial, synthetic_batches
+from torchllm.config import Config, Features
+from torchllm.config.errors import UserError
+from torchllm.metrics.meter import peak_flops
+from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.process import Runtime, compute_dtype
+
+from .tools import TableRow, Tables, Work, ratio_row, seconds_of, speed, take_turns, warmed_up
+
+if TYPE_CHECKING:
+    from .settings import BenchmarkConfig
+
+LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
+"""what torchtitan's model is made of"""
+NEVER = 1_000_000
+"""steps between two lines of its log, which wait for the GPU"""
+NAME = "torchllm"
+"""of the model, among those of torchtitan"""
+
+
+def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
+    """Time torchllm's step and torchtitan's, in turns. UserError if torchtitan cannot take the same step."""
+    device = runtime.device
+    settings = config.benchmark
+    problem = obstacle(config, device)
+    if problem:
+        raise UserError(f"benchmark titan: {problem}")
+    mesh = build_mesh(config.parallel, device)
+    batches = synthetic_batches(config, mesh, device)
+
+    def build_library() -> Work:
+        take_step = build_trial(config, runtime, mesh).step
+        return partial(take_step, 1, batches)
+
+    def turn(work: Work) -> float:
+        """Return the median seconds of a few steps."""
+        runtime.barrier()
+        return median(seconds_of(work, settings.steps, device))
+
+    library = warmed_up(build_library, settings.warmup, device)
+    other = warmed_up(partial(torchtitan_step, config, runtime), settings.warmup, device)
+    library_seconds, other_seconds = take_turns(
+        [partial(turn, library.work), partial(turn, other.work)], settings.rounds
+    )
+
+    dtype = compute_dtype(config.training, device)
+    peak_of_one = peak_flops(device, dtype, runtime.ranks_on_node)
+    peak = None if peak_of_one is None else peak_of_one * runtime.world_size
+    rows: list[TableRow] = [
+        {"loop": "torchllm", **speed(config, median(library_seconds), peak), "peak_memory_gib": library.peak_gib},
+        {"loop": "torchtitan", **speed(config, median(other_seconds), peak), "peak_memory_gib": other.peak_gib},
+    ]
+    return {
+        "training step": rows,
+        "step time": [ratio_row("torchllm / torchtitan", library_seconds, other_seconds)],
+    }
+
+
+def obstacle(config: Config, device: torch.device) -> str:
+    """Return why torchtitan cannot take this config's step; "" if it can."""
+    model, parallel = config.model, config.parallel
+    has_own_heads = model.qk_norm or model.head_width * model.heads != model.hidden
+    obstacles = {
+        "torchtitan needs a GPU": device.type != "cuda",
+        "torchtitan is not installed: pip install torchtitan==0.2.2": find_spec("torchtitan") is None,
+        'it computes in bfloat16; set training.dtype = "bfloat16"': (
+            compute_dtype(config.training, device) != torch.bfloat16
+        ),
+        "its Llama has no other family, no qk_norm and no head_dim": model.features != LLAMA or has_own_heads,
+        "its Llama has an output projection of its own; set model.tied_embeddings = false": model.tied_embeddings,
+        "pipelines and context parallelism are not compared; set parallel.pp and parallel.cp to 1": (
+            parallel.pp * parallel.cp > 1
+        ),
+        'float8 and documents are not compared; set float8.recipe = "none" and data.document_mask = false': (
+            config.float8.is_on or config.data.document_mask
+        ),
+        'its selective recomputation saves other tensors; set recompute.mode to "none" or "full"': (
+            config.recompute.mode not in ("none", "full")
+        ),
+    }
+    return next((text for text, is_so in obstacles.items() if is_so), "")
+
+
+def torchtitan_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of torchtitan's JobConfig that make its step the one of this config."""
+    training, parallel = config.training, config.parallel
+    return {
+        "model.name": NAME,
+        "model.flavor": NAME,
+        "metrics.log_freq": NEVER,
+        "training.seq_len": training.sequence_length,
+        "training.local_batch_size": training.micro_batch_size,
+        "training.global_batch_size": training.global_batch_size,
+        "training.max_norm": training.max_grad_norm,
+        "compile.enable": config.compile.block is True,
+        "activation_checkpoint.mode": config.recompute.mode,
+        "parallelism.data_parallel_replicate_degree": parallel.dp_replicate,
+        "parallelism.data_parallel_shard_degree": parallel.dp_shard,
+        "parallelism.tensor_parallel_degree": parallel.tp,
+    }
+
+
+def torchtitan_step(config: Config, runtime: Runtime) -> Work:
+    """Return a step of torchtitan's own trainer, with the model of the config and random tokens."""
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+    from torchtitan.train import Trainer
+
+    class JoinedTrainer(Trainer):
+        """torchtitan's trainer in a process that has joined its job already."""
+
+        def init_distributed(self) -> ParallelDims:
+            return ParallelDims(
+                dp_replicate=config.parallel.dp_replicate,
+                dp_shard=config.parallel.dp_shard,
+                cp=1,
+                tp=config.parallel.tp,
+                pp=1,
+                ep=1,
+                etp=1,
+                world_size=runtime.world_size,
+            )
+
+    model = config.model
+    sizes = TransformerModelArgs(
+        dim=model.hidden,
+        n_layers=model.layers,
+        n_heads=model.heads,
+        n_kv_heads=model.kv,
+        vocab_size=model.vocab,
+        multiple_of=model.ffn,  # it rounds a width that follows from dim up to a multiple of this:
+        ffn_dim_multiplier=0.001,  # a small one becomes model.ffn itself
+        norm_eps=model.norm_epsilon,
+        rope_theta=model.rope_theta,
+    )
+    llama = get_train_spec("llama3")
+    own_parts = {"build_tokenizer_fn": None, "build_dataloader_fn": lambda **_: None}
+    register_train_spec(NAME, replace(llama, model_args={NAME: sizes}, **own_parts))
+    job = JobConfig()
+    for key, value in torchtitan_keys(config).items():
+        section, name = key.split(".")
+        if not hasattr(getattr(job, section), name):
+            raise UserError(f"benchmark titan: this torchtitan has no key {key}: pip install torchtitan==0.2.2")
+        setattr(getattr(job, section), name, value)
+    os.environ.setdefault("LOCAL_RANK", str(runtime.local_rank))
+    trainer = JoinedTrainer(job)
+    data = trainer.batch_generator(random_batches(config))
+
+    def take_step() -> None:
+        trainer.step += 1
+        trainer.train_step(data)
+
+    return take_step
+
+
+def random_batches(config: Config) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Yield micro batches without end; like torchtitan's loader, on the host."""
+    shape = (config.training.micro_batch_size, config.training.sequence_length)
+    tokens = torch.randint(config.model.vocab, shape)
+    while True:
+        yield {"input": tokens}, tokens

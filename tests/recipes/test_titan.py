@@ -1,0 +1,58 @@
+"""`benchmark titan`: which steps it compares. The comparison itself needs a GPU and torchtitan."""
+
+import pytest
+import torch
+
+from recipes.benchmark import titan
+from tests.tiny_run import DEBUG
+from torchllm.config import Config, load_config
+
+GPU = torch.device("cuda", 0)
+
+
+def config(*overrides: str) -> Config:
+    """Return the config of the small model with a step that torchtitan can take, but for the overrides."""
+    plain = {"training.dtype": "bfloat16", "parallel.dp_shard": "1", "run.dry_run": "true"}
+    changed = dict(override.removeprefix("--").split("=") for override in overrides)
+    return load_config([str(DEBUG), *(f"--{key}={value}" for key, value in (plain | changed).items())])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(titan, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ""),
+        (["--parallel.tp=2", "--recompute.mode=full"], ""),
+        (["--training.dtype=float32"], "bfloat16"),
+        (["--model.family=gpt"], "no other family"),
+        (["--model.qk_norm=true"], "qk_norm"),
+        (["--model.head_dim=64"], "head_dim"),
+        (["--model.tied_embeddings=true"], "an output projection of its own"),
+        (["--parallel.pp=2"], "set parallel.pp and parallel.cp to 1"),
+        (["--parallel.cp=2"], "set parallel.pp and parallel.cp to 1"),
+        (["--data.document_mask=true"], "data.document_mask = false"),
+        (["--recompute.mode=selective"], "selective"),
+    ],
+)
+def test_what_torchtitan_cannot_do_is_refused(overrides: list[str], said: str) -> None:
+    problem = titan.obstacle(config(*overrides), GPU)
+    assert said in problem
+    assert bool(said) == bool(problem)
+
+
+def test_it_needs_a_gpu_and_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(titan, "find_spec", lambda name: None)
+    assert titan.obstacle(config(), torch.device("cpu")) == "torchtitan needs a GPU"
+    assert "pip install torchtitan==" in titan.obstacle(config(), GPU)
+
+
+def test_torchtitan_gets_the_same_batch_and_layout() -> None:
+    keys = titan.torchtitan_keys(config("--parallel.tp=2", "--parallel.dp_shard=4", "--recompute.mode=full"))
+    assert keys["parallelism.tensor_parallel_degree"] == 2
+    assert keys["parallelism.data_parallel_shard_degree"] == 4
+    assert keys["activation_checkpoint.mode"] == "full"
