@@ -6,10 +6,12 @@ is this rank's part of the sequence; under tensor parallelism F and H are this r
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from torchllm.config import Model
 
@@ -131,11 +133,38 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (x[i], x[i + Q / 2]) by the angles of their position: Hugging Face's "rotate half" layout.
 
-    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The products are computed in float32, the type of the angles. A roll by
-    half a head brings each feature to the other one of its pair: on a GPU, where nothing is compiled, this takes two
-    thirds of the kernels of computing the two halves one by one.
+    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The products are computed in float32, the type of the angles.
     """
-    cos, sin = rotary
-    wide = x.float()
-    rotated = wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin
-    return rotated.to(x.dtype)
+    return _Rotation.apply(x, *rotary)
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates by the angles; the gradient is rotated by the negative angles.
+
+    Each direction takes four kernels on a GPU where nothing is compiled. autograd's own backward would take six: it
+    differentiates the conversions and each product by itself.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, direction=1.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, sin, direction=-1.0), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """Rotate by the angles, or with direction -1 by the negative ones: x (B, S, H, Q) -> (B, S, H, Q).
+
+    A roll by half a head brings each feature to the other one of its pair. The products with the angles are float32.
+    FOOTGUN: where nothing is compiled their sum is written in x's type at once; torch 2.11 loses what a compiled
+    backward writes into `out`, and the gradient would be zero.
+    """
+    partner = x.roll(x.shape[-1] // 2, dims=-1)
+    products = (x * cos, partner * sin)
+    if torch.compiler.is_compiling():
+        return torch.add(*products, alpha=direction).to(x.dtype)
+    return torch.add(*products, alpha=direction, out=x.new_empty(x.shape))
