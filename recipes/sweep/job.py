@@ -106,6 +106,8 @@ def layout_cells(config: Config, processes: int) -> dict[str, str]:
     gpu = device()
     cells = measurement_of(config, processes)
     cells["gpu"] = gpu or "CPU"
+    if gpu:
+        cells["rmsnorm_kernel"] = "1"  # compiled or not
     if not cells["cluster"]:
         with contextlib.suppress(UserError):  # no cluster file has this GPU
             cells["cluster"] = cluster_with_gpu(gpu)

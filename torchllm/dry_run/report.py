@@ -51,6 +51,8 @@ class Report(NamedTuple):
     config: Config
     dtype: torch.dtype
     """data type of the computation"""
+    gpu: bool
+    """whether a GPU is meant: what its kernels hold was counted"""
     shape: tuple[int, ...]
     """degrees of the mesh"""
     axes: list[MeshAxis]
@@ -218,7 +220,10 @@ def assumptions(report: Report) -> Iterator[str]:
     if config.training.dtype == "auto":
         chosen = ", which auto is there" if report.hardware else ", as here"
     yield f"computation in {_dtype(report)}{chosen}; weights, gradients and moments in float32"
-    yield "kernels as on a CPU: a GPU's fused attention keeps the same for the backward, its fused norms less"
+    if report.gpu:
+        yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"
+    else:
+        yield "kernels as on a CPU: a GPU's fused norms hold less"
     if config.model.attention in ("flash", "flex"):
         yield f"attention sdpa in place of {config.model.attention}, which keeps the same for the backward"
     if config.compile.compiles_anything:

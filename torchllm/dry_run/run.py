@@ -63,7 +63,8 @@ def examine(config: Config) -> Report:
     """Return the report that `dry_run` prints. config: resolved."""
     training, parallel = config.training, config.parallel
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
-    gpu = hardware is not None or (torch.cuda.is_available() and config.run.device != "cpu")
+    has_gpu = torch.cuda.is_available() and config.run.device != "cpu"
+    gpu = hardware.is_gpu if hardware is not None else has_gpu
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
     count = gradient_accumulation(training, parallel.data_ranks)
     plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
@@ -75,7 +76,7 @@ def examine(config: Config) -> Report:
     log.info("tracing %s", kinds)
     traces = []
     with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        for traced in pool.imap(partial(_trace, config, dtype), plans):
+        for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):
             traces.append(traced)
             if len(plans) > 1:
                 log.info("traced %d of %s", len(traces), kinds)
@@ -83,11 +84,11 @@ def examine(config: Config) -> Report:
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
         axes = list(mesh.axis_of_group.values())
-        return Report(config, dtype, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
+        return Report(config, dtype, gpu, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
 
 
-def _trace(config: Config, dtype: torch.dtype, plan: TracePlan) -> Traced:
-    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.traced_rank)
+def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Traced:
+    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.traced_rank, gpu)
 
 
 class StageKind(NamedTuple):

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchllm.config import Compile, Config, Parallel
 from torchllm.data.batch import Batch
+from torchllm.dry_run.fused_norm import use_fused_norms
 from torchllm.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.dry_run.replay import Traced, action_keys
 from torchllm.dry_run.tracker import Tracker
@@ -60,11 +61,20 @@ def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, pp: int, traced_rank: int) -> Traced:
+def trace(
+    config: Config,
+    dtype: torch.dtype,
+    pp_rank: int,
+    micro_batches: int,
+    pp: int,
+    traced_rank: int,
+    gpu: bool = False,
+) -> Traced:
     """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
 
     micro_batches: number in the traced step, at most as many as in a step of the config. pp: ranks of the traced
-    pipeline, at most as many as in the config. traced_rank: which of them holds the stages.
+    pipeline, at most as many as in the config. traced_rank: which of them holds the stages. gpu: hold what the kernels
+    of a GPU hold, where a CPU's hold more.
     """
     config, parallel, training = traceable(config), config.parallel, config.training
     ranks, length = parallel.ranks, training.sequence_length
@@ -72,6 +82,8 @@ def trace(config: Config, dtype: torch.dtype, pp_rank: int, micro_batches: int, 
         mesh = build_mesh(parallel, CPU)
         with torch.device("meta"):
             model = build_model(config.model, training.loss_chunk)
+        if gpu:
+            use_fused_norms(model)
         stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:

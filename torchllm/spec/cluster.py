@@ -86,6 +86,11 @@ class Hardware:
     links: tuple[Link, ...] = ()
     """inner to outer: NVLink first, the whole cluster last"""
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU: a cluster file may also describe a CPU."""
+        return self.gpu != "CPU"
+
     def link_among(self, shape: Sequence[int], dimensions: Sequence[int]) -> Link | None:
         """Return the slowest link over which groups of ranks communicate; None if a group exceeds the cluster.
 

@@ -20,4 +20,4 @@ def test_a_layout_is_that_of_the_config_that_has_it() -> None:
         assert layout_of(config) == layout
         case = job.case(layout)
         assert case.parallel == config.parallel
-        assert case.kernels == kernels_of(MODEL, config.compile, job.software)
+        assert case.kernels == kernels_of(MODEL, config.compile, job.software, hardware)

@@ -76,7 +76,7 @@ def _cluster_of_run(config: Config) -> str:
 def case_of(config: Config, hardware: Hardware) -> Case:
     """Return a run as the planner sees it: torchllm, with the cluster's constants."""
     software = replace(STACKS["torchllm"], constants=hardware.constants)
-    kernels = kernels_of(config.model, config.compile, software)
+    kernels = kernels_of(config.model, config.compile, software, hardware)
     return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
 
 

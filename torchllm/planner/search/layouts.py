@@ -91,11 +91,11 @@ def layout_of(config: Config) -> Layout:
     return Layout(**kept, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
 
 
-def kernels_of(model: Model, compile: Compile, software: Software) -> Kernels:
-    """Return the kernels that a torchllm run computes with."""
+def kernels_of(model: Model, compile: Compile, software: Software, hardware: Hardware) -> Kernels:
+    """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not."""
     return Kernels(
         "eager" if model.attention == "eager" else software.attention,
-        fused_norm=compile.norm or compile.block is True,
+        fused_norm=hardware.is_gpu or compile.norm or compile.block is True,
         compiled=compile.block is True,
     )
 
@@ -146,7 +146,7 @@ class Job:
     @cached_property
     def _compiled(self) -> tuple[Compile, Compile]:
         """What is compiled if blocks cannot be, and if they can."""
-        on_gpu = self.hardware.gpu != "CPU"  # a CPU needs a compiler, which may not be there
+        on_gpu = self.hardware.is_gpu  # a CPU needs a compiler, which may not be there
         if self.compile is None:
             norm = on_gpu and self.model.features.norm == "rms"
             return Compile(norm, block=False, loss=on_gpu), Compile(block=on_gpu, loss=on_gpu)
@@ -166,7 +166,7 @@ class Job:
             self._training_of(layout.micro_batch_size),
             self.parallel(layout),
             RECOMPUTE[layout.recompute],
-            kernels_of(self.model, self.compile_of(layout), self.software),
+            kernels_of(self.model, self.compile_of(layout), self.software, self.hardware),
             self.hardware,
             self.software,
         )

@@ -1,0 +1,19 @@
+"""The dry run's peak against the true one, of torch's allocator in a step of a whole model; the rest is a command."""
+
+import pytest
+
+from tests.hollow.memory import WITHIN, Choice, rows
+
+pytestmark = [pytest.mark.hollow, pytest.mark.timeout(900)]
+
+CHOICES = (
+    Choice("8b", "none", "tp 1", "cp 1", "pp 1"),
+    Choice("8b", "none", "tp 4, sp", "ring 2", "pp 1"),
+    Choice("8b", "none", "tp 1", "ulysses 2", "pp 4"),
+)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=", ".join)
+def test_the_dry_run_predicts_the_peak_of_a_real_step(choice: Choice) -> None:
+    for row in rows(choice):
+        assert abs(row.difference) <= WITHIN, row

@@ -1,0 +1,41 @@
+"""RMS norms in the dry run of a GPU: the tensors of its fused kernel instead of those of a CPU's single operations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from torchllm.models.decoder import Decoder
+from torchllm.models.layers import RMSNorm
+
+
+def use_fused_norms(model: Decoder) -> None:
+    """Make every RMS norm of a model hold what it holds on a GPU, in place; what it returns has no values."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.kernel = _fused_rms_norm
+
+
+def _fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return a tensor like x (..., width); weight: (width)."""
+    return _FusedRMSNorm.apply(x, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Has the shapes of torch.ops.aten._fused_rms_norm and its backward, each of which is one kernel on a GPU.
+
+    It keeps its input and a float32 per row. On a CPU torch takes it apart into operations that also keep the input
+    and the normalized input in float32: five times the bytes.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scales)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
