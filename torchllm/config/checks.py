@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.config.inert import contradictions
-from torchllm.config.schema import SCHEDULES, Config, Parallel, Recompute, Run, gradient_accumulation
+from torchllm.config.schema import (
+    SCHEDULES,
+    Config,
+    Float8,
+    Model,
+    Parallel,
+    Recompute,
+    Run,
+    gradient_accumulation,
+)
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """degrees, outermost axis first"""
@@ -148,29 +157,39 @@ def _float8_layout_problems(config: Config) -> Iterator[Problem]:
             f"{_float8_recipe(config)} cannot: use 1F1B or Interleaved1F1B",
         )
     remedy = 'or set float8.recipe = "none"'
-    widths = {
-        "hidden": (model.hidden, 1),
-        "heads x head_dim": (model.heads * model.head_width, parallel.tp),
-        "kv_heads x head_dim": (model.kv * model.head_width, parallel.tp),
-        "ffn": (model.ffn, parallel.tp),
-    }
-    for name, (width, ranks) in widths.items():
-        if width % ranks == 0 and width // ranks % FLOAT8_MULTIPLE:
-            share = f" / tp {ranks}" if ranks > 1 else ""
-            yield Problem(
-                "float8.recipe",
-                f"model.{name} = {width}{share} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: "
-                f"change it, {remedy}",
-            )
-    length = training.sequence_length
-    tokens = training.micro_batch_size * length // parallel.cp
-    sums_over_tokens = config.float8.recipe != "rowwise_with_gw_hp"
-    if sums_over_tokens and length % parallel.cp == 0 and tokens % FLOAT8_MULTIPLE:
+    for width in unfit_for_float8(model, parallel.tp):
+        yield Problem(
+            "float8.recipe",
+            f"{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
+        )
+    tokens = training.micro_batch_size * training.sequence_length // parallel.cp
+    if training.sequence_length % parallel.cp == 0 and not takes_float8_tokens(config.float8, tokens):
         yield Problem(
             "training.micro_batch_size",
-            f"{training.micro_batch_size} x sequence_length {length} / cp {parallel.cp} = {tokens} tokens are no "
-            f"multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, {remedy}",
+            f"{training.micro_batch_size} x sequence_length {training.sequence_length} / cp {parallel.cp} = {tokens} "
+            f"tokens are no multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, "
+            f"{remedy}",
         )
+
+
+def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
+    """Yield the widths of a rank's matrices that products in float8 cannot take, such as "model.ffn = 1032 / tp 2"."""
+    if model.hidden % FLOAT8_MULTIPLE:
+        yield f"model.hidden = {model.hidden}"
+    widths = {
+        "heads x head_dim": model.heads * model.head_width,
+        "kv_heads x head_dim": model.kv * model.head_width,
+        "ffn": model.ffn,
+    }
+    share = f" / tp {tp}" if tp > 1 else ""
+    for name, width in widths.items():
+        if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
+            yield f"model.{name} = {width}{share}"
+
+
+def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
+    """Return whether a rank's products in float8 can sum over so many tokens, as gradients of weights do."""
+    return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:

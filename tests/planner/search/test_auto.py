@@ -38,10 +38,16 @@ def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
     assert replace(kept, parallel=CONFIG.parallel, compile=CONFIG.compile) == CONFIG  # and nothing else has changed
 
 
-def test_float8_is_planned_as_bfloat16_and_that_is_told() -> None:
-    _, line = choose_layouts(CONFIG, 16, ())
-    _, float8_line = choose_layouts(replace(CONFIG, float8=Float8("rowwise")), 16, ())
-    assert float8_line == f"{line}; planned with products in bfloat16, not in float8"
+def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None:
+    split_backward = replace(CONFIG.parallel, schedule="ZBVZeroBubble", pp=2)
+    odd = replace(CONFIG, model=replace(CONFIG.model, ffn=16 * 101), parallel=split_backward)  # / tp 2: no multiple
+    float8 = replace(odd, float8=Float8("rowwise"))
+    [free], line = choose_layouts(float8, 16, {"parallel.pp"})
+    assert not list(problems(free, 16))
+    assert line.endswith("; planned with products in bfloat16, not in float8")
+    for written in ({"parallel.pp", "parallel.schedule"}, {"parallel.tp"}):
+        with pytest.raises(UserError):
+            choose_layouts(float8, 16, written)
 
 
 def test_two_ranks_come_to_the_same() -> None:

@@ -89,7 +89,9 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         value = getattr(getattr(config, section), field)
         if f"{section}.{field}" in written and value != -1 and (key, value) != ("virtual_stages", 0):
             fixed[key] = value
-    return Job(config.model, config.training, hardware, world_size, compile=config.compile, fixed=fixed)
+    return Job(
+        config.model, config.training, hardware, world_size, compile=config.compile, float8=config.float8, fixed=fixed
+    )
 
 
 def device() -> str:

@@ -17,13 +17,14 @@ from torchllm.config import (
     SCHEDULES,
     Compile,
     Config,
+    Float8,
     Model,
     Parallel,
     PipelineSchedule,
     Recompute,
     Training,
 )
-from torchllm.config.checks import BLOCK_MODES
+from torchllm.config.checks import BLOCK_MODES, FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
@@ -120,6 +121,8 @@ class Job:
     gpus: int
     compile: Compile | None = None
     """where it is "auto", the blocks are compiled if the layout allows it; None: whatever the layout allows"""
+    float8: Float8 = field(default_factory=Float8)
+    """rules layouts out; products are costed in bfloat16"""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
 
@@ -211,6 +214,9 @@ class Job:
         for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
             if size % tp:
                 return f"tp does not divide model.{name} = {size}"
+        unfit = next(unfit_for_float8(model, tp), "")
+        if self.float8.is_on and unfit:
+            return f"{unfit} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
         if model.vocab % tp and (mesh.data * mesh.cp > 2 or -(-model.vocab // tp) * (tp - 1) >= model.vocab):
             return f"tp does not divide model.vocab = {model.vocab}"
         if mesh.pp > model.layers:
@@ -245,6 +251,9 @@ class Job:
     def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
         """Yield the micro batch sizes that leave a schedule enough micro batches."""
         for size in self.allowed("micro_batch_size", divisors(self.training.global_batch_size // mesh.data)):
+            tokens = size * self.training.sequence_length // mesh.cp
+            if self.float8.is_on and not takes_float8_tokens(self.float8, tokens):
+                continue
             if self.schedules(mesh, size):
                 yield size
 
@@ -266,7 +275,7 @@ class Job:
         found: list[tuple[PipelineSchedule, int]] = []
         for name in self.allowed("schedule", list(SCHEDULES)):
             kind = SCHEDULES[name]
-            if kind.splits_backward and self._must_compile_blocks:
+            if kind.splits_backward and (self._must_compile_blocks or self.float8.is_on):
                 continue
             if (name == "1F1B" and count < pp) or (name == "DualPipeV" and count < 2 * pp):
                 continue
