@@ -77,6 +77,18 @@ def test_bfloat16_is_measured_by_one_processs_own_error(tmp_path: Path) -> None:
     assert 1e-3 < result.agreement.error < 1e-1
 
 
+@pytest.mark.parametrize("is_broken", [False, True], ids=["right", "broken"])
+def test_float8_is_measured_by_one_processs_own_error(is_broken: bool, tmp_path: Path) -> None:
+    recipe = write_fork(tmp_path / "fork.py", forks.documented_change()) if is_broken else PRETRAIN
+    config = Config(float8=Float8("rowwise"))
+    prover = Prover(recipe, config, OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right is not is_broken, result.agreement.findings
+    assert result.agreement.error > 0.05  # bfloat16's is 1e-2
+
+
 def test_the_command_names_layout_parameter_and_axis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

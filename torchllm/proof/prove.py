@@ -10,7 +10,14 @@ from typing import NamedTuple
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.proof.axes import TECHNIQUES, Technique
-from torchllm.proof.compare import FLOAT32, Agreement, ErrorBounds, bfloat16_bounds, compare_trainings
+from torchllm.proof.compare import (
+    FLOAT32,
+    Agreement,
+    ErrorBounds,
+    bfloat16_bounds,
+    compare_trainings,
+    float8_bounds,
+)
 from torchllm.proof.layouts import (
     AXES,
     BALANCED,
@@ -177,6 +184,8 @@ class Prover:
         if not self.is_bfloat16:
             return FLOAT32
         own = self.train_alone(one_process(config, config.training.micro_batch_size))
+        if config.float8.is_on:
+            return float8_bounds(own, expected)
         return bfloat16_bounds(own, expected)
 
     def train_alone(self, config: Config) -> Trained:
