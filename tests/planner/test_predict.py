@@ -87,7 +87,8 @@ def test_a_faster_gpu_never_makes_a_step_slower(layout: dict[str, Any], what: st
 
 def test_recomputation_costs_time() -> None:
     steps = {mode: predict(case(mode=mode)).step for mode in get_args(Recompute.__annotations__["mode"])}
-    assert steps["none"] < steps["selective"] < steps["selective_half"] < steps["every_k"] < steps["full"]
+    assert steps["none"] < steps["selective"] < steps["every_k"] < steps["full"]
+    assert steps["selective"] < steps["selective_half"] < steps["full"]
     assert steps["none"] < steps["ffn"] < steps["full"]
 
 
