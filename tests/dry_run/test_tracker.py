@@ -87,6 +87,24 @@ def test_a_result_that_is_waited_for_is_one_tensor() -> None:
     assert peak_of(tracker) == 3 * KIB == x.nbytes + out.nbytes + more.nbytes
 
 
+def test_a_result_that_is_waited_for_is_held_as_long_as_what_was_waited_for() -> None:
+    """Selective recomputation saves what a collective returns, and the wait's result is soon freed."""
+    with fake_ranks(0, 4), FakeTensorMode() as fake:
+        world = dist.group.WORLD.group_name
+        tracker = Tracker(fake, {world: MeshAxis("world", (0,), 4)})
+        with tracker:
+            tracker.mark("begin")
+            saved = torch.ops._c10d_functional.all_reduce(torch.ones(256), "sum", world)
+            out = torch.ops._c10d_functional.wait_tensor(saved)
+            del out
+            tracker.mark("saved")
+            more = saved + 1
+            del saved
+            tracker.mark("freed")
+    sizes = {span.name: sum(span.start.values()) for span in spans(tracker)}
+    assert (sizes["saved"], sizes["freed"]) == (KIB, KIB) == (KIB, more.nbytes)
+
+
 def test_what_outlives_a_forward_is_for_the_backward() -> None:
     weight = torch.ones(256, requires_grad=True)
     tracker = Tracker(None, {})

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.hollow, pytest.mark.timeout(900)]
 CHOICES = (
     Choice("8b", "none", "tp 1", "cp 1", "pp 1"),
     Choice("8b", "none", "tp 4, sp", "ring 2", "pp 1"),
-    Choice("8b", "none", "tp 1", "ulysses 2", "pp 4"),
+    Choice("8b", "selective", "tp 4", "ring 2", "pp 4"),
 )
 
 

@@ -191,23 +191,20 @@ def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
 
 
 def test_true_peaks_of_steps() -> None:
-    """What tensors held in steps of Llama 3 8B, by torch's own allocator: every rank to 5 %, on average to 2 %.
+    """What tensors held in steps of Llama 3 8B and 70B, by torch's own allocator: every rank to 6 %, on average to 2 %.
 
     The rows are tests/hollow/memory.py's, of torch's CUDA build on a machine without a GPU; nothing was compiled.
-    Selective recomputation under tensor parallelism is known to hold more than the planner says (docs/hollow_gpu.md).
     """
     differences = []
     with TRUE_PEAKS.open() as file:
         for row in csv.DictReader(file):
-            if row["recompute"] == "selective" and row["tensor"] != "tp 1":
-                continue
             choice = Choice(*(row[name] for name in Choice._fields))
             config = c.load_config([*choice.arguments, "--run.dry_run=true"])
             one = Layout(config.model, config.parallel, config.training, config.recompute)
             planned = memory(one, int(row["pp_rank"]), kernels=Kernels("flash2", fused_norm=True))
             differences.append(abs(planned.live / 2**30 / float(row["live"]) - 1))
     assert len(differences) > 3
-    assert max(differences) <= 0.05
+    assert max(differences) <= 0.06
     assert mean(differences) <= 0.02
 
 

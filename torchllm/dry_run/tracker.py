@@ -42,6 +42,8 @@ class Held:
     like_gradient: bool
     """made without recording gradients, as in a backward pass, and with at most two dimensions, as parameters have"""
     died: int = NEVER
+    holders: int = 1
+    """storages that stand for this memory; it is freed with the last of them"""
 
 
 class Sent(NamedTuple):
@@ -155,16 +157,22 @@ class Tracker(TorchDispatchMode):
         self._keep(storage, Held(storage.nbytes(), self.now, self.window, kind, like_gradient))
 
     def _keep(self, storage: Any, held: Held) -> None:
+        self._follow(storage, held)
+        self.held.append(held)
+
+    def _follow(self, storage: Any, held: Held) -> None:
+        """Note when a storage is freed that stands for memory."""
         key = id(storage)
 
         def free(reference: Any) -> None:
             live = self._live.get(key)
             if live is not None and live[0] is reference:
                 del self._live[key]
-                live[1].died = self.now
+                held.holders -= 1
+                if not held.holders:
+                    held.died = self.now
 
         self._live[key] = (weakref.ref(storage, free), held)
-        self.held.append(held)
 
     def _notice_emptied(self) -> None:
         """Notice storages of gathered weights that FSDP has emptied, to fill them again later; no operation tells."""
@@ -178,13 +186,16 @@ class Tracker(TorchDispatchMode):
                     self._keep(storage, Held(storage.nbytes(), self.now, -1, "gathered", False))
 
     def _pass_on(self, old: Tensor, new: Tensor) -> None:
-        """Treat the memory of `old` as that of `new`: waiting copies fake tensors only, not real ones."""
+        """Treat the memory of `old` as that of `new` too: waiting copies fake tensors only, not real ones.
+
+        It is held as long as either is: selective recomputation saves what a collective returns before the wait.
+        """
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         live = self._live.get(id(old_storage))
         if old_storage is not new_storage and live is not None:
-            del self._live[id(old_storage)]
-            self._keep(new_storage, live[1])
-            self.held.pop()
+            held = live[1]
+            held.holders += 1
+            self._follow(new_storage, held)
 
     # -- collectives
 

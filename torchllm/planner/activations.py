@@ -42,7 +42,7 @@ class BlockActivations(NamedTuple):
     residual: float
     """the second norm, and what feeds the feed-forward layer"""
     products: float
-    """results of matrix products and of attention, the input: what selective recomputation keeps"""
+    """results of matrix products, of attention and of collectives, the input: what selective recomputation keeps"""
     shared: float
     """part of `products` that is kept without recomputation too"""
     half: float
@@ -92,6 +92,15 @@ def block_activations(
         half += 2 * hidden  # down
     if model.qk_norm and fused_head_norm:
         half_shared += 2.0 * narrow  # k, which its norm keeps
+    sent = 0.0  # under tensor parallelism it can make selective recomputation keep more than everything
+    if software.saves_collectives and piece.spread > 1:
+        sent = 4 * hidden + 4 * here  # gathered before attention and the feed-forward layer, scattered after them
+        shared += 4 * hidden * software.keeps_gathered
+        half_shared += 4 * hidden * software.keeps_gathered
+    elif software.saves_collectives and piece.tp > 1:
+        sent = 4 * hidden  # summed over the ranks
+    if software.saves_collectives and exchanged:
+        sent += 4 * (wide + narrow)  # q, k, v and the result of attention
     read, given = 4 * hidden + 2 * wide + 2 * ffn, 2 * (wide + 2 * narrow) + 4 * hidden + gates
     whole = attention + norm + feeds + dropped + inner
     of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
@@ -111,9 +120,9 @@ def block_activations(
         count * of_core,
         count * inner,
         count * (norm + feeds + dropped),
-        count * (2 * here + results + 2 * wide + 4 * model.heads / piece.tp),
+        count * (2 * here + results + 2 * wide + sent + 4 * model.heads / piece.tp),
         count * shared,
-        count * (2 * here + half + 2 * wide + 4 * model.heads / piece.tp),
+        count * (2 * here + half + 2 * wide + sent + 4 * model.heads / piece.tp),
         count * half_shared,
         count * (read + given),
         tuple(phases),
@@ -165,7 +174,9 @@ def stage_activations(
         case "selective" if software.recomputes_attention_only:
             return StageActivations(blocks * (one.whole - one.core), one.core)
         case "selective":
-            return StageActivations(blocks * min(one.products, one.whole), max(0.0, one.whole - one.shared))
+            products = one.products if software.saves_collectives else min(one.products, one.whole)
+            return StageActivations(blocks * products, max(0.0, one.whole - one.shared))
         case "selective_half":
-            return StageActivations(blocks * min(one.half, one.whole), max(0.0, one.whole - one.half_shared))
+            half = one.half if software.saves_collectives else min(one.half, one.whole)
+            return StageActivations(blocks * half, max(0.0, one.whole - one.half_shared))
     return StageActivations(blocks * one.whole, 0.0)

@@ -78,6 +78,8 @@ class Software:
     False: everything except matrix products and attention"""
     keeps_every_other: bool = False
     """True: recompute.mode selective stores every second matrix product; False: all of them"""
+    saves_collectives: bool = False
+    """True: recompute.mode selective also stores what collectives of tensor and context parallelism return"""
     recomputes_whole_blocks: bool = True
     """True: the last product of a recomputed block is computed again too"""
     dropout: bool = False

@@ -78,7 +78,7 @@ STACKS = {
     "deepspeed-zero3-2021": replace(
         MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
     ),
-    "torchllm": Software(overlaps_reduction=True),
+    "torchllm": Software(overlaps_reduction=True, saves_collectives=True),
 }
 
 
