@@ -2,16 +2,17 @@
 
 The copy lies in a temporary folder. A mutant replaces one file of it, whose original comes back afterwards, and
 bytecode is written for the originals only: Python would take the bytecode of another text of the same second and length
-for the mutant's.
+for the mutant's. pytest runs in a fork of this process, which has imported torch already.
 """
 
 import compileall
 import contextlib
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,12 +21,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.mutants.generate import Mutant
 from tests.mutants.relevant import ROOT
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 MARK = "TORCHLLM_MUTANT"
-"""environment variable that all processes of a run of the tests inherit, whatever session they are in"""
+"""environment variable of all processes that a run of the tests starts, whatever session they are in"""
+OUTPUT = "output.txt"
+WARM = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "torch.nn.attention.varlen",
+    "torch.utils.checkpoint",
+)
+"""modules that every test imports, and none of ours: importing them takes longer than most tests"""
 WAITED = ("Timed out", "no answer within", "Timeout (>")
 """what tests print that have waited for too long: gloo, the pool of ranks and pytest-timeout"""
 PASSED, NOTHING_RAN = 0, 5
@@ -73,33 +87,50 @@ def run_tests(copy: Path, tests: Sequence[str], limit: float) -> TestRun:
 
     Raises RuntimeError if there is no such test. Leaves no process.
     """
+    for module in WARM:
+        importlib.import_module(module)
     mark = uuid.uuid4().hex
     files = copy.parent / "files"
     files.mkdir()
-    environment = {
-        **os.environ,
+    begin = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(copy, files, tests, mark))
+    process.start()
+    try:
+        process.join(limit)
+        seconds = time.monotonic() - begin
+        if process.exitcode is None:
+            return TestRun(TIMED_OUT, "", seconds)
+        return judge(process.exitcode, (files / OUTPUT).read_text(), seconds)
+    finally:
+        process.kill()
+        process.join()
+        kill_marked(mark)
+        shutil.rmtree(files, ignore_errors=True)
+
+
+def _run_pytest(copy: Path, files: Path, tests: Sequence[str], mark: str) -> None:
+    """Be a process that has just started pytest in `copy`; exits with its status. files: folder for temporary files."""
+    os.environ |= {
         MARK: mark,
         "PYTHONPATH": str(copy),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(files),
         "TORCHINDUCTOR_CACHE_DIR": str(copy.parent / "compiled"),
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*command, *tests], cwd=copy, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return TestRun(TIMED_OUT, "", time.monotonic() - begin)
-        finally:
-            kill_marked(mark)
-            process.wait()
-            shutil.rmtree(files, ignore_errors=True)
-        output.seek(0)
-        return judge(status, output.read(), time.monotonic() - begin)
+    os.chdir(copy)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(copy))
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tests", "torchllm", "recipes"):  # of the working tree, not of its copy
+            del sys.modules[name]
+    tempfile.tempdir = None  # it remembers the folder of the process that was forked
+    with (files / OUTPUT).open("w") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        sys.stdout = sys.stderr = output
+        status = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests])
+        output.flush()
+        os._exit(status)
 
 
 def judge(status: int, output: str, seconds: float) -> TestRun:
