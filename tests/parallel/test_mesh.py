@@ -71,6 +71,30 @@ def test_zero_stage_0_replicates_everything(replicate: int, shard: int) -> None:
             assert mesh.data_size == 4
 
 
+@pytest.mark.parametrize(
+    ("zero_stage", "names"),
+    [
+        (3, {"world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp"}),
+        (0, {"world", "pp", "dp_replicate", "fsdp", "cp", "tp"}),  # the replicas are the ranks whose losses add up
+    ],
+)
+def test_the_axes_of_a_group_are_those_along_which_its_ranks_differ(zero_stage: int, names: set[str]) -> None:
+    with on_rank(13, 32, pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, zero_stage=zero_stage) as mesh:
+        axes = mesh.axis_of_group
+        groups = [dist.group.WORLD, mesh.loss_group, *mesh.fsdp.get_all_groups()]
+        groups += [part.get_group() for part in (mesh.pp, mesh.cp, mesh.tp)]
+        assert {group.group_name for group in groups} == set(axes)
+        assert {axis.name for axis in axes.values()} == names
+        for group in groups:
+            axis = axes[group.group_name]
+            ranks = torch.tensor(dist.get_process_group_ranks(group))
+            places = torch.unravel_index(ranks, mesh.world.shape)
+            differing = [dimension for dimension, place in enumerate(places) if len(place.unique()) > 1]
+            assert axis.size == len(ranks)
+            divided = [dimension for dimension in axis.dimensions if mesh.world.shape[dimension] > 1]
+            assert divided == differing or axis.size == 1, axis
+
+
 def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:
     with on_rank(3, 8, dp_shard=8) as mesh:
         assert mesh.fsdp.shape == (8,)

@@ -134,6 +134,26 @@ def test_type_seed_and_chunks_of_the_config_reach_a_pipelines_last_stage(tmp_pat
     assert record["validation_loss"] == pytest.approx(record["loss"], rel=0.1)
 
 
+def _note_who_prepares_data(folder: Path, recipe: Any, rank: int) -> None:
+    """Put each rank on a node of its own, and write down what the loader is told about preparing data there."""
+    os.environ["LOCAL_RANK"] = "0"
+    build_loader = recipe.build_loader
+
+    def noted(*arguments: Any) -> Any:
+        ranks = arguments[-1]
+        (folder / f"rank-{rank}").write_text(json.dumps([ranks.prepares, ranks.preparing_rank]))
+        return build_loader(*arguments)
+
+    recipe.build_loader = noted
+
+
+def test_the_first_rank_on_each_node_prepares_its_data(tmp_path: Path) -> None:
+    overrides = ["--training.steps=1", "--schedule.warmup_steps=0", "--checkpoint.interval=0", "--evaluate.interval=0"]
+    assert pretrain(2, tmp_path / "run", *overrides, change=partial(_note_who_prepares_data, tmp_path)) == ["", ""]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank-{rank}").read_text()) == [True, rank]
+
+
 def _slow_last_save(recipe: Any, rank: int) -> None:
     class SlowCheckpointer(recipe.Checkpointer):
         def close(self) -> None:
