@@ -65,6 +65,12 @@ def test_wsd_is_constant_and_then_falls_linearly() -> None:
     assert default[90] < PEAK
 
 
+def test_wsd_of_few_steps_decays_in_the_last() -> None:
+    """A tenth of the steps is none, but the last rate is the final one."""
+    rate = LearningRate(Schedule(name="wsd", warmup_steps=0, final_fraction=0.0), PEAK, 9)
+    assert [rate(step) for step in range(1, 10)] == [PEAK] * 8 + [0.0]
+
+
 def test_wsd_whose_warmup_reaches_into_the_decay_does_not_jump() -> None:
     """warmup 95 of 100 and the default decay of 10: what is left after the warmup decays."""
     schedule = Schedule(name="wsd", warmup_steps=95, final_fraction=0.0)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.trace import Collective, Trace, module_named, traced
-from tests.parity import Settings, build, my_batches, tiny
+from tests.parity import Settings, build, check, my_batches, tiny
 from tests.workers import run
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.pipeline import OneStage
@@ -329,3 +329,9 @@ def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) ->
         assert difference <= error * largest
         assert no_targets.loss == 0.0
         assert not no_targets.gradient.any()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_position_table_and_biases_train_the_same_model(sequence_parallel: bool) -> None:
+    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.layers": 2, "training.steps": 1}
+    check({**gpt, "parallel.tp": 2, "parallel.sequence_parallel": sequence_parallel}, ragged=True)

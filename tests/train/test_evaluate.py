@@ -141,6 +141,15 @@ def test_every_layout_evaluates_the_same_model_and_trains_on() -> None:
             assert result.same_gradients, name
 
 
+def test_pipelines_beside_each_other_evaluate_the_same_model() -> None:
+    """The ranks of a pipeline have other numbers in the job than in their group."""
+    pipeline: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"}
+    layouts: dict[str, Settings] = {"fsdp": {**pipeline, "parallel.dp_shard": 2}, "tp": {**pipeline, "parallel.tp": 2}}
+    expected = pytest.approx(expected_loss(tiny({**SMALL, "model.layers": 4})), rel=1e-6)
+    for results in run(evaluate_layouts, 4, layouts):
+        assert {name: result.loss for name, result in results.items()} == dict.fromkeys(layouts, expected)
+
+
 def evaluate_in_bfloat16(settings: Settings) -> float:
     config = tiny({**SMALL, **settings})
     mesh, stages = build(config, torch.bfloat16)
