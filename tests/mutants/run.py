@@ -90,8 +90,7 @@ def run_tests(copy: Path, tests: Sequence[str], limit: float) -> TestRun:
     for module in WARM:
         importlib.import_module(module)
     mark = uuid.uuid4().hex
-    files = copy.parent / "files"
-    files.mkdir()
+    files = Path(tempfile.mkdtemp(dir=copy.parent))
     begin = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(copy, files, tests, mark))
     process.start()

@@ -182,6 +182,27 @@ def test_the_check_finds_a_wrong_result(result: str, dtype: torch.dtype) -> None
         check_kernel(Wrong(result), CPU, 2, 16, dtype)
 
 
+def test_the_check_has_each_kind_of_block() -> None:
+    """Causal, whole, and with documents: some queries see some keys, and of another rank's some see nothing."""
+    masks: list[KeyMask] = []
+
+    class Noting(CpuKernel):
+        def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+            masks.append(mask)
+            return super().forward(q, kv, mask)
+
+    check_kernel(Noting(), CPU, 1, 8, torch.float32)
+    causal, whole, same_rank, other_rank = masks
+    assert (causal, whole) == (KeyMask(causal=True), KeyMask())
+    assert same_rank.bias is not None
+    assert other_rank.bias is not None
+    keys_seen = (same_rank.bias[0, 0] == 0).sum(-1)
+    assert keys_seen[0] == 1  # of its document a token sees none that is later
+    assert 1 < keys_seen.max() < len(keys_seen)
+    sees_any = (other_rank.bias[0, 0] == 0).any(-1)
+    assert 0 < sees_any.sum() < len(sees_any)
+
+
 def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
     class Contiguous(CpuKernel):
         def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: Any, mask: KeyMask) -> Gradients:

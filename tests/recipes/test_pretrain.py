@@ -182,9 +182,11 @@ def test_what_only_the_machine_can_tell_is_the_same_error_on_all_ranks(tmp_path:
     for overrides, words in (
         (["--model.attention=flex"], 'model.attention = "flex" has no backward on a CPU: use "sdpa"'),
         (missing, "/nowhere/a.txt"),
+        (["--data.validation_fraction=1e-9"], "nothing is held out to evaluate on"),
         (["--run.device=cuda"], 'run.device = "cuda", but torch sees no GPU here'),
         (["--checkpoint.resume=/nowhere/step-00000004"], "/nowhere/step-00000004"),
     ):
         first, second = pretrain(2, tmp_path / "run", *overrides)
         assert words in first
         assert first == second
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
