@@ -36,10 +36,10 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
 def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -> bool:
     """Return whether the recomputation of blocks must stay outside their graphs. tp: one dimension, the tp ranks.
 
-    FOOTGUN: on a CPU torch 2.13 fails at a graph that recomputes fused attention and holds collectives of tensor
-    parallelism ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random state of that attention,
-    which draws no numbers here, behind the device mesh, and takes one for the other. On a GPU that state is no output
-    of a graph.
+    FOOTGUN: on a CPU torch 2.13 (2.11 and 2.15 do not) fails at a graph that recomputes fused attention and holds
+    collectives of tensor parallelism ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random
+    state of that attention, which draws no numbers here, behind the device mesh, and takes one for the other. On a GPU
+    that state is no output of a graph.
     """
     recomputes_attention = recompute.mode in ("full", "every_k") and model.attention == "sdpa"
     return recomputes_attention and tp.size() > 1 and tp.device_type == "cpu"
