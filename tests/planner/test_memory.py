@@ -119,7 +119,16 @@ TRACED = {
 """32 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
-ON_A_CPU = ("8B, FSDP", "13B, matrices of scores", "13B, pipeline, ZeRO 3, selective", "Qwen3, norms of q and k")
+ON_A_CPU = (
+    "8B, FSDP",
+    "13B, matrices of scores",
+    "13B, pipeline, ZeRO 3, selective",
+    "Qwen3, norms of q and k",
+    "1B, zero bubble, V",
+    "70B, sequence and context parallel",
+    "8B, breadth first",
+    "70B, zero bubble, interleaved",
+)
 """those whose norms are traced as a CPU computes them, in single float32 operations; all others as one kernel"""
 
 
