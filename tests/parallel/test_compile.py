@@ -118,7 +118,7 @@ def train_with_recomputation_inside(settings: Settings) -> None:
         train_compiled(settings, TRACED)
 
 
-@pytest.mark.skipif(not (2, 13) <= torch.__version__ < (2, 14), reason="right on 2.11 and 2.15; 2.12, 2.14: not tried")
+@pytest.mark.skipif(not (2, 13) <= torch.__version__ < (2, 14), reason="of 2.11, 2.13, 2.15 only 2.13 fails")
 def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelism() -> None:
     """If this fails, or only torch 2.15 is supported, `must_recompute_outside` can be removed."""
     with pytest.raises(WorkerFailed, match="expected all tensors_saved_with_vc_check to be Tensors"):
