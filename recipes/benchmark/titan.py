@@ -5,25 +5,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchllm.adapt.trial import build_trial, synthetic_batches
+from torchllm.adapt.trial import synthetic_batches
 from torchllm.config import Config, Features
 from torchllm.config.errors import UserError
-from torchllm.metrics.meter import peak_flops
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime, compute_dtype
 
-from .tools import TableRow, Tables, Work, ratio_row, seconds_of, speed, take_turns, warmed_up
+from .step import compare_steps
+from .tools import Tables, Work
 
 if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
 """what torchtitan's model is made of"""
+RECOMPUTE = {"none": "none", "full": "full", "selective_half": "selective"}
+"""torchtitan's names of the modes that save the same, or as much"""
 NEVER = 1_000_000
 """steps between two lines of its log, which wait for the GPU"""
 NAME = "torchllm"
@@ -32,40 +33,13 @@ NAME = "torchllm"
 
 def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Time torchllm's step and torchtitan's, in turns. UserError if torchtitan cannot take the same step."""
-    device = runtime.device
-    settings = config.benchmark
-    problem = obstacle(config, device)
+    problem = obstacle(config, runtime.device)
     if problem:
         raise UserError(f"benchmark titan: {problem}")
-    mesh = build_mesh(config.parallel, device)
-    batches = synthetic_batches(config, mesh, device)
-
-    def build_library() -> Work:
-        take_step = build_trial(config, runtime, mesh).step
-        return partial(take_step, 1, batches)
-
-    def turn(work: Work) -> float:
-        """Return the median seconds of a few steps."""
-        runtime.barrier()
-        return median(seconds_of(work, settings.steps, device))
-
-    library = warmed_up(build_library, settings.warmup, device)
-    other = warmed_up(partial(torchtitan_step, config, runtime), settings.warmup, device)
-    library_seconds, other_seconds = take_turns(
-        [partial(turn, library.work), partial(turn, other.work)], settings.rounds
-    )
-
-    dtype = compute_dtype(config.training, device)
-    peak_of_one = peak_flops(device, dtype, runtime.ranks_on_node)
-    peak = None if peak_of_one is None else peak_of_one * runtime.world_size
-    rows: list[TableRow] = [
-        {"loop": "torchllm", **speed(config, median(library_seconds), peak), "peak_memory_gib": library.peak_gib},
-        {"loop": "torchtitan", **speed(config, median(other_seconds), peak), "peak_memory_gib": other.peak_gib},
-    ]
-    return {
-        "training step": rows,
-        "step time": [ratio_row("torchllm / torchtitan", library_seconds, other_seconds)],
-    }
+    mesh = build_mesh(config.parallel, runtime.device)
+    batches = synthetic_batches(config, mesh, runtime.device)
+    build_torchtitan = partial(torchtitan_step, config, runtime.local_rank)
+    return compare_steps(config, runtime, mesh, batches, "torchtitan", build_torchtitan).tables
 
 
 def obstacle(config: Config, device: torch.device) -> str:
@@ -86,8 +60,8 @@ def obstacle(config: Config, device: torch.device) -> str:
         'float8 and documents are not compared; set float8.recipe = "none" and data.document_mask = false': (
             config.float8.is_on or config.data.document_mask
         ),
-        'its selective recomputation saves other tensors; set recompute.mode to "none" or "full"': (
-            config.recompute.mode not in ("none", "full")
+        f"it has no such recomputation; set recompute.mode to one of {', '.join(RECOMPUTE)}": (
+            config.recompute.mode not in RECOMPUTE
         ),
     }
     return next((text for text, is_so in obstacles.items() if is_so), "")
@@ -105,14 +79,15 @@ def torchtitan_keys(config: Config) -> dict[str, Any]:
         "training.global_batch_size": training.global_batch_size,
         "training.max_norm": training.max_grad_norm,
         "compile.enable": config.compile.block is True,
-        "activation_checkpoint.mode": config.recompute.mode,
+        "activation_checkpoint.mode": RECOMPUTE[config.recompute.mode],
+        "activation_checkpoint.selective_ac_option": "op",
         "parallelism.data_parallel_replicate_degree": parallel.dp_replicate,
         "parallelism.data_parallel_shard_degree": parallel.dp_shard,
         "parallelism.tensor_parallel_degree": parallel.tp,
     }
 
 
-def torchtitan_step(config: Config, runtime: Runtime) -> Work:
+def torchtitan_step(config: Config, local_rank: int) -> Work:
     """Return a step of torchtitan's own trainer, with the model of the config and random tokens."""
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
@@ -132,7 +107,7 @@ def torchtitan_step(config: Config, runtime: Runtime) -> Work:
                 pp=1,
                 ep=1,
                 etp=1,
-                world_size=runtime.world_size,
+                world_size=config.parallel.ranks,
             )
 
     model = config.model
@@ -156,7 +131,7 @@ def torchtitan_step(config: Config, runtime: Runtime) -> Work:
         if not hasattr(getattr(job, section), name):
             raise UserError(f"benchmark titan: this torchtitan has no key {key}: pip install torchtitan==0.2.2")
         setattr(getattr(job, section), name, value)
-    os.environ.setdefault("LOCAL_RANK", str(runtime.local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     trainer = JoinedTrainer(job)
     data = trainer.batch_generator(random_batches(config))
 

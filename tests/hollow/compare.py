@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.hollow.bed import ROOT, Machine, environment
 from tests.hollow.launches import Report, measure
@@ -22,11 +22,6 @@ from tests.hollow.layouts import Arguments, Settings, as_arguments
 
 CONFIG = "train_configs/llama3_8b_8gpu.toml"
 SETTINGS: Settings = {"model.vocab": 128256, "training.loss_chunk": 0}
-TITAN_SETTINGS: dict[str, Any] = {
-    "model.flavor": "8B",
-    "training.seq_len": 8192,
-    "training.local_batch_size": 1,
-}
 VARIABLES = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 MACHINE = Machine(gib=160)  # eager steps without recomputation need more than 80 GiB with what the allocator keeps
 
@@ -40,13 +35,11 @@ class Case(NamedTuple):
     dp_replicate: int = 1
     dp_shard: int = 8
     tp: int = 1
-    titan_recompute: str = ""
-    """as torchtitan calls it; empty: the same"""
     batch: int = 8
     """sequences of the whole step"""
 
     def arguments(self) -> Arguments:
-        """Return the row's command line here."""
+        """Return the row's command line, of either."""
         keys = {
             "training.global_batch_size": self.batch,
             "recompute.mode": self.recompute,
@@ -59,18 +52,6 @@ class Case(NamedTuple):
         }
         return as_arguments(CONFIG, SETTINGS, keys)
 
-    def titan_settings(self) -> dict[str, Any]:
-        """Return the row's keys of torchtitan's config."""
-        return {
-            **TITAN_SETTINGS,
-            "compile.enable": self.compiled,
-            "activation_checkpoint.mode": self.titan_recompute or self.recompute,
-            "activation_checkpoint.selective_ac_option": "op",
-            "parallelism.data_parallel_replicate_degree": self.dp_replicate,
-            "parallelism.data_parallel_shard_degree": self.dp_shard,
-            "parallelism.tensor_parallel_degree": self.tp,
-        }
-
 
 CASES = (
     Case("FSDP 8", True, "none"),
@@ -78,7 +59,7 @@ CASES = (
     Case("FSDP 8, full", True, "full"),
     Case("HSDP 2 x 4", True, "none", dp_replicate=2, dp_shard=4),
     Case("tp 2 x FSDP 4", True, "none", dp_shard=4, tp=2, batch=4),
-    Case("FSDP 8, selective", True, "selective_half", titan_recompute="selective"),
+    Case("FSDP 8, selective", True, "selective_half"),
 )
 
 
@@ -97,8 +78,7 @@ def measure_titan(case: Case) -> Report:
     """Return the report of torchtitan's step. CalledProcessError if it fails."""
     with tempfile.TemporaryDirectory() as messages:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.hollow.titan_rank"],
-            input=json.dumps(case.titan_settings()),
+            [sys.executable, "-m", "tests.hollow.titan_rank", *case.arguments()],
             env={**environment(MACHINE, Path(messages)), **VARIABLES},
             cwd=ROOT,
             stdout=subprocess.PIPE,

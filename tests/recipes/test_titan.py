@@ -36,7 +36,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--parallel.pp=2"], "set parallel.pp and parallel.cp to 1"),
         (["--parallel.cp=2"], "set parallel.pp and parallel.cp to 1"),
         (["--data.document_mask=true"], "data.document_mask = false"),
-        (["--recompute.mode=selective"], "selective"),
+        (["--recompute.mode=selective_half"], ""),
+        (["--recompute.mode=selective"], "one of none, full, selective_half"),
     ],
 )
 def test_what_torchtitan_cannot_do_is_refused(overrides: list[str], said: str) -> None:
