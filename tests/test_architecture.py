@@ -34,10 +34,11 @@ ROOMS = [
     "start",
     "bug_report",
     "cli",
+    "__main__",
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
-TORCH_FREE = {"resources", "config", "spec", "planner", "preflight", "start", "bug_report", "cli"}
+TORCH_FREE = {"resources", "config", "spec", "planner", "preflight", "start", "bug_report", "cli", "__main__"}
 TORCH_FREE_MODULES = {"runtime.lease", "runtime.heartbeat"}
 """in rooms that import torch; a launcher imports them before it"""
 

@@ -1,6 +1,7 @@
 """The console command: what it starts, copies and refuses. tests/test_package.py runs it as installed."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "execvp", start)
     monkeypatch.delenv("PYTHON", raising=False)
     return tmp_path
+
+
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchllm", "--version"])
+    runpy.run_module("torchllm", run_name="__main__")
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def started(*arguments: str) -> tuple[str, ...]:

@@ -202,7 +202,8 @@ def test_planned_layouts_compile_what_they_allow(
     assert {(config.compile.block, config.compile.loss) for config in configs} == {(False, True)}
     configs = load_configs([str(ROOT / DEBUG), f"--parallel.layout={layout}", "--run.folder=a"])
     for config in configs:
-        obstacle = obstacle_to_compiled_blocks(config.parallel, config.recompute)
+        parallel = config.parallel
+        obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
         assert config.compile.block is (obstacle is None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torchllm.config import Config
-from torchllm.config.checks import obstacle_to_compiled_blocks
+from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
 from torchllm.config.errors import UserError
 from torchllm.config.load import Draft, finish, read_draft
 from torchllm.preflight import Inspection, inspect_trained_run, inspect_training
@@ -114,7 +114,7 @@ def can_compile(draft: Draft[Any]) -> bool:
 
 def resolve_compile(config: C, compiles: bool) -> C:
     """Return a config in which no key of [compile] is "auto". compiles: what `can_compile` returns."""
-    obstacle = obstacle_to_compiled_blocks(config.parallel, config.recompute)
+    obstacle = _obstacle_to_compiled_blocks(config)
     values: dict[str, bool] = dict.fromkeys(_auto_keys(config), compiles)
     if "block" in values and obstacle is not None:
         values["block"] = False
@@ -126,9 +126,14 @@ def _auto_keys(config: Config) -> list[str]:
     return [key for key in ("block", "loss") if getattr(config.compile, key) == "auto"]
 
 
+def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
+    parallel = config.parallel
+    return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+
+
 def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
     """Note that the layout leaves the blocks uncompiled, if it does and nobody has chosen that."""
-    obstacle = obstacle_to_compiled_blocks(draft.config.parallel, draft.config.recompute)
+    obstacle = _obstacle_to_compiled_blocks(draft.config)
     if draft.config.compile.block == "auto" and obstacle is not None:
         draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
 

@@ -15,7 +15,8 @@ from torchllm.config.schema import (
     Float8,
     Model,
     Parallel,
-    Recompute,
+    PipelineSchedule,
+    RecomputeMode,
     Run,
     gradient_accumulation,
 )
@@ -63,7 +64,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
     result = [*wrong_degrees, *_tensor_problems(config)]
-    obstacle = obstacle_to_compiled_blocks(parallel, config.recompute)
+    obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
     if config.compile.block is True and obstacle is not None:
         result.append(Problem("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
     if parallel.pp > 1:
@@ -314,16 +315,19 @@ BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
 """values of recompute.mode whose recomputation is inside the graph of a compiled block, and covers its attention"""
 
 
-def obstacle_to_compiled_blocks(parallel: Parallel, recompute: Recompute) -> Obstacle | None:
-    """Return what keeps torch from compiling the blocks of a layout; None if nothing does."""
-    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> Obstacle | None:
+    """Return what keeps torch from compiling the blocks of a layout; None if nothing does.
+
+    pp, schedule and cp are those of [parallel], mode is recompute.mode.
+    """
+    if pp > 1 and SCHEDULES[schedule].splits_backward:
         return Obstacle(
-            f"{parallel.schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
+            f"{schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
             "use 1F1B or Interleaved1F1B",
         )
-    if parallel.cp > 1 and recompute.mode in BLOCK_MODES:
+    if cp > 1 and mode in BLOCK_MODES:
         return Obstacle(
-            f"with recompute.mode = {recompute.mode!r} and cp, whose attention stays outside the graphs, torch "
+            f"with recompute.mode = {mode!r} and cp, whose attention stays outside the graphs, torch "
             "compiles none of a block",
             'use recompute.mode = "segment" (k = 1 is full) or "ffn"',
         )

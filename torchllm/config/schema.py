@@ -37,6 +37,7 @@ Degree = Annotated[int, Bound(at_least=1)]
 Positive = Annotated[float, Bound(over=0.0)]
 NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
+RecomputeMode = Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 Switch = Literal[True, False, "auto"]
 """auto: what is best for the machine and the layout of a run; where nothing resolves it, it means False"""
 
@@ -366,7 +367,7 @@ class Parallel:
 class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
-    mode: Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"] = "none"
+    mode: RecomputeMode = "none"
     """full: every block; segment: segments of k blocks, of which only the input is kept; every_k: one block in k; ffn:
     the feed-forward layers; selective: all but matrix products and attention; selective_half: all but attention and
     every second matrix product"""

@@ -103,6 +103,8 @@ def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
     said = divides_nowhere(of, search(of))
     assert said.startswith("no valid layout on 11 GPUs: ")
     assert search(replace(of, gpus=int(re.search(r"; (\d+) GPUs would work$", said)[1]))).best
+    alone = divides_nowhere(job(SMALL, gpus=2, batch=1), search(job(SMALL, gpus=2, batch=1)))
+    assert alone.endswith("; 1 GPU would work")
 
 
 def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:

@@ -223,7 +223,8 @@ def divides_nowhere(job: Job, found: Found) -> str:
     """Return why there is no layout at all, and the next smaller number of GPUs that has one."""
     reasons = "; ".join(reason for reason, _ in found.refused.most_common(3))
     fewer = (gpus for gpus in range(job.gpus - 1, 0, -1) if _has_layout(replace(job, gpus=gpus)))
-    return f"no valid layout on {job.gpus} GPUs: {reasons}; {next(fewer, 1)} GPUs would work"
+    fits = next(fewer, 1)
+    return f"no valid layout on {job.gpus} GPUs: {reasons}; {fits} {'GPU' if fits == 1 else 'GPUs'} would work"
 
 
 def _has_layout(job: Job) -> bool:

@@ -24,17 +24,23 @@ from torchllm.config import (
     Recompute,
     Training,
 )
-from torchllm.config.checks import BLOCK_MODES, FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
+from torchllm.config.checks import (
+    BLOCK_MODES,
+    FLOAT8_MULTIPLE,
+    obstacle_to_compiled_blocks,
+    takes_float8_tokens,
+    unfit_for_float8,
+)
+from torchllm.config.schema import RecomputeMode
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.software import Software
 
-Mode = Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
 UNEVEN_STAGES = 4
 """virtual stages up to which they need not cut the blocks evenly"""
@@ -52,7 +58,7 @@ class Layout(NamedTuple):
     virtual_stages: int = 0
     micro_batch_size: int = 1
     zero_stage: int = 3
-    recompute: Mode = "none"
+    recompute: RecomputeMode = "none"
     sequence_parallel: bool = False
     cp_method: ContextMethod = "ring"
 
@@ -136,10 +142,9 @@ class Job:
         return [value for value in values if self.fixed.get(key, value) == value]
 
     def compile_of(self, layout: Layout) -> Compile:
-        """Return what torch.compile compiles in this layout (`config.checks`): whole blocks, or what it else can."""
-        split_backward = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward
-        block = not split_backward and not (layout.cp > 1 and layout.recompute in BLOCK_MODES)
-        return self._compiled[block]
+        """Return what torch.compile compiles in this layout: whole blocks, or what it else can."""
+        obstacle = obstacle_to_compiled_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)
+        return self._compiled[obstacle is None]
 
     @property
     def _must_compile_blocks(self) -> bool:
@@ -301,7 +306,7 @@ class Job:
         keep = self.fixed.get("dp_replicate"), self.fixed.get("dp_shard")
         return [one for one in found if keep[0] in (None, one[0]) and keep[1] in (None, one[1])]
 
-    def modes(self, mesh: DegreeMesh) -> list[Mode]:
+    def modes(self, mesh: DegreeMesh) -> list[RecomputeMode]:
         """Return the possible modes of recomputation."""
         left = self.allowed("recompute", list(MODES))
         if mesh.cp > 1 and self._must_compile_blocks:
