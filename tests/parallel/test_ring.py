@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,7 +206,7 @@ def rounded_once(result: Tensor, exact: Tensor) -> bool:
 
 def test_the_parts_of_a_bfloat16_ring_are_merged_in_float32() -> None:
     kernel = RandomParts()
-    ring: Any = mock.Mock(rank=3, ranks=4, kernel=kernel)  # the last rank: every block has all queries
+    ring: Any = mock.Mock(rank=3, ranks=4, kernel=kernel, merge=merge)  # the last rank: every block has all queries
     q = torch.zeros(BATCH, HEADS, 12, WIDTH, dtype=torch.bfloat16)
     kv = torch.zeros(2, BATCH, KV, 12, WIDTH, dtype=torch.bfloat16)
     with mock.patch.object(torchllm.parallel.ring, "Exchange", Echo):
@@ -268,6 +269,29 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
     torch.testing.assert_close(attention.out, expected.out, rtol=0, atol=1e-14)
     torch.testing.assert_close(attention.lse, expected.lse, rtol=0, atol=1e-14)
     assert attention.lse.min() > UNSEEN / 2
+
+
+def test_a_compiled_merge_is_one_graph_for_all_sizes() -> None:
+    """It updates views of some rows, of as many as a step or a block of queries has."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(merge, backend="aot_eager_decomp_partition", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def random_part(length: int, dtype: torch.dtype) -> PartialAttention:
+        out = torch.randn(BATCH, length, HEADS, WIDTH, generator=generator).to(dtype).transpose(1, 2)
+        return PartialAttention(out, torch.randn(BATCH, HEADS, length, generator=generator))
+
+    merged = random_part(LENGTH, torch.float32)
+    expected = PartialAttention(*(x.clone() for x in merged))
+    for queries in (slice(0, 48), slice(24, 48), slice(0, 16), slice(16, 32), slice(40, 48)):
+        part = random_part(queries.stop - queries.start, torch.bfloat16)
+        compiled(merged.rows(queries), part)
+        merge(expected.rows(queries), part)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6)
+    graphs = counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    assert graphs == 3  # the first size, others, others with no row before them
 
 
 class Event(NamedTuple):

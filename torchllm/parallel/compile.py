@@ -3,6 +3,7 @@
 Nothing is sharded or sent. Blocks are compiled one by one: they are equal, so one compilation serves all of them and
 takes the time of one block however deep the model is. FSDP's hooks stay outside the graphs; the collectives of tensor
 parallelism are inside, and so is recomputation, except of whole segments and where `must_recompute_outside` says so.
+The cores of context parallelism are outside; of a ring's, which is not compiled as a whole, the merge is.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchllm.config import Compile, Model, Recompute
 from torchllm.models.decoder import Block, Decoder
 from torchllm.models.layers import RMSNorm
+from torchllm.parallel.ring import RingAttention
 
 
 def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = False) -> None:
@@ -23,6 +25,9 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
             if isinstance(module, RMSNorm):
                 module.kernel = torch.compile(module.kernel)
     if config.block is True:
+        for module in stage.modules():
+            if isinstance(module, RingAttention):
+                module.merge = torch.compile(module.merge)
         for name, block in list(stage.layers.items()):
             if recomputes_outside and not isinstance(block, Block):
                 (wrapped,) = (module for module in block.modules() if isinstance(module, Block))

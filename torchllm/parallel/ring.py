@@ -17,7 +17,7 @@ Results are merged in float32. Saved for the backward: this rank's q, k, v, out 
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class RingAttention(nn.Module):
         self.rank = mesh.get_local_rank()
         self.ranks = mesh.size()
         self.kernel = kernel
+        self.merge: Callable[[PartialAttention, PartialAttention], None] = merge
+        """`compile.py` compiles it"""
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
         """Gather the document ids: this rank's (B, S / n) -> every rank's (n, B, S / n)."""
@@ -152,7 +154,7 @@ def ring_forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAtte
                 rows.out.copy_(part.out)
                 rows.lse.copy_(part.lse)
             else:
-                merge(rows, part)
+                ring.merge(rows, part)
         if incoming is not None:
             source_kv = incoming.wait()
     return PartialAttention(attention.out.to(q.dtype), attention.lse)
@@ -206,8 +208,10 @@ def merge(into: PartialAttention, part: PartialAttention) -> None:
     """Make `into` the attention over both sets of keys, in place.
 
     Each out is weighted by its share of the sum of exp(scores). The share of `part` is
-    exp(lse of part - logaddexp(both lse)) = sigmoid(lse of part - lse of into): so written it takes five kernels.
+    exp(lse of part - logaddexp(both lse)) = sigmoid(lse of part - lse of into). Compiled it takes two kernels, for out
+    and for lse, which have different shapes, and six otherwise.
     """
     share = torch.sub(part.lse, into.lse).sigmoid_().unsqueeze(-1)
-    torch.logaddexp(into.lse, part.lse, out=into.lse)
+    lse = torch.logaddexp(into.lse, part.lse)
     into.out.lerp_(part.out.to(into.out.dtype), share)
+    into.lse.copy_(lse)  # not out=into.lse, a view at which a graph would break
