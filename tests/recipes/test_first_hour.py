@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from sweep.job import Overrides, resolve_layout
 
 from recipes.benchmark.first_hour import (
     FAILED,
@@ -26,7 +28,7 @@ from recipes.benchmark.first_hour import (
     write_records,
 )
 from recipes.benchmark.first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from recipes.benchmark.first_hour_stages import STAGES, FirstHourStage
+from recipes.benchmark.first_hour_stages import SHOWN, STAGES, FirstHourStage, measure_layouts, measure_memory
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config.errors import UserError
 
@@ -56,7 +58,18 @@ HEALTHY: dict[str, Figures] = {
             {"dtype": "bfloat16", "matrix": "up_proj", "share_of_peak": 0.79},
         ]
     },
-    "memory": {"memory": [{"recompute": "full", "status": "ok", "peak_gib": 26.5, "dry_run_gib": 26.0, "note": ""}]},
+    "memory": {
+        "memory": [
+            {
+                "recompute": "full",
+                "status": "ok",
+                "peak_gib": 26.5,
+                "hollow_gib": 26.6,
+                "dry_run_gib": 26.0,
+                "note": "",
+            }
+        ]
+    },
     "layouts": {
         "layouts": [
             {"layout": "--recompute.mode=full", "status": "ok", "note": ""},
@@ -100,7 +113,8 @@ FAULTS = [
     ("resume", set_at("at once", to=[0.0, 0.0, 0.0]), "nothing was trained"),
     ("step", set_at("step time, ranks 8", 0, "ratio", to=1.05), "0.952 of the bare loop's speed"),
     ("matmul", set_at("matrix products", 2, "share_of_peak", to=0.3), "60% of the data sheet's"),
-    ("memory", set_at("memory", 0, "peak_gib", to=29.0), "the peak is 29.0 GiB, the dry run says 26.0"),
+    ("memory", set_at("memory", 0, "peak_gib", to=28.0), "the peak is 28.0 GiB, on the hollow GPU it is 26.6: over 5%"),
+    ("memory", set_at("memory", 0, "dry_run_gib", to=24.0), "the peak is 26.5 GiB, the dry run says 24.0: over 8%"),
     ("memory", set_at("memory", 0, "peak_gib", to=None), "recompute full: ok"),
     ("layouts", set_at("layouts", 0, "status", to="crash"), "--recompute.mode=full: crash"),
     ("layouts", set_at("layouts", to=[{"status": "oom"}]), "no layout has trained"),
@@ -127,6 +141,23 @@ def test_a_planted_fault_is_seen(name: str, plant: Callable[[Figures], None], sa
 
 def test_every_stage_has_a_fault() -> None:
     assert {name for name, _, _ in FAULTS} == STAGE.keys()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_every_layout_that_a_node_measures_is_valid(gpus: int, tmp_path: Path) -> None:
+    jobs = Jobs(H100._replace(gpus=H100.gpus[:gpus]), DEBUG, tmp_path / "jobs", deadline=0)
+
+    def check(config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
+        resolved = resolve_layout(config, overrides, ranks)
+        return dict.fromkeys(SHOWN, "") | {"layout": " ".join(overrides), "note": resolved.problem}
+
+    with (
+        mock.patch.object(jobs, "measure", check),
+        mock.patch.object(jobs, "dry_run", return_value={"kinds": [{"peak": 1}]}),
+    ):
+        rows = measure_layouts(jobs)["layouts"] + [dict(row) for row in measure_memory(jobs)["memory"]]
+    assert len(rows) >= 10
+    assert [row for row in rows if row["note"]] == []
 
 
 def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> FirstHourStage:
@@ -189,8 +220,8 @@ def test_the_page_has_every_figure() -> None:
     assert "8 x NVIDIA H100 80GB HBM3, driver 580.65, torch 2.13.0, CUDA 13.0, 2026-11-22" in page
     assert "| losses | Does this device train the model that a CPU trains? | as it should be |" in page
     assert "bfloat16: 5.77, 5.1, 4.4" in page
-    assert "| recompute | status | peak_gib | dry_run_gib |" in page
-    assert "| full | ok | 26.5 | 26 |" in page
+    assert "| recompute | status | peak_gib | hollow_gib | dry_run_gib |" in page
+    assert "| full | ok | 26.5 | 26.6 | 26 |" in page
 
 
 def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
