@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -231,9 +232,8 @@ def average_fork(tmp_path: Path) -> Path:
 
 def train_on_rank(file: Path, arguments: list[str], port: int) -> None:
     """Run a recipe on a warm rank."""
-    sys.argv[0] = str(file)
     module = load_file("a_recipe", file)
-    with rank_of_torchrun(port):
+    with mock.patch.object(sys, "argv", [str(file)]), rank_of_torchrun(port):
         module.main(*load_configs(arguments, getattr(module, "MyConfig", Config)))
 
 

@@ -1,5 +1,6 @@
 """Varlen attention within documents: a reference of the same signature as torch's kernel, which needs a GPU."""
 
+import inspect
 import sys
 import types
 from typing import Any
@@ -21,6 +22,8 @@ from torchllm.models.varlen_attention import document_offsets, find_documents, t
 from torchllm.runtime import torch_compat
 
 CPU = torch.device("cpu")
+ANNOUNCES_GROUPS = "enable_gqa" in inspect.signature(torch_compat.varlen_attn).parameters
+"""whether torch's kernel must be told of groups of query heads; that of torch 2.11 takes them as they are"""
 
 
 def reference_varlen(
@@ -39,7 +42,7 @@ def reference_varlen(
     assert window_size == (-1, 0), "causal"
     assert cu_seq_q.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert enable_gqa == (ANNOUNCES_GROUPS and query.shape[1] != key.shape[1])
     out = torch.full_like(query, torch.nan)  # a token outside all sequences gets no result
     eager = EagerAttention()
     begin = 0
