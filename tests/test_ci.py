@@ -1,6 +1,8 @@
-"""The exit status of `.ci/run`, with stand-ins for the programs that it calls."""
+"""The exit status of `.ci/run`, with stand-ins for the programs that it calls; the tests that `.ci/sample` names."""
 
 import os
+import re
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,42 +12,63 @@ import pytest
 from tests.tiny_run import ROOT
 
 PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then echo "Python 3.11"; exit; fi
 mkdir -p "$3/bin"  # python3 -m venv FOLDER
 touch "$3/bin/activate"
+ln -s "$(type -P pip)" "$3/bin/pip"
 """
 PYTEST = """#!/usr/bin/env bash
 echo "pytest $*"
 case "$*" in *"$FAILS"*) exit 1 ;; esac
 """
+HANGS_IN_PLANNER = """#!/usr/bin/env bash
+case "$*" in
+    *tests/planner*) touch hangs && sleep 600 ;;
+    *tests/faults*) until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
+esac
+"""
 NOTHING = "#!/usr/bin/env bash\n"
 
-PARTS = {"one process": "tests/planner", "waiting": "tests/runtime", "the rest": "--ignore="}
+PARTS = {
+    "one process": "tests/planner",
+    "newest torch": "tests/optim/test_optimizer.py",
+    "waiting": "tests/faults",
+    "the rest": "--ignore=",
+}
 """part of the suite -> what only its command line has"""
 
 
-def run_ci(folder: Path, fails: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of `.ci/run` whose `pytest` fails where its arguments have `fails` in them."""
+def run_ci(
+    folder: Path, fails: str = "no such argument", pytest_program: str = PYTEST, open_file: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Run a copy of `.ci/run` whose `pytest` fails where its arguments have `fails` in them.
+
+    Every process that it starts inherits `open_file`, a file descriptor.
+    """
     programs = folder / "programs"
     programs.mkdir()
     for name in ("pip", "ruff", "mypy"):
         (programs / name).write_text(NOTHING)
     (programs / "python3").write_text(PYTHON)
-    (programs / "pytest").write_text(PYTEST)
+    (programs / "pytest").write_text(pytest_program)
     for program in programs.iterdir():
         program.chmod(0o755)
     (folder / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
+    for name in ("run", "sample", "versions"):
+        shutil.copy(ROOT / ".ci" / name, folder / ".ci" / name)
     (folder / "temporary").mkdir()
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "TMPDIR": str(folder / "temporary"),
         "FAILS": fails,
     }
-    return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", ".ci/run"], cwd=folder, env=environment, capture_output=True, text=True, pass_fds=[open_file]
+    )
 
 
 def test_a_run_whose_tests_pass_ends_with_status_0(tmp_path: Path) -> None:
-    result = run_ci(tmp_path, fails="no such argument")
+    result = run_ci(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("pytest ") == len(PARTS)
     assert not list((tmp_path / "temporary").iterdir()), "the environment stays"
@@ -56,3 +79,29 @@ def test_a_failure_in_any_part_is_the_exit_status(tmp_path: Path, part: str) -> 
     result = run_ci(tmp_path, fails=PARTS[part])
     assert result.returncode == 1
     assert result.stdout.count("pytest ") == len(PARTS), "a failure hides the parts after it"
+
+
+def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    assert run_ci(tmp_path, pytest_program=HANGS_IN_PLANNER, open_file=write_end).returncode != 0
+    os.close(write_end)
+    ended, _, _ = select.select([read_end], [], [], 10.0)  # once no process has the other end
+    os.close(read_end)
+    assert ended
+
+
+def test_the_newest_torch_is_the_bound() -> None:
+    newest = re.search(r"^newest=2\.(\d+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    bound = re.search(r'"torch>=2\.11,<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert newest
+    assert bound
+    assert int(newest[1]) + 1 == int(bound[1])
+
+
+def test_the_sample_names_tests_that_exist() -> None:
+    tests = [line for line in (ROOT / ".ci/sample").read_text().splitlines() if line.startswith("tests/")]
+    assert tests
+    for test in tests:
+        path, _, name = test.partition("::")
+        function = name.split("[")[0]
+        assert f"def {function}" in (ROOT / path).read_text(), test
