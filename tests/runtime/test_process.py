@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +148,7 @@ class Alone(NamedTuple):
     rank: int
     world_size: int
     collects_garbage: bool
+    unfreezes_at_exit: bool
     probe_exists: bool
 
 
@@ -155,9 +157,11 @@ def start_without_torchrun(run: Run) -> Alone:
     os.environ["MASTER_ADDR"] = "of something else"
     try:
         with process_as_it_was():
-            runtime = start_runtime(run)
+            with mock.patch("atexit.register") as register:
+                runtime = start_runtime(run)
+            unfreezes_at_exit = mock.call(gc.unfreeze) in register.mock_calls
             probe = runtime.folder / ".shared"
-            alone = Alone(runtime.rank, runtime.world_size, gc.isenabled(), probe.exists())
+            alone = Alone(runtime.rank, runtime.world_size, gc.isenabled(), unfreezes_at_exit, probe.exists())
             runtime.close()
             return alone
     finally:
@@ -166,7 +170,7 @@ def start_without_torchrun(run: Run) -> Alone:
 
 def test_a_process_alone_is_rank_0_of_1(tmp_path: Path) -> None:
     run = Run(folder=str(tmp_path / "new" / "run"), device="cpu")
-    alone = Alone(rank=0, world_size=1, collects_garbage=False, probe_exists=False)
+    alone = Alone(rank=0, world_size=1, collects_garbage=False, unfreezes_at_exit=True, probe_exists=False)
     assert workers.run(start_without_torchrun, 1, run) == [alone]
 
 

@@ -402,6 +402,7 @@ def _set_torch_up(run: Run, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
     if run.collect_garbage_interval:
         gc.disable()  # Runtime.collect_garbage does it, at the same step on all ranks
+        atexit.register(gc.unfreeze)  # what stays frozen is never freed, and torch 2.15's Triton prints it as leaked
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
