@@ -44,6 +44,7 @@ def test_one_gpu_trains_evaluates_saves_and_generates(tmp_path: Path) -> None:
     assert logged_steps(tmp_path / "run") == [1, 2, 3, 4]
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
     assert "attention: torch's flash kernel" in printed
+    assert "checkpoints are written in the background: checkpoint.asynchronous is auto" in printed
 
 
 def test_a_run_resumes(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        ["--parallel.zero_stage=3", "--checkpoint.asynchronous=true"],
+        ["--parallel.zero_stage=3", "--checkpoint.asynchronous=false"],
         ["--parallel.tp=2", "--parallel.sequence_parallel=true"],
         ["--parallel.cp=2"],
         ["--parallel.cp=2", "--parallel.cp_method=ulysses", "--data.document_mask=true"],

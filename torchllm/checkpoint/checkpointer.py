@@ -36,6 +36,7 @@ from torchllm.checkpoint.agreement import (
     rank_of,
     size_of,
 )
+from torchllm.checkpoint.background import saves_in_background
 from torchllm.checkpoint.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
@@ -98,7 +99,7 @@ class Checkpointer:
         """of the longest save that was reported as too long for a scheduler's usual patience"""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        if settings.asynchronous:
+        if saves_in_background(settings.asynchronous, self._parts(), host_group):
             # If training used the same group, it and a save in the background would wait for each other.
             if host_group is not None:
                 self._group = self._own_group = dist.new_group(backend="gloo", group_desc=SAVES_IN_BACKGROUND)

@@ -39,7 +39,7 @@ NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
 RecomputeMode = Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 Switch = Literal[True, False, "auto"]
-"""auto: what `torchllm.start` finds best for the machine and the layout of a run; unresolved, it means False"""
+"""auto: what is best for the machine and the layout of a run; where nothing resolves it, it means False"""
 
 
 @dataclass(frozen=True)
@@ -422,8 +422,9 @@ class Checkpoint:
     """newest verified checkpoints that are kept, and the newest that is proven to be good; 0: all"""
     keep_every: Natural = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
-    asynchronous: bool = False
-    """write in the background while training goes on; needs host memory for a copy of the rank's state"""
+    asynchronous: Switch = "auto"
+    """write in the background while training goes on; needs host memory for a copy of the rank's state; auto: on GPUs,
+    if half of the host's available memory holds the copies"""
 
 
 @dataclass(frozen=True)

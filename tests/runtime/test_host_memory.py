@@ -1,0 +1,87 @@
+"""Host memory per rank, from files as Linux writes them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchllm.runtime.host_memory import host_memory_per_rank
+
+GIB = 2**30
+AVAILABLE = 100
+"""GiB that /proc/meminfo says are available"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    write(tmp_path / "proc/meminfo", f"MemTotal: 1 kB\nMemAvailable:   {AVAILABLE * 2**20} kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/job/step\n")
+    return tmp_path
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def limit(group: Path, limit: str, used: int, stat: str = "") -> None:
+    """Write a control group of version 2; limit: bytes or max, used: bytes."""
+    write(group / "memory.max", limit)
+    write(group / "memory.current", str(used))
+    write(group / "memory.stat", stat)
+
+
+def test_without_limits_it_is_what_the_host_has(root: Path) -> None:
+    assert host_memory_per_rank(root) == AVAILABLE * GIB
+
+
+def test_the_ranks_of_a_node_share_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert host_memory_per_rank(root) == AVAILABLE * GIB // 8
+
+
+def test_an_unlimited_group_is_no_limit(root: Path) -> None:
+    limit(root / "sys/fs/cgroup/job", "max", used=3)
+    assert host_memory_per_rank(root) == AVAILABLE * GIB
+
+
+@pytest.mark.parametrize("group", ["job/step", "job", ""], ids=["own", "above", "of the container"])
+def test_the_limit_of_any_group_above_counts(root: Path, group: str) -> None:
+    limit(root / "sys/fs/cgroup/job/step", str(60 * GIB), used=0)
+    limit(root / "sys/fs/cgroup" / group, str(50 * GIB), used=30 * GIB)
+    assert host_memory_per_rank(root) == 20 * GIB
+
+
+def test_the_container_does_not_see_the_hosts_folders(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/../../kubepods/pod7\n")
+    limit(root / "sys/fs/cgroup", str(50 * GIB), used=30 * GIB)
+    assert host_memory_per_rank(root) == 20 * GIB
+
+
+def test_cached_files_can_be_given_up(root: Path) -> None:
+    limit(root / "sys/fs/cgroup/job", str(50 * GIB), used=30 * GIB, stat=f"anon 1\ninactive_file {8 * GIB}\n")
+    assert host_memory_per_rank(root) == 28 * GIB
+
+
+def test_a_group_over_its_limit_has_nothing_left(root: Path) -> None:
+    limit(root / "sys/fs/cgroup/job", str(50 * GIB), used=51 * GIB)
+    assert host_memory_per_rank(root) == 0
+
+
+def test_version_1_has_other_names(root: Path) -> None:
+    write(root / "proc/self/cgroup", "9:cpu,cpuacct:/other\n4:memory:/slurm/job_7\n0::/\n")
+    group = root / "sys/fs/cgroup/memory/slurm/job_7"
+    write(group / "memory.limit_in_bytes", str(50 * GIB))
+    write(group / "memory.usage_in_bytes", str(30 * GIB))
+    write(group / "memory.stat", f"inactive_file 0\ntotal_inactive_file {8 * GIB}\n")
+    assert host_memory_per_rank(root) == 28 * GIB
+
+
+def test_without_linux_it_is_unknown(tmp_path: Path) -> None:
+    assert host_memory_per_rank(tmp_path) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is available")
+def test_this_machine_has_some() -> None:
+    assert host_memory_per_rank() > 2**20

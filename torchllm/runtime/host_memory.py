@@ -1,0 +1,88 @@
+"""How much memory of the host a rank may still take, by Linux and by the limits of its container or batch job."""
+
+import os
+from pathlib import Path
+
+CONTROL_GROUPS = "sys/fs/cgroup"
+"""where Linux shows the limits of groups of processes: Slurm and Kubernetes limit a job's memory by them"""
+
+
+def host_memory_per_rank(root: Path = Path("/")) -> int:
+    """Return the bytes of host memory that are available to each rank of this node; 0 where Linux does not say.
+
+    All ranks of the node are taken to share what this one sees, though it may have a control group of its own.
+    root: the root of the file system, another one in tests.
+    """
+    available = _available_on_host(root)
+    for group in _control_groups(root):
+        left = _left_of_limit(group)
+        if left is not None:
+            available = min(available, left)
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _available_on_host(root: Path) -> int:
+    """Return MemAvailable: what can be taken without swapping, files that are only cached included; 0: unknown."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return 0
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """Return the folders of this process's control groups that can limit memory: its own and all above it.
+
+    In a container the path that Linux gives may be the host's, which is not seen there; the root is seen, and is the
+    container's own group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top = root / CONTROL_GROUPS
+        elif "memory" in controllers.split(","):  # version 1
+            top = root / CONTROL_GROUPS / "memory"
+        else:
+            continue
+        own = top / path.lstrip("/")
+        groups += [folder for folder in (own, *own.parents) if folder == top or top in folder.parents]
+    return groups
+
+
+def _left_of_limit(group: Path) -> int | None:
+    """Return the bytes that a control group may still take; None if it has no limit."""
+    limit = _read_bytes(group / "memory.max", group / "memory.limit_in_bytes")
+    used = _read_bytes(group / "memory.current", group / "memory.usage_in_bytes")
+    if limit is None or used is None:
+        return None
+    return max(0, limit - used + _cached_files(group))
+
+
+def _read_bytes(*files: Path) -> int | None:
+    """Return the number in the first of the files that exists; None if none does, or it says "max"."""
+    for file in files:
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        return None if text == "max" else int(text)
+    return None
+
+
+def _cached_files(group: Path) -> int:
+    """Return the bytes of files that are only cached and not in use: they count as used, but Linux gives them up."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split() for line in lines)
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
