@@ -13,6 +13,11 @@ CONTEXT = (
     "tests/parallel/test_context.py::test_the_kernel_of_a_gpu_is_checked_in_the_type_of_the_run",
     "tests/parallel/test_context.py::test_selective_recomputation_sends_nothing_again",
 )
+FLOAT8 = (
+    "tests/parallel/test_float8.py::test_rowwise_adds_no_error_to_that_of_one_process",
+    "tests/parallel/test_float8.py::test_tensor_parallel_weights_are_gathered_in_16_bits",
+)
+"""tests of float8 layers that tensor parallelism cuts"""
 
 FURTHER_TESTS: dict[str, tuple[str, ...]] = {
     "torchllm/parallel/attention_kernels.py": ("tests/parallel/test_ring.py",),
@@ -21,12 +26,12 @@ FURTHER_TESTS: dict[str, tuple[str, ...]] = {
     "torchllm/parallel/fsdp.py": ("tests/parallel/test_pipeline.py", *LAYOUTS),
     "torchllm/parallel/kernel_check.py": ("tests/parallel/test_attention_kernels.py",),
     "torchllm/parallel/mesh.py": ("tests/metrics/test_breakdown.py", "tests/adapt/test_rebuild.py", *LAYOUTS),
-    "torchllm/parallel/parallelize.py": ("tests/parallel/test_fsdp.py", *CONTEXT, *LAYOUTS),
+    "torchllm/parallel/parallelize.py": ("tests/parallel/test_fsdp.py", *CONTEXT, *LAYOUTS, *FLOAT8),
     "torchllm/parallel/pipeline.py": ("tests/optim/test_grad_norm.py", *LAYOUTS),
     "torchllm/parallel/recompute.py": CONTEXT,
     "torchllm/parallel/ring.py": CONTEXT,
     "torchllm/parallel/saved_results.py": CONTEXT,
-    "torchllm/parallel/tensor.py": LAYOUTS,
+    "torchllm/parallel/tensor.py": (*LAYOUTS, *FLOAT8),
     "torchllm/parallel/weight_gradients.py": LAYOUTS,
     "torchllm/optim/grad_norm.py": ("tests/parallel/test_pipeline.py::test_tied_embeddings_on_two_stages", *LAYOUTS),
     "torchllm/optim/optimizer.py": ("tests/checkpoint/test_checkpointer.py", *LAYOUTS),

@@ -243,6 +243,8 @@ def cores() -> None:
         assert isinstance(ring.self_attn.core, RingAttention)
         assert isinstance(ulysses.self_attn.core, UlyssesAttention)
         assert isinstance(ulysses.self_attn.core.core, ScaledDotProductAttention)
+    core = mock.Mock(mask=lambda document_ids: "its mask")  # of a fork: not None, even without documents
+    assert UlyssesAttention(mesh, core).mask(None) == "its mask"
 
 
 # Defects put in on purpose: parity must fail with each.

@@ -1,12 +1,14 @@
 """One step's forwards and backwards, plain and pipelined: their results, gradients and messages."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parallel.trace import Collective, traced
@@ -186,6 +188,17 @@ def test_tied_embeddings_on_two_stages_sharded_both_ways() -> None:
     check({**PP2, **TIED, "parallel.dp_shard": 2, "parallel.tp": 2, "model.vocab": 97}, ragged=True)
 
 
+def test_without_a_pipeline_the_step_is_the_plain_one() -> None:
+    assert run(kind_of_step, 1, {"model.layers": 1}) == ["OneStage"]
+
+
+def kind_of_step(settings: Settings) -> str:
+    config = tiny(settings)
+    mesh, stages = build(config)
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    return type(step).__name__
+
+
 class PipelinedSteps(NamedTuple):
     """Two steps on one rank without a reset of the gradients, and forwards alone in between."""
 
@@ -199,10 +212,22 @@ class PipelinedSteps(NamedTuple):
     """of forwards alone, by micro batch"""
 
 
+@contextlib.contextmanager
+def checks_of_torch() -> Iterator[None]:
+    """Make torch compare all tensors between stages with the examples that the stages built in the context give it."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
+
+
 def two_pipelined_steps(settings: Settings) -> PipelinedSteps:
     config = tiny(settings)
     mesh, stages = build(config)
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    with checks_of_torch():
+        step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=True)
     loss = step(batches, torch.tensor(SCALE))
     once = whole_gradients(stages)

@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 
 from tests.parity import Settings, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
+from torchllm.metrics.breakdown import PHASES
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
 from torchllm.optim.grad_norm import gradients
@@ -23,6 +25,7 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.runtime.phase import PREFIX
 from torchllm.train.step import Health, StepResult, TrainStep, read_health
 
 CPU = torch.device("cpu")
@@ -307,6 +310,21 @@ def masked_pairs() -> tuple[int, int]:
 def test_pairs_are_those_that_the_masks_leave() -> None:
     ((counted, visible),) = run(masked_pairs, 1)
     assert counted == visible
+
+
+def parts_of_a_step() -> set[str]:
+    """Return the names that one step gives its parts."""
+    rig = Rig({})
+    batches = rig.batches(1)
+    with profile() as profiler:
+        rig.step(1, batches)
+    return {event.name for event in profiler.events() if event.name.startswith(PREFIX)}
+
+
+def test_the_breakdown_knows_the_parts_of_a_step() -> None:
+    (parts,) = run(parts_of_a_step, 1)
+    assert parts == {PREFIX + "forward_backward", PREFIX + "optimizer"}
+    assert parts <= {PREFIX + phase for phase in PHASES}
 
 
 def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResult:
