@@ -18,8 +18,9 @@ from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.inert import idle_keys
 from torchllm.planner.evidence.rows import measurement_of
-from torchllm.planner.search.auto import cluster_with_gpu, device, planned
+from torchllm.planner.search.auto import cluster_with_gpu, planned
 from torchllm.resources import resource
+from torchllm.runtime.compiler import first_gpu
 from torchllm.start import load_configs
 
 Overrides = tuple[str, ...]
@@ -103,7 +104,7 @@ def resolve_layout(config: str, overrides: Overrides, processes: int) -> Resolve
 
 def layout_cells(config: Config, processes: int) -> dict[str, str]:
     """Return the cells that describe a layout on this machine."""
-    gpu = device()
+    gpu = first_gpu()
     cells = measurement_of(config, processes)
     cells["gpu"] = gpu or "CPU"
     if gpu:

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from torchllm.runtime import compiler
-from torchllm.runtime.compiler import count_gpus, lack_of_gpu_compiler
+from torchllm.runtime.compiler import count_gpus, first_gpu, lack_of_gpu_compiler
 
 DRIVER = """
+#include <string.h>
 int cuInit(unsigned flags) { return INIT; }
 int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+int cuDeviceGetName(char *name, int length, int gpu) { strncpy(name, "NVIDIA H100", length); return gpu; }
 """
 
 
@@ -50,15 +52,17 @@ def test_the_headers_are_missing(complete: Path) -> None:
     assert lack_of_gpu_compiler() == f"Python's headers are not installed ({complete / 'Python.h'})"
 
 
-def test_gpus_are_counted_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_and_named_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CUDA_DRIVER", "no_such_driver.so")
     assert count_gpus() == 0
+    assert first_gpu() == ""
     if shutil.which("gcc") is None:
         pytest.skip("needs a C compiler")
     (tmp_path / "driver.c").write_text(DRIVER)
-    for init, gpus in ((0, 3), (100, 0)):  # CUDA_ERROR_NO_DEVICE
+    for init, gpus, name in ((0, 3, "NVIDIA H100"), (100, 0, "")):  # CUDA_ERROR_NO_DEVICE
         library = tmp_path / f"libcuda{init}.so"
         command = ["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", str(library), str(tmp_path / "driver.c")]
         subprocess.run(command, check=True)
         monkeypatch.setattr(compiler, "CUDA_DRIVER", str(library))
         assert count_gpus() == gpus
+        assert first_gpu() == name

@@ -1,4 +1,4 @@
-"""Find out, without torch, whether torch can compile for the GPUs of this machine.
+"""Find out, without torch, which GPUs this machine has and whether torch can compile for them.
 
 Kernels for a GPU are written in Triton, which builds a small library with a C compiler when it first launches one.
 """
@@ -31,11 +31,26 @@ def lack_of_gpu_compiler() -> str:
 
 def count_gpus() -> int:
     """Return how many GPUs CUDA's driver gives to this process; 0 without a driver."""
+    driver = _driver()
+    count = ctypes.c_int()
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def first_gpu() -> str:
+    """Return the driver's name of the first GPU that it gives to this process; empty if there is none."""
+    driver = _driver()
+    name = ctypes.create_string_buffer(256)
+    if driver is None or driver.cuDeviceGetName(name, len(name), 0) != 0:
+        return ""
+    return name.value.decode()
+
+
+def _driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver, ready to be asked; None where there is none or it finds no GPU."""
     try:
         driver = ctypes.CDLL(CUDA_DRIVER)
     except OSError:
-        return 0
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return None
+    return driver if driver.cuInit(0) == 0 else None
