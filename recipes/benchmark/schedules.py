@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchllm.config import Parallel, PipelineSchedule
 from torchllm.config.errors import UserError
 from torchllm.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
 from torchllm.runtime.process import Runtime
+from torchllm.runtime.torch_compat import ConnectedStage
 from torchllm.spec.schedules import orders
 from torchllm.spec.stages import stage_of_rank
 
@@ -204,10 +204,10 @@ def stepper(case: ScheduleCase, runtime: Runtime) -> Callable[[], float]:
     return step
 
 
-def pipeline_stage(sleeper: Sleeper, number: int, count: int, runtime: Runtime) -> PipelineStage:
+def pipeline_stage(sleeper: Sleeper, number: int, count: int, runtime: Runtime) -> ConnectedStage:
     """Return stage `number` of `count`, with static shapes: torch would run a forward to find them."""
     example = torch.zeros(1, WIDTH, requires_grad=True)
-    return PipelineStage(
+    return ConnectedStage(
         sleeper,
         number,
         count,
