@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -142,8 +143,11 @@ class StepProfiler:
         """the step that has just ended, if it was profiled and its parts are known"""
         self.has_told_of_missing_events = False
         if interval or (traces is not None and traces.steps):
-            with profile(activities=self.activities) as first:  # the first profile of a process takes a second to start
-                pass
+            with warnings.catch_warnings():
+                # torch 2.11 warns once per process, whatever the profile
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+                with profile(activities=self.activities) as first:  # a process's first profile takes a second to start
+                    pass
             break_profile_cycle(first)
 
     @contextmanager
