@@ -26,7 +26,7 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
-from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flops_per_token
+from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flops_per_token, recomputes_logits
 
 Work = Callable[[], object]
 TableRow = dict[str, str | int | float | None]
@@ -211,7 +211,8 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
     length = training.sequence_length
     tokens_per_second = training.global_batch_size * length / seconds
     model_flops = flops_per_token(config.model, length)
-    recomputed = recomputed_flops_per_token(config.model, config.recompute, length, training.loss_chunk)
+    has_logits_again = recomputes_logits(training, config.parallel)
+    recomputed = recomputed_flops_per_token(config.model, config.recompute, length, has_logits_again)
     return {
         "step_ms": seconds * 1e3,
         "tokens_per_second": tokens_per_second,

@@ -1,11 +1,16 @@
 """The head: sums of losses, ignored labels, chunks that change nothing but memory."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchllm.config import Model
+from torchllm.config import Model, Parallel, Training
 from torchllm.models.head import IGNORED, Head, cross_entropy_sum
+from torchllm.spec.flops import recomputes_logits
 
 MODEL = Model(hidden=16, heads=2, vocab=37)
 TOKENS = 22  # of two sequences
@@ -66,32 +71,113 @@ def test_no_targets_give_no_loss_and_no_gradient(chunk: int) -> None:
         assert torch.equal(value, torch.zeros_like(value))  # zero, not nan
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-def test_at_most_a_chunk_of_logits_exists_and_none_is_saved(chunk: int) -> None:
-    module = head(chunk)
-    hidden, labels = hidden_and_labels()
-    rows: list[int] = []
-    saved: list[tuple[int, ...]] = []
+class LogitsOfChunks:
+    """A cross entropy that notes the sizes of the logits it gets, and that those of the chunks before are freed."""
 
-    def recording(logits: Tensor, targets: Tensor) -> Tensor:
-        rows.append(len(logits))
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.storages: list[weakref.ref[Any]] = []
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        assert not self.exist()
+        self.rows.append(len(logits))
+        self.storages.append(weakref.ref(logits.untyped_storage()))
         return cross_entropy_sum(logits, targets)
+
+    def exist(self) -> bool:
+        """Return whether some of the logits still exist."""
+        return any(storage() is not None for storage in self.storages)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_at_most_a_chunk_of_logits_exists_and_none_is_saved(recomputes: bool) -> None:
+    module = head(7)
+    module.recomputes_logits = recomputes
+    module.cross_entropy = logits = LogitsOfChunks()
+    hidden, labels = hidden_and_labels()
+    loss = module(hidden.requires_grad_(), labels)
+    assert not logits.exist()
+    assert logits.rows == [7, 7, 7, 1]
+    loss.backward()
+    assert logits.rows[4:] == ([1, 7, 7, 7] if recomputes else [])
+
+
+def test_without_chunks_what_the_loss_makes_of_all_logits_is_saved() -> None:
+    module = head(0)
+    hidden, labels = hidden_and_labels()
+    saved: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tuple(tensor.shape))
         return tensor
 
-    module.cross_entropy = recording
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = module(hidden.requires_grad_(), labels)
-    loss.backward()
-    saved_logits = [shape for shape in saved if shape[-1:] == (MODEL.vocab,)]
-    if chunk:
-        assert sorted(rows) == [1, 1, 7, 7, 7, 7, 7, 7]  # each chunk twice: again in the backward pass
-        assert saved_logits == []
-    else:
-        assert rows == [TOKENS]
-        assert (TOKENS, MODEL.vocab) in saved_logits
+        module(hidden.requires_grad_(), labels)
+    assert (TOKENS, MODEL.vocab) in saved
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm.out)
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation in PRODUCTS
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recomputes", "products"), [(False, 3 * 4), (True, 4 * 4)])
+def test_a_chunk_takes_three_products_and_four_with_recomputation(recomputes: bool, products: int) -> None:
+    module = head(7)
+    module.recomputes_logits = recomputes
+    hidden, labels = hidden_and_labels()
+    with ProductCounter() as counter:
+        module(hidden.requires_grad_(), labels).backward()
+    assert counter.count == products
+
+
+def test_without_gradients_a_chunk_takes_one_product() -> None:
+    module = head(7)
+    hidden, labels = hidden_and_labels()
+    with torch.no_grad(), ProductCounter() as counter:
+        module(hidden, labels)
+    assert counter.count == 4
+
+
+def test_gradients_in_the_forward_are_those_of_recomputed_logits() -> None:
+    """For a loss that is scaled, and in two passes, whose gradients are summed."""
+    gradients = []
+    for recomputes in (False, True):
+        module = head(7)
+        module.recomputes_logits = recomputes
+        hidden, labels = hidden_and_labels()
+        hidden.requires_grad_()
+        for scale in (0.3, 2.0):
+            (module(hidden, labels) * scale).backward()
+        gradients.append((hidden.grad, module.weight.grad))
+    for computed, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(computed, recomputed, rtol=1e-5, atol=1e-5)  # scaled before and after the products
+
+
+@pytest.mark.parametrize(
+    ("chunk", "pp", "schedule", "expected"),
+    [
+        (8, 1, "GPipe", False),
+        (8, 2, "1F1B", False),
+        (8, 2, "Interleaved1F1B", False),
+        (8, 2, "GPipe", True),
+        (8, 2, "LoopedBFS", True),
+        (8, 2, "ZBVZeroBubble", True),
+        (0, 2, "GPipe", False),
+    ],
+)
+def test_schedules_that_would_keep_many_gradients_recompute(chunk: int, pp: int, schedule: Any, expected: bool) -> None:
+    assert recomputes_logits(Training(loss_chunk=chunk), Parallel(pp=pp, schedule=schedule)) is expected
 
 
 @pytest.mark.parametrize("chunk", [0, 7])

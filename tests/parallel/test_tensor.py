@@ -130,7 +130,7 @@ def test_logits_are_never_sent() -> None:
     chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
     check_loss_collectives(sent_under("tp"), times_computed=1)
     check_loss_collectives(sent_under("tp+sp"), times_computed=1)
-    check_loss_collectives(chunked, times_computed=2)
+    check_loss_collectives(chunked, times_computed=1)
 
 
 def check_loss_collectives(events: list[Collective | str], times_computed: int) -> None:

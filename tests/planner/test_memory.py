@@ -88,6 +88,7 @@ TRACED = {
     "8B, ring": layout("llama3_8b", cp=4, dp_shard=2, length=8192),
     "8B, all-to-all": layout("llama3_8b", cp=2, cp_method="ulysses", dp_shard=4, length=4096),
     "8B, loss in chunks": layout("llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
+    "8B, loss in larger chunks": layout("llama3_8b", dp_shard=8, length=8192, mode="full", chunk=2048),
     "8B, FSDP, half of the products": layout("llama3_8b", dp_shard=8, micro=4, mode="selective_half"),
     "8B, sequences cut, half of the products": layout("llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP),
     "8B, sequence parallel, selective": layout("llama3_8b", 3, tp=4, dp_shard=4, micro=2, mode="selective", **SP),
@@ -116,7 +117,7 @@ TRACED = {
         "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
     ),
 }
-"""32 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
+"""33 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
 ON_A_CPU = (

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -463,3 +463,8 @@ def test_limit_groups() -> None:
 def test_dump_memory() -> None:
     """Without a GPU only the name and its argument can be checked."""
     assert list(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)[:1] == ["filename"]
+
+
+def test_free_gather_buffer() -> None:
+    """That the buffer is freed is held by tests/planner/test_memory.py."""
+    assert list(inspect.signature(FSDPModule._set_unshard_async_op).parameters) == ["self", "async_op"]

@@ -116,9 +116,12 @@ def test_executed_flops_are_what_torch_counts(family: str, recompute: Recompute,
         loss = decoder(tokens, positions, None, tokens)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    assert forward.get_total_flops() == batch * length * forward_flops_per_token(model, length)
+    in_forward = forward_flops_per_token(model, length)
+    if chunk:  # with the gradients of the logits
+        in_forward += 2 * 2 * model.hidden * model.vocab
+    assert forward.get_total_flops() == batch * length * in_forward
     total = forward.get_total_flops() + backward.get_total_flops()
-    assert total == batch * length * executed_flops_per_token(model, recompute, length, chunk)
+    assert total == batch * length * executed_flops_per_token(model, recompute, length)
 
 
 def test_recompute_modes_differ() -> None:
@@ -127,7 +130,7 @@ def test_recompute_modes_differ() -> None:
     assert counts[0] == counts[-1] == 0
     assert len(set(counts[1:-1])) == len(RECOMPUTES) - 2
     assert all(count > 0 for count in counts[1:-1])
-    assert recomputed_flops_per_token(SMALL["llama"], Recompute(), 16, loss_chunk=8) == 2 * 33 * 24
+    assert recomputed_flops_per_token(SMALL["llama"], Recompute(), 16, has_logits_again=True) == 2 * 33 * 24
 
 
 def test_recompute_interval_defaults() -> None:

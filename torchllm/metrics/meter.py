@@ -79,8 +79,10 @@ class Meter:
         goodput: Goodput | None = None,
         planned_mfu: float | None = None,
         sequences: int = 0,
+        has_logits_again: bool = False,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
+        has_logits_again: of `spec.flops.recomputes_logits`.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written.
         sinks and console: rank 0's; none of them raises (`TolerantSink`).
@@ -98,7 +100,8 @@ class Meter:
         self.planned_mfu = planned_mfu
         self.gpu = device_meter(device) if sinks else None
         self.gpu_tolerance = Tolerance("the GPU's driver")
-        self.recomputed = recomputed_flops_per_token(model, recompute, training.sequence_length, training.loss_chunk)
+        length = training.sequence_length
+        self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.has_described_a_step = False
         self.first = True
         """no step was logged yet"""

@@ -43,7 +43,7 @@ from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
 from torchllm.spec.cluster import tensor_parallel_warning
-from torchllm.spec.flops import parameter_count
+from torchllm.spec.flops import parameter_count, recomputes_logits
 from torchllm.spec.stages import stage_of_rank
 from torchllm.train.step import StepResult
 
@@ -128,6 +128,7 @@ class Monitor:
             goodput=self.goodput,
             planned_mfu=prediction.mfu if prediction else None,
             sequences=data.state()["sequences"],
+            has_logits_again=recomputes_logits(training, config.parallel),
         )
         traces = TraceWriter(runtime.folder, parse_steps(config.metrics.profile_steps), runtime.rank)
         interval = config.metrics.breakdown_interval

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
+from torchllm.runtime.torch_compat import free_gather_buffer
 
 
 def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype) -> None:
@@ -66,7 +67,10 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         if stage.norm is not None and stage.lm_head is not None:
             # Their backward follows their forward at once: freeing them in between would only cost a second gather.
             ends = [stage.norm, stage.lm_head]
-            units.append(fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)[0])
+            last_unit = fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)[0]
+            if stage.lm_head.chunk:  # the peak may be in the forward pass: of whole logits it is in the backward pass
+                free_gather_buffer(last_unit)
+            units.append(last_unit)
     shard(stage, reshard_after_forward=False)
 
     for module in fsdp_modules(stage):

@@ -39,6 +39,7 @@ from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.torch_compat import ConnectedStage, standard_strides
+from torchllm.spec.flops import recomputes_logits
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,9 @@ class Pipeline:
         for stage in stages:  # torch's schedule calls them
             stage.register_forward_pre_hook(lambda *_: beat("micro batch"))
 
+        for stage in stages:
+            if stage.lm_head is not None:
+                stage.lm_head.recomputes_logits = recomputes_logits(training, parallel)
         defer_weights = SCHEDULES[parallel.schedule].splits_backward
         pipeline_stages = [
             self._pipeline_stage(stage, index, defer_weights) for index, stage in zip(self.indices, stages, strict=True)

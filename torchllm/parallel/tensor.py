@@ -170,11 +170,22 @@ class VocabParallelHead(ParallelStyle):
         module.cross_entropy = partial(
             vocab_parallel_cross_entropy_sum, first=_first_row(weight), group=mesh.get_group()
         )
+        module.local = _local_factor
 
     def _gather(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         hidden, *labels = inputs
         hidden = DTensor.from_local(hidden, mesh, [self.hidden], run_check=False)
         return hidden.redistribute(placements=[Replicate()]), *labels
+
+
+def _local_factor(factor: Tensor) -> Tensor:
+    """Return this rank's part of hidden states (N, D), whole on each rank, or of the weight (V, D), sharded over V.
+
+    Each rank has some of the columns of their product, and so a part of the sum that the whole factor's gradient is.
+    """
+    assert isinstance(factor, DTensor)
+    gradients = [Partial() if placement.is_replicate() else placement for placement in factor.placements]
+    return factor.to_local(grad_placements=gradients)
 
 
 def _first_row(weight: DTensor) -> int:
@@ -186,10 +197,10 @@ def _first_row(weight: DTensor) -> int:
 def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Return `models.head.cross_entropy_sum` of logits (N, V) sharded over V: float32 (), the same on every tp rank.
 
-    first: the token of this rank's first column. group: the tp ranks.
+    logits: a DTensor, or this rank's part of it. first: the token of this rank's first column. group: the tp ranks.
     """
-    assert isinstance(logits, DTensor)
-    return _VocabParallelCrossEntropy.apply(logits.to_local().float(), labels, first, group)
+    local_logits = logits.to_local() if isinstance(logits, DTensor) else logits
+    return _VocabParallelCrossEntropy.apply(local_logits.float(), labels, first, group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.planner.activations import BlockActivations, StageActivations, block_activations, stage_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.moments import Moment, totals
-from torchllm.spec.flops import matrices
+from torchllm.spec.flops import matrices, recomputes_logits
 from torchllm.spec.schedules import Kind
 from torchllm.spec.software import Software
 
@@ -119,6 +119,16 @@ class Rank(NamedTuple):
     def per_use(self) -> bool:
         """Whether weights are gathered each time they are used."""
         return self.zero == 3
+
+    @property
+    def has_gradients_in_forward(self) -> bool:
+        """Whether the head computes its gradients in the forward pass."""
+        return self.training.loss_chunk > 0 and not recomputes_logits(self.training, self.parallel)
+
+    @property
+    def hidden_states(self) -> float:
+        """Bytes of a micro batch's hidden states, whole on each tp rank."""
+        return 2.0 * self.piece.tokens * self.model.hidden
 
     @property
     def reduces_at_once(self) -> bool:
@@ -226,6 +236,8 @@ class Stage(NamedTuple):
     held: float
     ends: float
     """part of `held` that the last norm and the head keep"""
+    of_head: float
+    """part of `ends`: the gradient of the head's weight, computed in the forward pass with training.loss_chunk"""
     logits: float
     deferred: float
     extra: dict[Kind, Memory]
@@ -237,10 +249,11 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     model, piece, software = rank.model, rank.piece, rank.software
     blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
     held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
+    of_head = software.temporary_gradients * rank.table * (stage.last and rank.has_gradients_in_forward)
     if not model.features.learned_positions:
         held += piece.tokens * 8.0 * model.head_width  # cosine and sine, each as wide as a head
     if stage.last:
-        ends = rank.one.norm + piece.tokens * 2.0 * model.hidden
+        ends = rank.one.norm + piece.tokens * 2.0 * model.hidden + of_head
         rows = model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
         whole = rank.training.loss_chunk == 0
         logits = software.kept_logits * piece.tokens * rows * whole
@@ -248,7 +261,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     else:
         held += rank.boundary
     held += ends
-    of = Stage(held, ends, logits, deferred, {})
+    of = Stage(held, ends, of_head, logits, deferred, {})
     for kind in kinds:
         moments = _forward(rank, stage, held) if kind == "F" else _backward(rank, stage, of, blocks, kind)
         of.extra[kind] = max(moments, key=lambda of: of.total)
@@ -278,11 +291,17 @@ def _ends_gathered(rank: Rank, copies: int) -> float:
 
 def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
     """Yield the moments of a forward pass, at whose end a micro batch keeps `held` bytes."""
-    software, tied = rank.software, rank.model.tied_embeddings
+    software = rank.software
     previous = _previous(rank)
     if stage.last:
-        gathered = _ends_gathered(rank, 1 if tied else 2)
-        yield Memory(gathered=gathered, temporary=previous, logits=_loss(rank, software.logits_forward))
+        frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
+        gathered = _ends_gathered(rank, 1 if frees_buffer else 2)
+        if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
+            rows = rank.hidden_states
+            logits = _loss(rank, software.logits_backward)
+            yield Memory(gathered=gathered, temporary=previous + 2 * rows, logits=logits, activations=-rows)
+        else:
+            yield Memory(gathered=gathered, temporary=previous, logits=_loss(rank, software.logits_forward))
     if stage.first:
         yield Memory(gathered=_ends_gathered(rank, 2), temporary=previous, activations=-held)
     gathered = (2 + rank.parallel.prefetch) * software.gathered * rank.block * rank.per_use
@@ -309,9 +328,15 @@ def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations,
     if stage.last:
         gathered = _ends_gathered(rank, 1)
         before = _previous(rank)
-        yield Memory(gathered=gathered, temporary=before, logits=_loss(rank, software.logits_backward))
+        if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
+            yield Memory(gathered=gathered, temporary=before + gradient * rank.table + rank.hidden_states)
+        else:
+            yield Memory(gathered=gathered, temporary=before, logits=_loss(rank, software.logits_backward))
         later = 0.0 if tied else reduced
-        yield Memory(gathered=gathered, temporary=before + (gradient + later) * rank.table, logits=-of.logits)
+        temporary = before + (gradient + later) * rank.table
+        if not tied:  # freed before its gradient is reduced
+            gathered -= software.gathered * rank.table * rank.per_use
+        yield Memory(gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.of_head)
         previous = at_once * (0 if tied else rank.table)
     gathered = software.gathered * ((1 + rank.parallel.prefetch) * block + root) * rank.per_use
     for more, parameters, last in rank.one.phases:

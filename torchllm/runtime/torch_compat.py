@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -49,6 +50,7 @@ __all__ = [
     "foreach_multiply",
     "foreach_norm",
     "forget_meshes",
+    "free_gather_buffer",
     "group_progress",
     "group_with_name",
     "join_meshes",
@@ -99,6 +101,15 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     Private: torch has no public name for it, and slicing a flattened dimension from the world by name is deprecated.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+def free_gather_buffer(unit: FSDPModule) -> None:
+    """Make an FSDP unit free the buffer that its weights are gathered in once they are copied to their places.
+
+    Private: FSDP keeps a unit's buffer, in a forward pass, until the next unit's weights are there. What frees it is an
+    asynchronous gather, for which there is no other word.
+    """
+    unit._set_unshard_async_op(True)
 
 
 def forget_meshes() -> None:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from torchllm.config import Model, Recompute
+from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
 
 
 class Matrices(NamedTuple):
@@ -110,12 +110,25 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     return model.layers * block + 2 * sizes.head
 
 
-def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
+def recomputes_logits(training: Training, parallel: Parallel) -> bool:
+    """Return whether the backward pass computes the logits again, instead of the forward pass all their gradients.
+
+    It does with training.loss_chunk under pipeline schedules that split the backward pass, or run the forward passes of
+    all micro batches first.
+    """
+    if not training.loss_chunk or parallel.pp == 1:
+        return False
+    return SCHEDULES[parallel.schedule].splits_backward or parallel.schedule in ("GPipe", "LoopedBFS")
+
+
+def recomputed_flops_per_token(
+    model: Model, recompute: Recompute, sequence_length: int, has_logits_again: bool = False
+) -> int:
     """Return the FLOPs of the matrix products that the backward pass runs a second time.
 
-    `loss_chunk` over 0: the output projection too. torch ends a recomputation at the last tensor that it needs, so the
-    last product of whatever is recomputed at once (always a down projection) is not among them; nor, for every mode, is
-    what fused attention kernels recompute inside their backward (no published HFU counts it).
+    has_logits_again: the output projection too (`recomputes_logits`). torch ends a recomputation at the last tensor
+    that it needs, so the last product of whatever is recomputed at once (always a down projection) is not among them;
+    nor, for every mode, is what fused attention kernels recompute inside their backward (no published HFU counts it).
     """
     sizes = matrices(model)
     ffn, down = 2 * sizes.ffn, 2 * sizes.down
@@ -132,7 +145,7 @@ def recomputed_flops_per_token(model: Model, recompute: Recompute, sequence_leng
         "selective": 0,
         "selective_half": model.layers * 2 * half_of_products(model),
     }
-    head = 2 * sizes.head if loss_chunk else 0
+    head = 2 * sizes.head if has_logits_again else 0
     return by_mode[recompute.mode] + head
 
 
@@ -143,9 +156,9 @@ def recompute_interval(recompute: Recompute, layers: int) -> int:
     return 2 if recompute.mode == "every_k" else round(math.sqrt(layers))
 
 
-def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int, loss_chunk: int = 0) -> int:
+def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
     """Return the FLOPs that a training step runs: forward, backward and what is recomputed; attention unmasked."""
-    recomputed = recomputed_flops_per_token(model, recompute, sequence_length, loss_chunk)
+    recomputed = recomputed_flops_per_token(model, recompute, sequence_length)
     return 3 * forward_flops_per_token(model, sequence_length) + recomputed
 
 
