@@ -27,6 +27,15 @@ def mark_units(trace: Trace, stage: Decoder) -> None:
         module_named(stage, name).register_forward_pre_hook(trace.mark(f"-> {name}"))
     for name in ("layers.0", "layers.1", "layers.2"):
         module_named(stage, f"{name}.mlp").register_full_backward_pre_hook(trace.mark(f"<- {name}"))
+    head = stage.lm_head
+    assert head is not None
+    cross_entropy = head.cross_entropy
+
+    def marking_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits.register_hook(trace.mark("<- logits"))
+        return cross_entropy(logits, labels)
+
+    head.cross_entropy = marking_cross_entropy
 
 
 def order_of_a_step(settings: Settings) -> list[str]:
@@ -47,6 +56,7 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
         "gather lm_head",
         "-> layers.2",
         "-> lm_head",
+        "<- logits",
         "scatter lm_head",
         "gather block",  # 1
         "<- layers.2",
@@ -62,7 +72,8 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
 
 def test_prefetch_0_gathers_a_unit_when_it_is_needed() -> None:
     order = run(order_of_a_step, 2, {**FSDP2, "parallel.prefetch": 0, "parallel.keep_last_block": False})[0]
-    for unit, arrow in (("embed_tokens", "-> embed"), ("block", "-> layers"), ("lm_head", "-> lm"), ("block", "<-")):
+    arrows = {"-> embed": "embed_tokens", "-> layers": "block", "-> lm": "lm_head", "<- layers": "block"}
+    for arrow, unit in arrows.items():
         for index, event in enumerate(order):
             if event.startswith(arrow):
                 assert order[index - 1] == f"gather {unit}", order
@@ -73,7 +84,16 @@ def test_prefetch_2() -> None:
     order = run(order_of_a_step, 2, {**FSDP2, "parallel.prefetch": 2})[0]
     forward, backward = order.index("-> layers.0"), order.index("-> lm_head") + 1
     assert order[:forward] == ["gather embed_tokens", *["gather block"] * 2, "-> embed_tokens", "gather block"]
-    assert order[backward:][:4] == ["gather block", "scatter lm_head", "gather block", "<- layers.2"]
+    assert order[backward:][:5] == ["gather block", "<- logits", "scatter lm_head", "gather block", "<- layers.2"]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_freed_last_block_is_gathered_once_the_logits_have_gradients(prefetch: int) -> None:
+    """And before the head's gradient is scattered, for which it would have to wait."""
+    settings = {**FSDP2, "parallel.keep_last_block": False, "parallel.prefetch": prefetch}
+    order = run(order_of_a_step, 2, settings)[0]
+    backward = order[order.index("-> lm_head") + 1 : order.index("<- layers.2")]
+    assert backward == ["<- logits", "gather block", "scatter lm_head", *["gather block"] * prefetch]
 
 
 # gathers, reduce-scatters and all-reduces of 5 units (3 blocks, 2 ends) in a step of two micro batches

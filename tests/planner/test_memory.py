@@ -78,7 +78,7 @@ def memory(
 SP = {"sequence_parallel": True}
 TRACED = {
     "8B, FSDP": layout("llama3_8b", dp_shard=8),
-    "8B, one micro batch": layout("llama3_8b", dp_shard=8, count=1),
+    "8B, one micro batch, last block freed": layout("llama3_8b", dp_shard=8, count=1, keep_last_block=False),
     "8B, HSDP, full recompute, larger micro batch": layout(
         "llama3_8b", dp_shard=8, dp_replicate=4, micro=4, mode="full"
     ),

@@ -12,7 +12,7 @@ Sent, per unit (the embedding; each block; final norm and head), when:
 and, with a replicate dimension, an all-reduce of the scattered gradient once per step: 1 / shard of DDP's bytes cross
 nodes. While a unit computes, the gathers of the next `prefetch` units are under way. Not gathered again before the
 backward: the embedding, whose gradient does not need its weight, and the head and (`keep_last_block`) the last block,
-which are still gathered.
+which are still gathered. Freed, the last block is gathered behind the loss's backward, where most memory is held.
 
 Applied to a single rank as well, where it only casts: mixed precision (bfloat16 computation, float32 weights, gradients
 reduced in float32) has one code path. Where nothing is sharded, stages 2 and 3 would only copy more often: they act as
@@ -80,6 +80,31 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _prefetch(units, parallel.prefetch)
+    if not parallel.keep_last_block and reshard_after_forward and parallel.prefetch:
+        _gather_last_block_after_loss(stage, units)
+
+
+def _gather_last_block_after_loss(stage: Decoder, units: Sequence[FSDPModule]) -> None:
+    """Gather the last block, which was freed, while the head computes its gradients, not beside those of whole logits.
+
+    FSDP would gather it when the backward pass begins, at the loss: just where most memory is held.
+    """
+    head = stage.lm_head
+    if head is None or head.chunk or stage.model.tied_embeddings:
+        return  # no loss; its gradients are computed in the forward pass; the ends are no unit
+    *_, last_block, ends = units
+    ends.set_modules_to_backward_prefetch([ends])
+    cross_entropy = head.cross_entropy
+
+    def gather(gradient: Tensor) -> None:
+        last_block.unshard(async_op=True)
+
+    def gathering_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.requires_grad:
+            logits.register_hook(gather)
+        return cross_entropy(logits, labels)
+
+    head.cross_entropy = gathering_cross_entropy
 
 
 def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:

@@ -281,12 +281,12 @@ def _loss(rank: Rank, each: float) -> float:
     return (each - (0 if rank.training.loss_chunk else software.kept_logits)) * tokens * rows
 
 
-def _ends_gathered(rank: Rank, copies: int) -> float:
+def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
     """Return the weights of the head (or the embedding) and of its neighbouring block, if they are gathered per use.
 
-    copies: 2 while the buffer that they are gathered in exists too.
+    copies: 2 while the buffer that they are gathered in exists too. has_block: whether the block is gathered.
     """
-    return rank.software.gathered * (copies * rank.table + rank.block) * rank.per_use
+    return rank.software.gathered * (copies * rank.table + rank.block * has_block) * rank.per_use
 
 
 def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
@@ -295,7 +295,7 @@ def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
     previous = _previous(rank)
     if stage.last:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
-        gathered = _ends_gathered(rank, 1 if frees_buffer else 2)
+        gathered = _ends_gathered(rank, 1 if frees_buffer else 2, rank.parallel.keep_last_block)
         if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
             rows = rank.hidden_states
             logits = _loss(rank, software.logits_backward)
@@ -331,7 +331,8 @@ def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations,
         if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
             yield Memory(gathered=gathered, temporary=before + gradient * rank.table + rank.hidden_states)
         else:
-            yield Memory(gathered=gathered, temporary=before, logits=_loss(rank, software.logits_backward))
+            of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
+            yield Memory(gathered=of_loss, temporary=before, logits=_loss(rank, software.logits_backward))
         later = 0.0 if tied else reduced
         temporary = before + (gradient + later) * rank.table
         if not tied:  # freed before its gradient is reduced
