@@ -128,9 +128,9 @@ GATHERED: Settings = {**FLOAT8, **FSDP, "float8.recipe": "tensorwise"}
 """FSDP gathers its weights as float8"""
 
 
-def collectives_of_two_steps() -> list[list[Collective]]:
+def collectives_of_two_steps(settings: Settings) -> list[list[Collective]]:
     """Return what is sent over FSDP's axis by a micro batch, by the optimizer, and by the next micro batch."""
-    config = tiny(GATHERED)
+    config = tiny(settings)
     mesh, stages = build(config, torch.bfloat16)
     optimizer = build_optimizer(stages, config.optimizer)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
@@ -149,7 +149,7 @@ def collectives_of_two_steps() -> list[list[Collective]]:
 
 
 def test_tensorwise_weights_are_gathered_in_8_bits_and_scaled_once_per_step() -> None:
-    before, update, after = run(collectives_of_two_steps, 2)[0]
+    before, update, after = run(collectives_of_two_steps, 2, GATHERED)[0]
     norms, matrices = 2 * 64, 4 * 64 * 64 + 3 * 64 * 96  # elements of a block
     gathered = Collective("gather", "fsdp", 2 * norms + matrices, torch.uint8)
     assert after.count(gathered) == before.count(gathered) == 4 + 3  # the last block is kept for its backward
@@ -164,7 +164,10 @@ def test_gathers_in_8_bits_add_no_error_to_that_of_one_process() -> None:
 
 
 def test_tensor_parallel_weights_are_gathered_in_16_bits() -> None:
-    assert check_bfloat16(tiny({**GATHERED, "parallel.tp": 2}), ragged=True) > 0.03
+    settings = {**GATHERED, "parallel.tp": 2}
+    assert check_bfloat16(tiny(settings), ragged=True) > 0.03
+    _, _, after = run(collectives_of_two_steps, 4, settings)[0]
+    assert {collective.dtype for collective in after if collective.kind == "gather"} == {torch.bfloat16}
 
 
 def train_to(steps: int, folder: Path, recipe: str) -> None:
