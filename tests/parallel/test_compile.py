@@ -81,6 +81,7 @@ def test_one_compilation_serves_all_blocks(layout: Settings) -> None:
     assert check_compiled({**BLOCK, **layout, "model.layers": 5}) == 1
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not lose it; 2.13 and 2.15 do")
 def test_torchs_own_embedding_would_lose_its_gradient() -> None:
     """Why there is `VocabParallelEmbedding`: a compiled block takes a tensor in flight as if nothing came before it."""
     settings = {**TWO, **BLOCK, **SP2}

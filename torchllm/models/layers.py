@@ -160,11 +160,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     """Rotate by the angles, or with direction -1 by the negative ones: x (B, S, H, Q) -> (B, S, H, Q).
 
     A roll by half a head brings each feature to the other one of its pair. The products with the angles are float32.
-    FOOTGUN: where nothing is compiled their sum is written in x's type at once; torch 2.11 loses what a compiled
-    backward writes into `out`, and the gradient would be zero.
+    FOOTGUN: where nothing is compiled their sum is written in x's type at once. torch 2.11 loses what a compiled
+    backward writes into `out`, or returns from a conversion that changes nothing, and the gradient would be zero.
     """
     partner = x.roll(x.shape[-1] // 2, dims=-1)
     products = (x * cos, partner * sin)
     if torch.compiler.is_compiling():
-        return torch.add(*products, alpha=direction).to(x.dtype)
+        rotated = torch.add(*products, alpha=direction)
+        return rotated if rotated.dtype == x.dtype else rotated.to(x.dtype)
     return torch.add(*products, alpha=direction, out=x.new_empty(x.shape))
