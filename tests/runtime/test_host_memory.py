@@ -14,7 +14,8 @@ AVAILABLE = 100
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     write(tmp_path / "proc/meminfo", f"MemTotal: 1 kB\nMemAvailable:   {AVAILABLE * 2**20} kB\n")
     write(tmp_path / "proc/self/cgroup", "0::/job/step\n")
     return tmp_path
@@ -39,6 +40,13 @@ def test_without_limits_it_is_what_the_host_has(root: Path) -> None:
 def test_the_ranks_of_a_node_share_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert host_memory_per_rank(root) == AVAILABLE * GIB // 8
+
+
+def test_all_ranks_share_it_if_nothing_says_how_many_are_on_the_node(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert host_memory_per_rank(root) == AVAILABLE * GIB // 16
 
 
 def test_an_unlimited_group_is_no_limit(root: Path) -> None:

@@ -18,7 +18,8 @@ def host_memory_per_rank(root: Path = Path("/")) -> int:
         left = _left_of_limit(group)
         if left is not None:
             available = min(available, left)
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))  # as Runtime.ranks_on_node
+    return available // int(ranks)
 
 
 def _available_on_host(root: Path) -> int:
