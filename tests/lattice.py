@@ -21,9 +21,12 @@ from torchllm.config.toml import read_files
 from torchllm.config.write import dump_toml
 from torchllm.proof import sample
 from torchllm.proof.layouts import (
+    EXPERTS,
+    MIXTURES,
     MOMENTUM,
     PARALLEL,
     RECOMPUTE,
+    ROPE_SCALING,
     Census,
     LayoutSpace,
     Settings,
@@ -48,10 +51,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "model.kv_heads": (8, 4, 2),
     "model.head_dim": (0, 12),
     "model.attention": ("sdpa", "eager"),
-    "model.qk_norm": (False, True),
-    "model.rope_scaling_factor": (1.0, 4.0),
+    "model.qkv_bias": (False, True),
+    "model.norm_position": ("before", "after"),
+    "model.qk_norm": ("none", "head", "width"),
+    "model.window": (0, 13),  # 13: of sequences of 48 tokens, of 35 and of 56, and a part of what a cp rank has
+    ROPE_SCALING: (None, "llama3", "linear", "yarn"),
     "model.vocab": (96, 97),  # 97: shards of unequal size
+    EXPERTS: tuple(MIXTURES),
     "data.document_mask": (False, True),
+    "lora.rank": (0, 3),
+    "training.z_loss": (0.0, 0.02),
     MOMENTUM: (None, 0.0, 0.9),
 }
 COMPILE: dict[str, tuple[Any, ...]] = {"compile.block": (False, True), "compile.loss": (False, True)}

@@ -19,6 +19,7 @@ from tests.workers import run
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.replay import Traced
 from torchllm.dry_run.trace import trace
+from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -46,6 +47,14 @@ LAYOUTS: dict[str, Settings] = {
         "parallel.schedule": "Interleaved1F1B",
         "parallel.zero_stage": 1,
         "training.loss_chunk": 16,
+    },
+    "Muon, moving average and z-loss over HSDP and tensor parallel": {
+        "parallel.dp_replicate": 2,
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "optimizer.name": "muon",
+        "optimizer.ema_decay": 0.9,
+        "training.z_loss": 0.02,
     },
 }
 
@@ -79,6 +88,8 @@ def really_held(settings: Settings) -> dict[str, Any]:
     config = tiny(settings)
     mesh, stages = build(config)
     optimizer = build_optimizer(stages, config.optimizer)
+    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average.follow(optimizer)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
     batches = my_batches(config, mesh, 1, ragged=False)
     gradient_bytes = 0
@@ -115,11 +126,10 @@ def really_held(settings: Settings) -> dict[str, Any]:
     for event in sent.events:
         assert not isinstance(event, str)
         by_axis[event.axis] += event.bytes(sizes[event.axis])
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     return {
         "parameters": sum(storages(p for stage in stages for p in stage.parameters()).values()),
-        "optimizer": sum(
-            storages(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)).values()
-        ),
+        "optimizer": sum(storages([*states, *average.tensors.values()]).values()),
         "gradients": gradient_bytes,
         "saved": left,
         "sent": {axis: count for axis, count in by_axis.items() if count},

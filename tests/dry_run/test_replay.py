@@ -120,3 +120,6 @@ def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:
     assert rank_kinds(tiny(uneven)) == [[0], [1], [2], [3]]
     every = {"model.layers": 12, "parallel.pp": 4, "parallel.split": (3,) * 4, "recompute.mode": "every_k"}
     assert rank_kinds(tiny(every)) == [[0], [1], [2], [3]]  # recomputed: first and third block, or the second
+    experts = {"model.layers": 12, "parallel.pp": 6, "parallel.split": (2,) * 6, "model.experts": 4}
+    assert rank_kinds(tiny(experts)) == [[0], [1, 2, 3, 4], [5]]
+    assert rank_kinds(tiny(experts | {"model.dense_layers": 5})) == [[0], [1], [2], [3, 4], [5]]

@@ -21,6 +21,7 @@ BATCH, LENGTH, WIDTH = 2, 13, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7, [0] * 13])  # one document of a single token
 TOLERANCE = {"rtol": 0.0, "atol": 2e-6}  # float32 averages of numbers of size 1
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key-value heads
+WINDOWS = [0, 4]  # 4: in 13 tokens more than twice
 
 
 class QKV(NamedTuple):
@@ -39,16 +40,17 @@ def qkv(heads: int, kv: int) -> QKV:
     return QKV(q, k, v)
 
 
-def visible_keys(document_of_token: Tensor | None, query: int) -> list[int]:
-    """Positions up to the query's own, of the same document."""
+def visible_keys(document_of_token: Tensor | None, query: int, window: int) -> list[int]:
+    """Positions up to the query's own, of the same document; with a window over 0 the last ones."""
     visible = []
-    for key in range(query + 1):
+    first = max(0, query - window + 1) if window else 0
+    for key in range(first, query + 1):
         if document_of_token is None or document_of_token[key] == document_of_token[query]:
             visible.append(key)
     return visible
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
     """Attention one query at a time, float64."""
     q = q.double()
     k = k.double()
@@ -59,7 +61,7 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Te
     for b in range(sequences):
         document_of_token = None if documents is None else documents[b]
         for i in range(length):
-            visible = visible_keys(document_of_token, i)
+            visible = visible_keys(document_of_token, i, window)
             for h in range(heads):
                 keys = k[b, visible, h // group]
                 values = v[b, visible, h // group]
@@ -78,21 +80,22 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.usefixtures("flex_uncompiled")
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flex"])
-def test_core_is_attention(name: str, heads: int, kv: int, documents: Tensor | None) -> None:
-    core = CORES[name]()
+def test_core_is_attention(name: str, heads: int, kv: int, window: int, documents: Tensor | None) -> None:
+    core = CORES[name](window)
     q, k, v = qkv(heads, kv)
     mask = core.mask(documents)  # type: ignore[operator]
     with torch.no_grad():
         out = core(q, k, v, mask)
-    expected = spelled_out(q, k, v, documents)
+    expected = spelled_out(q, k, v, documents, window)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-@pytest.mark.parametrize(("heads", "kv"), HEADS)
-def test_gradients_of_the_cores(heads: int, kv: int, documents: Tensor | None) -> None:
+@pytest.mark.parametrize(("heads", "kv", "window"), [(*HEADS[0], 0), (*HEADS[1], 0), (*HEADS[2], 0), (*HEADS[1], 4)])
+def test_gradients_of_the_cores(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
     inputs = qkv(heads, kv)
     generator = torch.Generator().manual_seed(9)
     upstream = torch.randn(inputs.q.shape, generator=generator)
@@ -103,12 +106,12 @@ def test_gradients_of_the_cores(heads: int, kv: int, documents: Tensor | None) -
         return QKV(*torch.autograd.grad(out, leaves, upstream))
 
     def core(name: str) -> Callable[..., Tensor]:
-        module: Any = CORES[name]()
+        module: Any = CORES[name](window)
         mask = module.mask(documents)
         return lambda q, k, v: module(q, k, v, mask)
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return spelled_out(q, k, v, documents).float()
+        return spelled_out(q, k, v, documents, window).float()
 
     tolerance = {"rtol": 0, "atol": 1e-5}  # sums over 13 queries and up to 6 heads
     expected = gradients(reference)
@@ -153,28 +156,35 @@ def test_flash_without_its_package_says_what_to_do(monkeypatch: pytest.MonkeyPat
         Attention(Model(attention="flash"))
 
 
-def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package needs a GPU; what is ours is how it is called: (B, S, H, Q), fewer key-value heads, causal."""
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flash_is_called_causally_with_unexpanded_heads(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package needs a GPU; what is ours is how it is called: (B, S, H, Q), fewer key-value heads, causal.
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    Its window is the number of tokens before and behind a query's own that it sees, -1 for all.
+    """
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
         assert causal
-        return spelled_out(q, k, v, None).float()
+        before, behind = window_size
+        assert behind == (0 if window else -1)
+        return spelled_out(q, k, v, None, before + 1).float()
 
     fake = types.ModuleType("flash_attn")
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    core = CORES["flash"]()
+    core = CORES["flash"](window)
     q, k, v = qkv(4, 2)
     mask = core.mask(None)  # type: ignore[operator]
-    expected = EagerAttention()(q, k, v, None)
+    expected = EagerAttention(window)(q, k, v, None)
     torch.testing.assert_close(core(q, k, v, mask), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
-def test_cached_core_is_the_whole_computation(name: str, heads: int, kv: int) -> None:
+def test_cached_core_is_the_whole_computation(name: str, heads: int, kv: int, window: int) -> None:
     q, k, v = qkv(heads, kv)
-    cached = CachedAttention(CORES[name]())
+    cached = CachedAttention(CORES[name](window))
     prompt = 6
     parts = [cached(q[:, :prompt], k[:, :prompt], v[:, :prompt], cached.mask(None))]
     for i in range(prompt, LENGTH):
@@ -182,14 +192,16 @@ def test_cached_core_is_the_whole_computation(name: str, heads: int, kv: int) ->
         part = cached(q[:, token], k[:, token], v[:, token], cached.mask(None))
         parts.append(part)
     out = torch.cat(parts, dim=1)
-    expected = spelled_out(q, k, v, None)
+    assert cached.keys is not None
+    assert cached.keys.shape[1] == (window or LENGTH)
+    expected = spelled_out(q, k, v, None, window)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])
 def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biased: bool) -> None:
     """Projections to heads, rotation of q and k but not of v, output projection."""
-    model = Model(family, hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager")
+    model = Model(family=family, hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager")
     module = Attention(model)
     assert (module.q_proj.bias is not None) == biased
     generator = torch.Generator().manual_seed(3)

@@ -25,9 +25,11 @@ DOCUMENTS: dict[str, Tensor] = {
 }
 
 
-def torchs_own(documents: Tensor) -> BlockMask:
+def torchs_own(documents: Tensor, window: int = 0) -> BlockMask:
+    reach = window or documents.shape[1]
+
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[b, q] == documents[b, k])
+        return (q >= k) & (q - k < reach) & (documents[b, q] == documents[b, k])
 
     sequences, length = documents.shape
     return create_block_mask(visible, sequences, None, length, length, device="cpu")
@@ -44,10 +46,11 @@ def listed(mask: BlockMask, kind: str) -> list[list[list[int]]]:
     return sequences
 
 
+@pytest.mark.parametrize("window", [0, 1, 2, SIZE, SIZE + 1, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 2, 9 * SIZE])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_blocks_are_those_of_torch(name: str) -> None:
+def test_blocks_are_those_of_torch(name: str, window: int) -> None:
     documents = DOCUMENTS[name].unsqueeze(0)
-    mask, expected = document_block_mask(documents), torchs_own(documents)
+    mask, expected = document_block_mask(documents, window), torchs_own(documents, window)
     assert mask.shape == expected.shape
     assert mask.BLOCK_SIZE == expected.BLOCK_SIZE == (SIZE, SIZE)
     for kind in ("kv", "full_kv", "q", "full_q"):
@@ -81,6 +84,12 @@ def test_the_causal_mask_is_one_document() -> None:
     assert listed(mask, "kv") == [[[0], [1], [2]]]
     assert listed(mask, "full_kv") == [[[], [0], [0, 1]]]
     assert causal_block_mask(3 * SIZE, torch.device("cpu")) is mask
+
+
+def test_the_causal_mask_with_a_window() -> None:
+    mask = causal_block_mask(4 * SIZE, torch.device("cpu"), 2 * SIZE)
+    assert listed(mask, "kv") == [[[0], [1], [0, 2], [1, 3]]]
+    assert listed(mask, "full_kv") == [[[], [0], [1], [2]]]
 
 
 def test_a_long_sequence_has_larger_blocks() -> None:

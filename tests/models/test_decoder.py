@@ -21,8 +21,18 @@ from torchllm.parallel.initialize import initialize
 CPU = torch.device("cpu")
 LLAMA = Model(layers=3, hidden=32, heads=4, kv_heads=2, ffn=52, vocab=61, max_sequence_length=64)
 GPT = replace(LLAMA, family="gpt", kv_heads=0)
-QWEN = replace(LLAMA, qk_norm=True, tied_embeddings=True, head_dim=12)
-FAMILIES = {"llama": LLAMA, "llama-tied": replace(LLAMA, tied_embeddings=True), "gpt": GPT, "qwen": QWEN}
+QWEN = replace(LLAMA, qk_norm="head", tied_embeddings=True, head_dim=12)
+QWEN2 = replace(LLAMA, qkv_bias=True)
+OLMO2 = replace(LLAMA, qk_norm="width", norm_position="after")
+MISTRAL = replace(LLAMA, window=5)  # of 24 tokens, and of documents of 7 to 9
+FAMILIES = {
+    "llama": LLAMA,
+    "llama-tied": replace(LLAMA, tied_embeddings=True),
+    "gpt": GPT,
+    "qwen": QWEN,
+    "olmo2": OLMO2,
+    "mistral": MISTRAL,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one-group": {"kv_heads": 1},
@@ -30,6 +40,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "wide-heads": {"head_dim": 12},
     "llama31-scaling": {"rope_theta": 500000.0, "rope_scaling_factor": 8.0, "rope_original_length": 16},
+    "linear-scaling": {"rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    "yarn": {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_length": 400, "head_dim": 16},
+    "yarn-not-truncated": {
+        **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_length": 400, "rope_truncate": False},
+        **{"rope_beta_fast": 20.0, "rope_beta_slow": 2.0, "rope_attention_factor": 1.3, "head_dim": 16},
+    },
     "eager": {"attention": "eager"},
 }
 
@@ -73,8 +89,13 @@ def randomize(reference: Any) -> None:
 
 
 def load_weights(ours: Decoder, reference: Any) -> None:
-    """Copy the weights of Hugging Face's Llama or Qwen3: our names are theirs without "model."."""
+    """Copy the weights of Hugging Face's Llama or a descendant: our names are theirs without "model.".
+
+    Only norms over the whole width have other names here.
+    """
     weights = {name.removeprefix("model."): value for name, value in reference.state_dict().items()}
+    if ours.model.qk_norm == "width":
+        weights = {name.replace("_norm.", "_width_norm."): value for name, value in weights.items()}
     ours.load_state_dict(weights, strict=True)
     ours.tie_embeddings()
 
@@ -106,49 +127,73 @@ def llama_fields(model: Model) -> dict[str, Any]:
     }
 
 
+def rope_of(model: Model) -> dict[str, Any]:
+    """Return the arguments of Hugging Face's configs for the rotary positions; transformers 5 reads rope_parameters."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling_factor > 1:
+        rope |= {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+        if model.rope_scaling != "linear":
+            rope["original_max_position_embeddings"] = model.rope_original_length
+        if model.rope_scaling == "llama3":
+            rope["low_freq_factor"] = model.rope_low_frequency_factor
+            rope["high_freq_factor"] = model.rope_high_frequency_factor
+        if model.rope_scaling == "yarn":
+            rope["beta_fast"] = model.rope_beta_fast
+            rope["beta_slow"] = model.rope_beta_slow
+            rope["truncate"] = model.rope_truncate
+            rope["attention_factor"] = model.rope_attention_factor or None
+    return {
+        "rope_parameters": rope,
+        # transformers 4 reads these two
+        "rope_theta": model.rope_theta,
+        "rope_scaling": rope if model.rope_scaling_factor > 1 else None,
+    }
+
+
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = replace(LLAMA, **changes)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if model.rope_scaling_factor > 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_frequency_factor,
-            "high_freq_factor": model.rope_high_frequency_factor,
-            "original_max_position_embeddings": model.rope_original_length,
-        }
-    torch.manual_seed(0)
-    reference = LlamaForCausalLM(
-        LlamaConfig(
-            **llama_fields(model),
-            # transformers 5 reads rope_parameters, 4 the two below
-            rope_parameters=rope,
-            rope_theta=model.rope_theta,
-            rope_scaling=rope if model.rope_scaling_factor > 1 else None,
-        )
-    ).eval()
-    ours = build_model(model)
-    load_weights(ours, reference)
-    check_logits(ours, reference, model)
+    check_against(replace(LLAMA, **changes), LlamaForCausalLM, LlamaConfig)
 
 
 @pytest.mark.parametrize("changes", QWEN_VARIANTS.values(), ids=QWEN_VARIANTS)
 def test_logits_are_those_of_hugging_faces_qwen3(changes: dict[str, Any]) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = replace(QWEN, **changes)
+    check_against(replace(QWEN, **changes), Qwen3ForCausalLM, Qwen3Config)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_logits_are_those_of_hugging_faces_qwen2(kernel: str, window: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = replace(QWEN2, attention=kernel, window=window)  # type: ignore[arg-type]
+    options = {"use_sliding_window": window > 0, "sliding_window": window or None, "max_window_layers": 0}
+    check_against(model, Qwen2ForCausalLM, Qwen2Config, **options)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [0, 1, 5, 24])
+def test_logits_are_those_of_hugging_faces_mistral(kernel: str, window: int) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = replace(MISTRAL, attention=kernel, window=window)  # type: ignore[arg-type]
+    check_against(model, MistralForCausalLM, MistralConfig, sliding_window=window or None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 0}, {"attention": "eager"}], ids=str)
+def test_logits_are_those_of_hugging_faces_olmo2(changes: dict[str, Any]) -> None:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    check_against(replace(OLMO2, **changes), Olmo2ForCausalLM, Olmo2Config)
+
+
+def check_against(model: Model, reference_class: Any, config_class: Any, **options: Any) -> None:
+    """Assert that a model of Hugging Face and ours, with its random weights, compute the same logits."""
     torch.manual_seed(0)
-    reference = Qwen3ForCausalLM(
-        Qwen3Config(
-            **llama_fields(model),
-            # transformers 5 reads rope_parameters, 4 rope_theta
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-            rope_theta=model.rope_theta,
-        )
-    ).eval()
+    reference = reference_class(config_class(**llama_fields(model), **rope_of(model), **options)).eval()
     randomize(reference)
     ours = build_model(model)
     load_weights(ours, reference)

@@ -63,15 +63,16 @@ def forward_backward(core: Any, inputs: Inputs, documents: Tensor) -> Results:
 
 
 @pytest.mark.parametrize("block", [1, 4, 8, 64])
+@pytest.mark.parametrize("window", [0, 1, 7])
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 def test_random_documents_in_blocks_are_eager_attention(
-    heads: int, kv: int, block: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv: int, window: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUERY_BLOCK", block)
     inputs = random_inputs(5, heads, kv)
     documents = random_documents(5, seed=heads)
-    computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
-    expected = forward_backward(EagerAttention(), inputs, documents)
+    computed = forward_backward(ScaledDotProductAttention(window), inputs, documents)
+    expected = forward_backward(EagerAttention(window), inputs, documents)
     for name in Results._fields:
         # float32 sums over up to 29 tokens and 6 heads, of numbers of size 1
         torch.testing.assert_close(getattr(computed, name), getattr(expected, name), rtol=0, atol=1e-5, msg=name)
@@ -103,7 +104,7 @@ def test_the_operation_is_what_torch_expects_of_one() -> None:
     """Its schema, gradient and result without numbers agree with what it does; also when traced."""
     inputs = random_inputs(2, 4, 2)
     q, k, v = (x.requires_grad_() for x in inputs[:3])
-    torch.library.opcheck(document_attention, (q, k, v, random_documents(2, seed=0)))
+    torch.library.opcheck(document_attention, (q, k, v, random_documents(2, seed=0), 7))
 
 
 def test_query_blocks() -> None:
@@ -118,6 +119,21 @@ def test_visible_keys() -> None:
         [[False, False, True, False], [False, False, True, True]]
     ]
     assert visible_keys(ids[:, 2:], ids, causal=False).tolist() == [[[False, False, True, True]] * 2]
+    assert visible_keys(ids[:, 2:], ids, causal=True, window=1).tolist() == [
+        [[False, False, True, False], [False, False, False, True]]
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_only_the_pairs_near_a_window_are_computed(window: int) -> None:
+    """Counted: without a window the pairs grow with the square of the sequence, with one in proportion to it."""
+
+    def pairs(length: int) -> int:
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        return sum(block.visible.numel() for block in module._blocks(ids, window))
+
+    exponent = math.log2(pairs(16 * QUERY_BLOCK) / pairs(8 * QUERY_BLOCK))
+    assert exponent == pytest.approx(1.0 if window else 1.9, abs=0.05)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchllm.config import Model, Parallel, Training
-from torchllm.models.head import IGNORED, Head, cross_entropy_sum
+from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_squares
 from torchllm.spec.flops import recomputes_logits
 
 MODEL = Model(hidden=16, heads=2, vocab=37)
 TOKENS = 22  # of two sequences
 
 
-def head(chunk: int) -> Head:
-    made = Head(MODEL, chunk)
+def head(chunk: int, z_loss: float = 0.0) -> Head:
+    made = Head(MODEL, chunk, z_loss)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(made.weight.shape, generator=generator)
@@ -197,3 +197,70 @@ def test_loss_of_bfloat16_states_is_summed_in_float32(chunk: int) -> None:
     logits = (hidden @ module.weight.T).float().flatten(0, 1)
     expected = cross_entropy_sum(logits, labels.flatten())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+Z_LOSS = 0.03
+
+
+def loss_with_penalty(weight: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the loss and of the squared log-sum-exps, as they are defined, in float64."""
+    logits = (hidden @ weight.T).flatten(0, 1)[labels.flatten() != IGNORED]
+    targets = labels.flatten()[labels.flatten() != IGNORED]
+    log_sum_exp = logits.exp().sum(-1).log()
+    loss = (log_sum_exp - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).sum()
+    return loss, log_sum_exp.square().sum()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_z_loss_is_in_the_gradients_and_beside_the_loss(chunk: int, recomputes: bool) -> None:
+    module = head(chunk, Z_LOSS)
+    module.recomputes_logits = recomputes
+    hidden, labels = hidden_and_labels()
+    hidden.requires_grad_()
+    loss = module(hidden, labels)
+    torch.testing.assert_close(loss.detach(), head(chunk)(*hidden_and_labels()).detach(), rtol=1e-6, atol=0.0)
+    gradients = torch.autograd.grad(3.0 * loss, (hidden, module.weight))
+
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = module.weight.detach().double().requires_grad_()
+    expected, squares = loss_with_penalty(exact_weight, exact_hidden, labels)
+    expected_gradients = torch.autograd.grad(3.0 * (expected + Z_LOSS * squares), (exact_hidden, exact_weight))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for got, exact in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(got, exact.float(), rtol=1e-5, atol=1e-5)
+    stage = nn.Module()
+    stage.lm_head = module
+    taken = take_squares([nn.Module(), stage])
+    assert taken is not None
+    assert taken.item() == pytest.approx(squares.item(), rel=1e-6)
+    assert not taken.requires_grad
+    assert take_squares([stage]) is None  # they are taken
+
+
+def test_squares_add_up_over_forwards_with_gradients_alone() -> None:
+    module = head(7, Z_LOSS)
+    hidden, labels = hidden_and_labels()
+    with torch.no_grad():
+        without = module(hidden, labels)
+    assert module.squares is None
+    assert torch.equal(module(hidden, labels).detach(), without)
+    once = module.squares
+    module(hidden, labels)
+    assert torch.equal(module.squares, 2 * once)  # type: ignore[operator]
+
+
+def test_z_loss_saves_nothing_as_large_as_the_logits_but_what_the_loss_saves() -> None:
+    hidden, labels = hidden_and_labels()
+    counts = []
+    for z_loss in (0.0, Z_LOSS):
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.numel() if tensor.is_floating_point() else 0)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            head(0, z_loss)(hidden.requires_grad_(), labels)
+        counts.append(saved.count(TOKENS * MODEL.vocab))
+    assert counts[0] == counts[1] <= 2

@@ -76,7 +76,7 @@ def test_feed_forward_layers_are_their_formulas() -> None:
     x = inputs(2, 5, 24)
     wide = x.double()
     tolerance = {"rtol": 1e-5, "atol": 1e-4}  # outputs of size 100
-    swiglu = filled(SwiGLU(MODEL))
+    swiglu = filled(SwiGLU(MODEL, MODEL.ffn))
     gate = wide @ swiglu.gate_proj.weight.double().T
     up = wide @ swiglu.up_proj.weight.double().T
     silu = gate * torch.sigmoid(gate)

@@ -92,7 +92,7 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
 
 @pytest.mark.parametrize("scope", [NORM, BLOCK], ids=["norm", "block"])
 def test_norms_of_queries_and_keys(scope: Settings) -> None:
-    check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": True})
+    check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": "width"})
 
 
 @pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective", "selective_half"])
@@ -124,6 +124,11 @@ def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelis
     """If this fails, or only torch 2.15 is supported, `must_recompute_outside` can be removed."""
     with pytest.raises(WorkerFailed, match="expected all tensors_saved_with_vc_check to be Tensors"):
         run(train_with_recomputation_inside, 2, {**FUSED, "recompute.mode": "full"})
+
+
+@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+def test_low_rank_updates_of_frozen_weights(layout: Settings) -> None:
+    check_compiled({**TWO, **BLOCK, **layout, "lora.rank": 3, "lora.alpha": 12.0})
 
 
 def test_gpt_with_document_masks_and_chunked_loss() -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchllm.parallel.initialize
 from tests.workers import run
@@ -159,6 +161,22 @@ def test_a_rank_makes_only_its_shard() -> None:
         assert counts.drawn == counts.local
         total += counts.drawn
     assert total == counts_of_ranks[0].whole
+
+
+def fill_matrices_that_are_cut_along(dimension: int) -> Tensor:
+    """Return a parameter of three matrices that is filled on two ranks, gathered."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = distribute_tensor(torch.zeros(3, 5, 7), mesh, [Shard(dimension)])
+    fill(parameter, "embed_tokens.weight", ODD, seed=7)
+    return parameter.full_tensor()
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_a_parameter_of_several_matrices_may_be_cut_along_any_dimension(dimension: int) -> None:
+    whole = torch.zeros(3, 5, 7)
+    fill(whole, "embed_tokens.weight", ODD, seed=7)
+    for gathered in run(fill_matrices_that_are_cut_along, 2, dimension):
+        assert torch.equal(gathered, whole)
 
 
 def splitmix64(seed: int) -> Any:

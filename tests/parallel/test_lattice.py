@@ -1,13 +1,14 @@
 """Every layout trains the same model: loss, every gradient, the norm, the updated weights, against one process.
 
-pytest tests/parallel/test_lattice.py                        # 60 layouts, in which 97 % of the pairs of settings occur
-pytest -m lattice --count=50 --seed=1               # the others of that sample, with which all do, and 50 at random
+pytest tests/parallel/test_lattice.py               # 32 layouts with 89 % of the pairs of settings, 8 others per commit
+pytest -m lattice --count=50 --seed=1               # all others of that sample, with which all occur, and 50 at random
 pytest -m lattice --count=all-meshes --report=FILE  # every mesh x schedule x cp method x sequence parallelism
 """
 
 import functools
 import itertools
 import json
+import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.lattice import (
 )
 from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_table, read, sum_up
 from tests.parity import CPU, Settings, check, check_bfloat16, reference, step_batch, tiny
+from tests.tiny_run import ROOT
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.checks import problems
@@ -48,10 +50,12 @@ from torchllm.proof.layouts import AXES, MICRO_BATCH, describe_layout
 from torchllm.proof.sample import MESH
 from torchllm.runtime.torch_compat import local_region
 
-FIRST = 60
-"""layouts of the sample that every run of the tests compares; `-m lattice` compares the others too"""
-PARTS = 8
-"""of these; the others are as many parts"""
+FIRST = 32
+"""layouts of the sample that every run of the tests compares"""
+PARTS = 4
+"""of these"""
+PARTS_OF_THE_REST = 8
+"""of which a run compares one, each commit another; `-m lattice` compares all"""
 sample = functools.cache(lambda: covering(seed=0))
 
 REFUSALS = {
@@ -76,7 +80,10 @@ def test_all_layouts() -> None:
     assert set(all_layouts.refusals) == REFUSALS
 
 
-def test_the_sample_has_every_pair_of_settings() -> None:
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.every_run)])
+def test_the_sample_has_every_pair_of_settings(stride: int) -> None:
+    """stride: every n-th layout of the lattice is looked at."""
+
     def settings(layout: Layout) -> frozenset[Any]:
         """Degrees over 2 are one setting, and so are several micro batches."""
         batch = SPACE.sized(layout).training.global_batch_size
@@ -88,7 +95,7 @@ def test_the_sample_has_every_pair_of_settings() -> None:
         return {frozenset(pair) for some in set(map(settings, several)) for pair in itertools.combinations(some, 2)}
 
     sampled = pairs(sample())
-    assert pairs(lattice().layouts) <= sampled
+    assert pairs(lattice().layouts[::stride]) <= sampled
     assert pairs(at_random(500, seed=1, space=SPACE)) <= sampled  # and their options
     assert all(map(SPACE.is_valid, sample()))
     assert len(sample()) >= 80
@@ -113,10 +120,36 @@ def test_a_sample_trains_the_same_model(part: int) -> None:
     compare_all(sample()[:FIRST][part::PARTS])
 
 
+def part_of_commit(commit: str) -> int:
+    """Return which part of the rest a commit compares: the same one each time, so that a failure can be seen again.
+
+    commit: its hexadecimal name; "" outside of a checkout, where it is always the first part.
+    """
+    return int(commit or "0", 16) % PARTS_OF_THE_REST
+
+
+def current_commit() -> str:
+    """Return the hexadecimal name of the commit that is checked out, "" outside of a checkout."""
+    try:
+        command = ["git", "rev-parse", "--verify", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def test_commits_share_the_rest_of_the_sample() -> None:
+    assert {part_of_commit(f"{number:040x}") for number in range(100, 120)} == set(range(PARTS_OF_THE_REST))
+    assert part_of_commit("") == 0
+
+
+def test_one_part_of_the_rest_trains_the_same_model() -> None:
+    compare_all(sample()[FIRST:][part_of_commit(current_commit()) :: PARTS_OF_THE_REST])
+
+
 @pytest.mark.lattice
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(PARTS_OF_THE_REST))
 def test_the_rest_of_the_sample_trains_the_same_model(part: int) -> None:
-    compare_all(sample()[FIRST:][part::PARTS])
+    compare_all(sample()[FIRST:][part::PARTS_OF_THE_REST])
 
 
 def compare_all(drawn: Iterable[Layout]) -> None:

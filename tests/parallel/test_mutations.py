@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+import torchllm.models.experts
+import torchllm.models.layers
+import torchllm.models.lora
 import torchllm.optim.grad_norm
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
@@ -32,7 +35,8 @@ FSDP2: Settings = {"parallel.dp_shard": 2}
 HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
 TP2: Settings = {"parallel.tp": 2}
 SP2 = {**TP2, "parallel.sequence_parallel": True}
-QK_NORM: Settings = {"model.qk_norm": True}
+HEAD_NORM: Settings = {"model.qk_norm": "head"}
+WIDTH_NORM: Settings = {"model.qk_norm": "width"}
 A_BLOCK = 30_848  # elements
 Q, UP = "layers.2.self_attn.q_proj.weight", "layers.1.mlp.up_proj.weight"
 
@@ -167,8 +171,22 @@ def norm_gradient_taken_as_whole() -> Any:
 
 
 def head_norm_gradient_taken_as_whole() -> Any:
-    """Of tensor parallelism with model.qk_norm: the sum over the ranks' heads is missing."""
+    """Of tensor parallelism with model.qk_norm = "head": the sum over the ranks' heads is missing."""
     return _norm_gradients_not_summed(lambda module: isinstance(module, Attention))
+
+
+def norm_of_the_heads_of_this_rank() -> Any:
+    """Of tensor parallelism with model.qk_norm = "width": each rank takes its squares, times the ranks, for the sum."""
+    return _replaced(torchllm.parallel.tensor, "sum_over_ranks", lambda real: lambda x, mesh: x * mesh.size())
+
+
+def width_norm_gradient_not_summed() -> Any:
+    """Of the same: the sum is right, and each rank takes its own part of its gradient for the whole."""
+
+    def sum_in_the_forward(x: Tensor, mesh: Any) -> Tensor:
+        return DTensor.from_local(x, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+    return _replaced(torchllm.parallel.tensor, "sum_over_ranks", lambda real: sum_in_the_forward)
 
 
 def _norm_gradients_not_summed(of_parent: Callable[[torch.nn.Module], bool]) -> Any:
@@ -263,9 +281,73 @@ def a_product_put_off_for_good() -> Any:
     return _replaced(torchllm.parallel.weight_gradients, "add_product", change)
 
 
+def update_gradient_taken_as_whole() -> Any:
+    """Of the factors of LoRA that are whole on every tp rank: each rank has the part of its own features."""
+    return _replaced(torchllm.parallel.tensor.LowRankUpdate, "gradient_of_whole_factor", lambda real: Replicate())
+
+
+def scale_forgotten() -> Any:
+    """B A x is added to W x, not alpha / rank times that."""
+    return _with_scale_of_one(torchllm.models.lora)
+
+
+def scale_forgotten_under_tp() -> Any:
+    """The same, where each rank has a part of the factors."""
+    return _with_scale_of_one(torchllm.parallel.tensor)
+
+
+def router_gradient_taken_as_whole() -> Any:
+    """Of tensor parallelism: each rank has weighed its own part of every expert's result."""
+    return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "gradient_of_router", lambda real: Replicate())
+
+
+def input_gradient_taken_as_whole() -> Any:
+    """Of experts under tensor parallelism: each rank has that of its own part of every expert."""
+
+    def change(to_local: Any) -> Any:
+        return lambda self, module, inputs, mesh: (inputs[0].to_local(grad_placements=[Replicate()]),)
+
+    return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "_to_local", change)
+
+
+def rows_not_put_back() -> Any:
+    """The results of experts stay in the order of the experts."""
+
+    def change(dispatch: Any) -> Any:
+        def unsorted(tokens: Tensor, routing: Any, experts: Any) -> Tensor:
+            sorted_by_expert = routing.experts.flatten().argsort(stable=True)
+            result: Tensor = dispatch(tokens, routing, experts).flatten(0, 1)[sorted_by_expert]
+            return result.view(len(tokens), -1, tokens.shape[-1])
+
+        return unsorted
+
+    return _replaced(torchllm.models.experts, "dispatch", change)
+
+
+def shared_experts_dropped_on_a_rank() -> Any:
+    """Of tensor parallelism: one rank adds nothing for the features of the shared experts that it holds."""
+
+    def change(forward: Any) -> Any:
+        def dropping(self: Any, x: Any) -> Any:
+            result = forward(self, x)
+            if isinstance(result, DTensor) and result.device_mesh.get_local_rank():
+                return DTensor.from_local(0.0 * result.to_local(), result.device_mesh, result.placements)
+            return result
+
+        return dropping
+
+    return _replaced(torchllm.models.layers.SwiGLU, "forward", change)
+
+
+def _with_scale_of_one(module: Any) -> Any:
+    return _replaced(module, "add_low_rank_update", lambda real: lambda *args: real(*args[:-1], 1.0))
+
+
 GRADIENT = "gradient differs by"
 PP2: Settings = {"parallel.pp": 2}
 TIED: Settings = {"model.tied_embeddings": True}
+LORA: Settings = {"lora.rank": 3}
+EXPERTS: Settings = {"model.experts": 6, "model.top_k": 2, "model.shared_experts": 1}
 UNCLIPPED = {"training.max_grad_norm": 1e9}  # else a wrong norm shows in the next step's gradients
 # the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
 MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
@@ -281,8 +363,10 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (shards_exchanged, TP2, False, f"step 1.*{GRADIENT}"),
     (initialised_from_the_first_offset, FSDP2, False, f"step 1.*{GRADIENT}"),
     (norm_gradient_taken_as_whole, SP2, False, "norm.weight: ranks differ"),
-    (head_norm_gradient_taken_as_whole, {**TP2, **QK_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
-    (head_norm_gradient_taken_as_whole, {**SP2, **QK_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
+    (head_norm_gradient_taken_as_whole, {**TP2, **HEAD_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
+    (head_norm_gradient_taken_as_whole, {**SP2, **HEAD_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
+    (norm_of_the_heads_of_this_rank, {**TP2, **WIDTH_NORM}, False, f"step 1.*{GRADIENT}"),
+    (width_norm_gradient_not_summed, {**TP2, **WIDTH_NORM}, False, f"step 1.*{GRADIENT}"),
     (tied_embeddings_untied, {**TP2, "model.tied_embeddings": True}, False, r"lm_head.weight"),
     (replicated_gradients_counted_by_every_rank, {**TP2, **UNCLIPPED}, False, "gradient norm differs"),
     (norm_of_the_local_shards, {**FSDP2, **UNCLIPPED}, False, "gradient norm differs"),
@@ -291,6 +375,24 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (tied_gradients_not_added, {**PP2, **TIED}, False, "embed_tokens.weight: ranks differ"),
     (tied_gradient_counted_by_both_stages, {**PP2, **TIED, **UNCLIPPED}, False, "gradient norm differs"),
     (a_product_put_off_for_good, {**PP2, "parallel.schedule": "ZBVZeroBubble"}, False, f"step 1.*{GRADIENT}"),
+    (
+        update_gradient_taken_as_whole,
+        {**TP2, **LORA, "lora.targets": ("q_proj",)},
+        False,
+        "lora_A.weight: ranks differ",
+    ),
+    (
+        update_gradient_taken_as_whole,
+        {**SP2, **LORA, "lora.targets": ("o_proj",)},
+        False,
+        "lora_B.weight: ranks differ",
+    ),
+    (router_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, "router.weight: ranks differ"),
+    (input_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
+    (rows_not_put_back, {**FSDP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
+    (shared_experts_dropped_on_a_rank, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
+    (scale_forgotten, {**FSDP2, **LORA}, False, f"step 1.*{GRADIENT}"),
+    (scale_forgotten_under_tp, {**TP2, **LORA}, False, f"step 1.*{GRADIENT}"),
 ]
 
 

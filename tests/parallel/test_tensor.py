@@ -126,6 +126,17 @@ def bytes_but_for_norms(events: list[Collective | str]) -> float:
     return total
 
 
+def test_norms_over_the_width_send_one_number_per_token_each() -> None:
+    """The sums of squares of queries and of keys, in the forward and, as their gradients, in the backward."""
+    events = run(sent_of_a_step, 2, {**ONE, "model.qk_norm": "width"})[0]
+    without = sent_under("tp")
+
+    def numbers_per_token(events: list[Collective | str]) -> int:
+        return sum(isinstance(event, Collective) and event.elements == TOKENS for event in events)
+
+    assert numbers_per_token(events) - numbers_per_token(without) == 4 * LAYERS
+
+
 def test_logits_are_never_sent() -> None:
     chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
     check_loss_collectives(sent_under("tp"), times_computed=1)
@@ -335,3 +346,41 @@ def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) ->
 def test_a_position_table_and_biases_train_the_same_model(sequence_parallel: bool) -> None:
     gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.layers": 2, "training.steps": 1}
     check({**gpt, "parallel.tp": 2, "parallel.sequence_parallel": sequence_parallel}, ragged=True)
+
+
+class Squares(NamedTuple):
+    """The vocabulary-parallel loss with the squared log-sum-exps, and the plain one."""
+
+    sums: list[float]
+    expected: list[float]
+    gradient: Any
+    expected_gradient: Any
+
+
+def both_squares(vocab: int, dtype: torch.dtype, size: float) -> Squares:
+    """Return sums and gradients of the loss plus a tenth of the squared log-sum-exps, some tokens without a target."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
+    labels = torch.randint(vocab, (64,), generator=generator)
+    labels[10:20] = -100
+    plain = logits.double().requires_grad_()  # its gradient is not rounded: the other one is, once
+    loss = F.cross_entropy(plain, labels, ignore_index=-100, reduction="sum")
+    squares = plain.logsumexp(-1)[labels != -100].square().sum()
+    (3.0 * loss + 0.3 * squares).backward()
+    cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    first = min(vocab, math.ceil(vocab / mesh.size()) * mesh.get_local_rank())
+    sums = vocab_parallel_cross_entropy_sum(cut, labels, first, mesh.get_group(), with_squares=True)
+    sums.backward(torch.tensor([3.0, 0.3]))
+    gradient = cut.grad.full_tensor().double().numpy()
+    return Squares(sums.tolist(), [loss.item(), squares.item()], gradient, plain.grad.double().numpy())
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_vocab_parallel_squares_are_the_plain_ones(name: str) -> None:
+    logits = LOGITS[name]
+    error = 2**-8 if logits.dtype == torch.bfloat16 else 2e-6
+    for result in run(both_squares, 2, *logits):
+        assert result.sums == pytest.approx(result.expected, rel=1e-6)
+        difference = abs(result.gradient - result.expected_gradient).max()
+        assert difference <= error * abs(result.expected_gradient).max()

@@ -16,18 +16,24 @@ from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import build_forward_backward
 
-KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "send": "send"}
+KINDS = {
+    "allgather": "gather",
+    "reduce_scatter": "scatter",
+    "allreduce": "reduce",
+    "alltoall": "exchange",
+    "send": "send",
+}
 
 
 class Collective(NamedTuple):
     """One collective, or one message from rank to rank."""
 
     kind: str
-    """gather, scatter (reduce-scatter), reduce (all-reduce) or send"""
+    """gather, scatter (reduce-scatter), reduce (all-reduce), exchange (all-to-all) or send"""
     axis: str
     """pp, fsdp, dp_replicate, tp or loss"""
     elements: int
-    """of the whole tensor: gathered, reduced, about to be scattered, or sent"""
+    """of the whole tensor: gathered, reduced, about to be scattered, exchanged, or sent"""
     dtype: torch.dtype
 
     def bytes(self, ranks: int) -> float:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_bug_is_found_by_the_technique_that_it_breaks(change: Change, name: st
 
 
 def test_the_reference_recipe_is_right(tmp_path: Path) -> None:
-    config = Config(model=Model(qk_norm=True, tied_embeddings=True, kv_heads=4, vocab=263))
+    config = Config(model=Model(qk_norm="head", tied_embeddings=True, kv_heads=4, vocab=263))
     prover = Prover(PRETRAIN, config, OPTIONS, tmp_path, workers.POOL)
     assert prover.base.model.vocab % 8 == 7
     layout = prover.layout_with(technique("tp=2 sequence_parallel=True"))
@@ -168,7 +169,17 @@ def test_a_small_copy_keeps_the_features(file: Path, tmp_path: Path) -> None:
     small = shrink(config, 4, 3, tmp_path)
     assert not problems(one_process(small), 1)
     model, small_model = config.model, small.model
-    for name in ("family", "tied_embeddings", "qk_norm", "norm_epsilon", "rope_theta", "rope_scaling_factor"):
+    for name in (
+        "family",
+        "tied_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "norm_position",
+        "norm_epsilon",
+        "rope_theta",
+        "rope_scaling",
+        "rope_scaling_factor",
+    ):
         assert getattr(model, name) == getattr(small_model, name)
     assert (small_model.heads > small_model.kv) == (model.heads > model.kv)
     assert small_model.vocab % 8 == model.vocab % 8
@@ -182,6 +193,30 @@ def test_a_small_copy_in_float8_has_sizes_that_ranks_can_multiply(tmp_path: Path
     small = shrink(Config(model=model, float8=Float8("rowwise")), 4, 3, tmp_path)
     for tp in (1, 2, 4):
         assert not problems(with_settings(small, {"parallel.dp_shard": 1, "parallel.tp": tp}), tp)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 94])
+@pytest.mark.parametrize("top_k", [1, 8, 160])
+def test_a_small_copy_keeps_experts(layers: int, top_k: int, tmp_path: Path) -> None:
+    model = Model(layers=layers, hidden=4096, heads=32, kv_heads=8, ffn=12288, experts=160, top_k=top_k)
+    model = replace(
+        model,
+        router_renormalize=top_k > 1,
+        expert_ffn=1536,
+        shared_experts=1,
+        dense_layers=min(3, layers - 1),
+        router_score="sigmoid",
+    )
+    small = shrink(Config(model=model), 4, 3, tmp_path).model
+    for tp in (1, 2, 4):
+        config = with_settings(Config(model=small), {"parallel.dp_shard": 1, "parallel.tp": tp})
+        assert not problems(config, tp)
+    assert 1 < small.experts <= 12
+    assert (small.top_k == small.experts) == (top_k == 160)
+    assert small.expert_width < small.ffn
+    assert (small.shared_experts, small.router_score) == (1, "sigmoid")
+    assert (small.dense_layers > 0) == (layers > 1)
+    assert any(small.is_sparse(layer) for layer in range(small.layers))
 
 
 def test_keys_of_the_command_line_are_kept(tmp_path: Path) -> None:

@@ -1,22 +1,27 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchllm.config import Model, Recompute
+from torchllm.config import Lora, Model, Recompute
 from torchllm.models.decoder import build_model
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.spec.flops import (
     DEVICE_PEAKS,
+    active_parameter_count,
+    block_flops,
     causal_pairs,
     device_peak_flops,
     executed_flops_per_token,
     flops_per_token,
     forward_flops_per_token,
     parameter_count,
+    product_sizes,
     recompute_interval,
     recomputed_flops_per_token,
+    update_parameter_count,
 )
 
 GPT = Model(
@@ -30,6 +35,10 @@ SMALL = {
     "llama": Model(layers=5, hidden=24, heads=6, kv_heads=2, head_dim=8, ffn=40, vocab=33, attention="eager"),
     "gpt": Model(family="gpt", layers=5, hidden=24, heads=4, ffn=40, vocab=33, tied_embeddings=True, attention="eager"),
 }
+SMALL["norms after"] = replace(SMALL["llama"], norm_position="after", qk_norm="width", qkv_bias=True)
+SMALL["experts"] = replace(SMALL["llama"], experts=6, top_k=2, expert_ffn=16, dense_layers=2)
+SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, dense_layers=1)
+SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
 RECOMPUTES = [
     Recompute(),
     Recompute("full"),
@@ -91,12 +100,23 @@ def test_causal_attention_is_half_of_palms() -> None:
     assert (half - matrices) / (whole - matrices) == (length + 1) / (2 * length)
 
 
+def test_attention_in_windows_is_counted_as_windows() -> None:
+    """By MFU, by HFU and by what balances the stages of a pipeline."""
+    windowed = replace(LLAMA, window=1024)
+    assert flops_per_token(windowed, 4096) == flops_per_token(LLAMA, 1024)
+    assert flops_per_token(windowed, 512) == flops_per_token(LLAMA, 512)
+    full = Recompute("full")
+    assert recomputed_flops_per_token(windowed, full, 4096) == recomputed_flops_per_token(LLAMA, full, 1024)
+    assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
+
+
 def test_pairs_are_those_of_the_mask() -> None:
     lengths = [1, 5, 2, 8]
     documents = torch.arange(4).repeat_interleave(torch.tensor(lengths))
     mask = (documents[:, None] == documents[None]) & torch.ones(16, 16, dtype=torch.bool).tril()
     positions = torch.cat([torch.arange(length) for length in lengths])
     assert causal_pairs(lengths) == mask.sum() == (positions + 1).sum() == 55
+    assert causal_pairs(lengths, window=3) == mask.triu(-2).sum() == (positions + 1).clamp(max=3).sum() == 37
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
@@ -122,6 +142,33 @@ def test_executed_flops_are_what_torch_counts(family: str, recompute: Recompute,
     assert forward.get_total_flops() == batch * length * in_forward
     total = forward.get_total_flops() + backward.get_total_flops()
     assert total == batch * length * executed_flops_per_token(model, recompute, length)
+
+
+@pytest.mark.parametrize("name", ["experts", "shared experts"])
+def test_products_are_those_of_the_built_block_in_order(name: str) -> None:
+    """The rows of a grouped product have as many elements of the stacked matrix as a token's experts."""
+    model = SMALL[name]
+    decoder = build_model(model)
+    for layer, block in enumerate(decoder.layers.values()):
+        sizes = []
+        for parameter, value in block.named_parameters():
+            if "experts." in parameter:
+                sizes.append(value.numel() // model.experts * model.top_k)
+            elif value.dim() == 2:
+                sizes.append(value.numel())
+        assert product_sizes(model, layer) == sizes
+        assert len(sizes) == 7 + model.is_sparse(layer) * (1 + 3 * (name == "shared experts"))
+
+
+def test_experts_count_as_often_as_a_token_uses_them() -> None:
+    model = SMALL["experts"]
+    alone = replace(model, experts=model.top_k)  # a router of fewer rows
+    routers = 3 * model.hidden * (model.experts - model.top_k)
+    assert active_parameter_count(model) == parameter_count(alone) + routers
+    assert active_parameter_count(alone) == parameter_count(alone)
+    assert active_parameter_count(LLAMA) == parameter_count(LLAMA)
+    attention = 12 * model.layers * model.heads * model.head_width * 64
+    assert flops_per_token(model, 64) == 6 * active_parameter_count(model) + attention
 
 
 def test_recompute_modes_differ() -> None:
@@ -201,3 +248,13 @@ def test_peaks_are_dense_and_sourced() -> None:
 def test_a_gpu_without_float8_has_no_peak_of_it() -> None:
     assert device_peak_flops("NVIDIA H100 80GB HBM3", "float8") == 1979e12
     assert device_peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
+
+
+def test_frozen_weights_need_no_gradients() -> None:
+    """Of the operations of a weight a third is its gradient's."""
+    lora = Lora(rank=4, targets=("q_proj", "down_proj"))
+    trained = LLAMA.layers * 4 * (LLAMA.heads * LLAMA.head_width + LLAMA.hidden + LLAMA.hidden + LLAMA.ffn)
+    assert update_parameter_count(LLAMA, lora) == trained
+    difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, lora=lora)
+    assert difference == 2 * parameter_count(LLAMA) - 6 * trained
+    assert update_parameter_count(LLAMA, Lora()) == 0

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from torchllm.config import Model
 from torchllm.models.decoder import build_model
-from torchllm.spec.flops import parameter_count
+from torchllm.spec.flops import active_parameter_count, parameter_count
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,8 +19,8 @@ else:
 
 FOLDER = Path(__file__).parents[2] / "train_configs" / "models"
 
-# Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2, Qwen3); for Hagemann et al. the counts behind
-# their MFU, with both embeddings of 128,000 tokens (30B, of which they print no count: by hand).
+# Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2, Qwen2.5, Qwen3, OLMo 2, Mistral); for Hagemann
+# et al. the counts behind their MFU, with both embeddings of 128,000 tokens (30B, of which they print none: by hand).
 EXACT = {
     "llama_13b": 13_998_904_320,
     "llama_30b": 60 * (4 * 6656**2 + 3 * 6656 * 17_888 + 2 * 6656) + 2 * 128_000 * 6656 + 6656,
@@ -32,6 +33,9 @@ EXACT = {
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
     "qwen3_0.6b": 596_049_920,
+    "qwen2.5_0.5b": 494_032_768,
+    "olmo2_1b": 1_484_916_736,
+    "mistral_7b": 7_241_732_096,
     "debug": 1_222_560,
 }
 # Narayanan et al. 2021, table 1: billions of parameters, layers, hidden size, attention heads.
@@ -46,6 +50,58 @@ GPT = {
     "gpt_310b": (310.1, 96, 16384, 128),
     "gpt_530b": (529.6, 105, 20480, 128),
     "gpt_1t": (1008.0, 128, 25600, 160),
+}
+
+
+GLM = Model(
+    layers=92,
+    hidden=5120,
+    heads=96,
+    kv_heads=8,
+    head_dim=128,
+    qkv_bias=True,
+    qk_norm="head",
+    ffn=12_288,
+    experts=160,
+    top_k=8,
+    expert_ffn=1536,
+    shared_experts=1,
+    dense_layers=3,
+    vocab=151_552,
+)
+GLM_AIR = replace(GLM, layers=46, hidden=4096, qk_norm="none", ffn=10_944, experts=128, expert_ffn=1408, dense_layers=1)
+QWEN = Model(
+    layers=94,
+    hidden=4096,
+    heads=64,
+    kv_heads=4,
+    head_dim=128,
+    qk_norm="head",
+    experts=128,
+    top_k=8,
+    expert_ffn=1536,
+    vocab=151_936,
+)
+# Sizes from config.json of each, all parameters (safetensors.total of huggingface.co/api/models/NAME), and billions of
+# parameters that a token uses, as the authors print them (Jiang et al. 2024, arXiv 2401.04088; Yang et al. 2025, arXiv
+# 2505.09388; Muennighoff et al. 2024, arXiv 2409.02060).
+SPARSE = {
+    "mistralai/Mixtral-8x7B-v0.1": (
+        Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, experts=8, top_k=2, vocab=32_000),
+        46_702_792_704,
+        12.9,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        replace(QWEN, layers=48, hidden=2048, heads=32, expert_ffn=768),
+        30_532_122_624,
+        3.4,  # they print 3.3
+    ),
+    "Qwen/Qwen3-235B-A22B": (QWEN, 235_093_634_560, 22.2),
+    "allenai/OLMoE-1B-7B-0924": (
+        Model(layers=16, hidden=2048, heads=16, qk_norm="width", ffn=1024, experts=64, top_k=8, vocab=50_304),
+        6_919_161_856,
+        1.3,
+    ),
 }
 
 
@@ -71,6 +127,27 @@ def test_gpt_of_narayanan(name: str) -> None:
     equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51_200 + 2048) * hidden
     assert parameter_count(model) == equation + 2 * hidden
     assert round(parameter_count(model) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_published_count_of_experts(name: str) -> None:
+    model, parameters, active_billions = SPARSE[name]
+    assert parameter_count(model) == parameters
+    assert round(active_parameter_count(model) / 1e9, 1) == active_billions
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [(GLM, 358_337_791_296), (GLM_AIR, 110_468_824_832)], ids=["GLM-4.5", "GLM-4.5-Air"]
+)
+def test_published_count_of_shared_experts(model: Model, parameters: int) -> None:
+    """The files of zai-org also hold a block that predicts the token after the next, and biases of the routers.
+
+    That block has an embedding, a head, a projection of two hidden states to one, and three norms of its own.
+    """
+    with_block = replace(model, layers=model.layers + 1)
+    of_block = 2 * model.vocab * model.hidden + 2 * model.hidden**2 + 3 * model.hidden
+    biases = (with_block.layers - model.dense_layers) * model.experts
+    assert parameter_count(with_block) + of_block + biases == parameters
 
 
 @pytest.mark.parametrize("name", EXACT.keys() | GPT.keys())

@@ -6,17 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchllm.config import Compile, Model, Recompute
+from torchllm.config import Compile, Lora, Model, Recompute
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
 from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.recompute import apply_recompute
-from torchllm.spec.parameters import PARAMETER_RULES, canonical_name, rule_of
+from torchllm.spec.parameters import PARAMETER_RULES, canonical_name, is_low_rank_factor, rule_of
 
 TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
 MODELS = {
     "llama": TINY,
     "llama-tied": replace(TINY, tied_embeddings=True),
-    "llama-qk-norm": replace(TINY, qk_norm=True),
+    "llama-qk-norm": replace(TINY, qk_norm="head"),
+    "olmo": replace(TINY, qk_norm="width", norm_position="after"),
+    "qwen2": replace(TINY, qkv_bias=True),
+    "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
     "gpt": replace(TINY, family="gpt"),
     "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
 }
@@ -27,16 +31,28 @@ def meta(model: Model) -> Decoder:
         return build_model(model)
 
 
+def with_updates(model: Model) -> Decoder:
+    """The model with LoRA, which experts have not."""
+    decoder = meta(model)
+    if not model.experts:
+        apply_lora(decoder, Lora(rank=2), torch.float32)
+    return decoder
+
+
+def names_of(decoder: Decoder) -> list[str]:
+    return [canonical_name(name) for name, _ in decoder.named_parameters()]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_matches_exactly_one_row(name: str) -> None:
-    for parameter, _ in meta(MODELS[name]).named_parameters():
+    for parameter in names_of(with_updates(MODELS[name])):
         matching = [rule.pattern for rule in PARAMETER_RULES if re.fullmatch(rule.pattern, parameter)]
         assert len(matching) == 1, (parameter, matching)
         assert rule_of(parameter).pattern == matching[0]
 
 
 def test_every_row_has_a_parameter() -> None:
-    names = {name for model in MODELS.values() for name, _ in meta(model).named_parameters()}
+    names = {name for model in MODELS.values() for name in names_of(with_updates(model))}
     for rule in PARAMETER_RULES:
         assert any(re.fullmatch(rule.pattern, name) for name in names), rule.pattern
 
@@ -46,16 +62,33 @@ def test_an_unknown_parameter_is_named() -> None:
         rule_of("layers.0.mystery.weight")
 
 
+ROLES_OF_ENDS = {"embed_tokens.weight": "embedding", "embed_positions.weight": "position", "lm_head.weight": "head"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_agree_with_what_the_parameters_are(name: str) -> None:
-    """Matrices but the position table are decayed; vectors start at a constant, matrices at random."""
+    """Vectors start at a constant, matrices at random; those of the blocks have a role of their own."""
     for parameter, value in meta(MODELS[name]).named_parameters():
         rule = rule_of(parameter)
-        matrix = value.dim() == 2
-        assert rule.decayed == (matrix and parameter != "embed_positions.weight"), parameter
+        matrix = value.dim() >= 2  # those of experts are stacked
+        role_in_block = "router" if "router" in parameter else "matrix"
+        assert (rule.role == "vector") == (not matrix), parameter
+        assert (rule.role == role_in_block) == (matrix and parameter.startswith("layers.")), parameter
+        assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter
         assert (rule.start in ("normal", "residual")) == matrix, parameter
-        assert (rule.start == "residual") == parameter.endswith(("o_proj.weight", "down_proj.weight")), parameter
+        assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
         assert (rule.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
+
+
+def test_updates_do_not_change_canonical_names() -> None:
+    """Factors are matrices with a role of their own; A starts at random, B at zero."""
+    updated = names_of(with_updates(TINY))
+    factors = [name for name in updated if is_low_rank_factor(name)]
+    assert [name for name in updated if name not in factors] == names_of(meta(TINY))
+    assert "layers.3.self_attn.q_proj.lora_A.weight" in factors
+    for name in factors:
+        assert rule_of(name).role == "adapter"
+        assert rule_of(name).start == ("normal" if "lora_A" in name else "zeros")
 
 
 COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=True), Compile(True, True, True)]

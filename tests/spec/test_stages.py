@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -6,13 +7,16 @@ import pytest
 
 from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule, load_config
 from torchllm.planner.simulate import StageTimes, simulate
-from torchllm.spec.flops import forward_flops_per_token
+from torchllm.spec.flops import block_flops, forward_flops_per_token
 from torchllm.spec.schedules import orders
-from torchllm.spec.stages import balanced_split, block_cost, end_costs, stage_costs, stage_of_rank
+from torchllm.spec.stages import balanced_split, end_costs, stage_costs, stage_of_rank
 
 ROOT = Path(__file__).parents[2]
 SMALL_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64)
 LARGE_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=4000)
+
+
+SPARSE = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64, experts=8, top_k=2, expert_ffn=192, shared_experts=1)
 
 
 def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -41,6 +45,40 @@ def test_no_split_has_a_less_busy_rank_or_is_more_even(model: Model, schedule: P
     assert badness(split) == min(map(badness, every_split(model.layers, parallel.stages)))
 
 
+@pytest.mark.parametrize("dense_layers", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("ffn", [128, 1024], ids=["light dense blocks", "heavy dense blocks"])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 7, 10])
+def test_no_split_of_dense_and_sparse_blocks_is_better(pp: int, ffn: int, dense_layers: int) -> None:
+    model = replace(SPARSE, ffn=ffn, dense_layers=dense_layers)
+    parallel = Parallel(pp=pp)
+    split = balanced_split(model, parallel, 32)
+    assert sum(split) == model.layers
+    assert min(split) >= 1
+
+    def badness(blocks: tuple[int, ...]) -> tuple[int, int]:
+        costs = stage_costs(model, blocks, 32)
+        return max(costs), sum(cost**2 for cost in costs)
+
+    assert badness(split) == min(map(badness, every_split(model.layers, pp)))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("ffn", [128, 1024], ids=["light dense blocks", "heavy dense blocks"])
+@pytest.mark.parametrize("pp", [2, 3, 4, 5])
+def test_ranks_of_several_stages_share_dense_and_sparse_blocks(pp: int, ffn: int, schedule: PipelineSchedule) -> None:
+    """The bound is as found, and holds where no more than six of ten blocks are dense."""
+    parallel = Parallel(pp=pp, schedule=schedule)
+    for dense_layers in range(1, 7):
+        model = replace(SPARSE, ffn=ffn, dense_layers=dense_layers)
+
+        def busiest(blocks: tuple[int, ...], model: Model = model) -> int:
+            costs = stage_costs(model, blocks, 32)
+            return max(sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(pp))
+
+        best = min(map(busiest, every_split(model.layers, parallel.stages)))
+        assert busiest(balanced_split(model, parallel, 32)) <= 1.02 * best
+
+
 @pytest.mark.parametrize(
     ("schedule", "over"), [("1F1B", 1.0), ("Interleaved1F1B", 1.05), ("ZBVZeroBubble", 1.02), ("DualPipeV", 1.0)]
 )
@@ -61,7 +99,7 @@ def test_even_ranks_are_nearly_the_best_split_and_even_stages_are_not(schedule: 
 
 def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:
     model = load_config([str(ROOT / "train_configs" / "models" / "llama3_8b.toml"), "--parallel.dp_shard=1"]).model
-    assert 1.5 < end_costs(model)[1] / block_cost(model, 8192) < 2.5
+    assert 1.5 < end_costs(model)[1] / block_flops(model, 0, 8192) < 2.5
     assert balanced_split(model, Parallel(pp=4), 8192) == (8, 8, 9, 7)
 
 
@@ -86,7 +124,7 @@ def test_one_rank_has_one_stage() -> None:
     assert stage_of_rank(Parallel(schedule="DualPipeV"), 0) == (0,)
 
 
-@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD])
+@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD, SPARSE, replace(SPARSE, dense_layers=4)])
 def test_costs_are_those_of_the_whole_model(model: Model) -> None:
     products = forward_flops_per_token(model, 32)
     vectors = model.hidden + 4 * model.hidden + 5 * model.vocab

@@ -11,8 +11,8 @@ Bytes = Counter[str]
 """bytes by purpose, one of `PURPOSES`; a difference of two may be negative"""
 
 PURPOSES = {
-    "parameters": "this rank's share of the weights, float32",
-    "optimizer": "moments",
+    "parameters": "this rank's share of the weights, float32; frozen ones in the type of the computation",
+    "optimizer": "moments, and the average of the weights",
     "gradients": "this rank's share, and sums of whole ones over micro batches",
     "gathered": "weights that are whole for a while, and what they are gathered in",
     "activations": "stored by a forward for its backward",

@@ -16,7 +16,7 @@ from torchllm.dry_run.memory import PURPOSES, Bytes
 from torchllm.dry_run.replay import SentTotals
 from torchllm.parallel.mesh import AXES, MeshAxis
 from torchllm.spec.cluster import Hardware, Link, slow_tensor_parallel
-from torchllm.spec.flops import parameter_count
+from torchllm.spec.flops import active_parameter_count, parameter_count, update_parameter_count
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
 TIGHT = 0.9
@@ -83,6 +83,7 @@ def as_json(report: Report) -> str:
         "ranks": _ranks(report),
         "layout": _layout(report),
         "parameters": parameter_count(config.model),
+        "active_parameters": active_parameter_count(config.model),
         "micro_batches": report.micro_batches,
         "dtype": _dtype(report),
         "cluster": config.cluster.name or None,
@@ -128,9 +129,11 @@ def as_text(report: Report) -> str:
     """Return the report as tables with a column for every kind of rank."""
     training = report.config.training
     data = report.micro_batches * training.micro_batch_size
+    model = report.config.model
+    active = f", of which a token uses {active_parameter_count(model):,}" if model.experts else ""
     lines = [
         f"dry run of {_ranks(report):,} ranks: {_layout(report)}",
-        f"{parameter_count(report.config.model):,} parameters; a step is {training.global_batch_size:,} sequences of "
+        f"{parameter_count(model):,} parameters{active}; a step is {training.global_batch_size:,} sequences of "
         f"{training.sequence_length:,} tokens, {data} of them a data rank in {report.micro_batches} micro batches",
         "",
     ]
@@ -219,7 +222,11 @@ def assumptions(report: Report) -> Iterator[str]:
     chosen = ""
     if config.training.dtype == "auto":
         chosen = ", which auto is there" if report.hardware else ", as here"
-    yield f"computation in {_dtype(report)}{chosen}; weights, gradients and moments in float32"
+    trained = "low-rank updates, their gradients and moments" if config.lora.is_on else "weights, gradients and moments"
+    yield f"computation in {_dtype(report)}{chosen}; {trained} in float32"
+    if config.lora.is_on:
+        count = update_parameter_count(config.model, config.lora)
+        yield f"LoRA of rank {config.lora.rank}: {count:,} parameters are trained, all others frozen ({_dtype(report)})"
     if report.gpu:
         yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"
     else:

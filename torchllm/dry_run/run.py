@@ -100,6 +100,8 @@ class StageKind(NamedTuple):
     """whether it has the head"""
     recomputed: tuple[bool, ...]
     """for each block, whether recompute.mode = "every_k" recomputes it"""
+    sparse: tuple[bool, ...]
+    """for each block, whether it has experts"""
 
 
 def rank_kinds(config: Config) -> list[list[int]]:
@@ -114,7 +116,8 @@ def rank_kinds(config: Config) -> list[list[int]]:
     def kind_of_stage(stage: int) -> StageKind:
         numbers = range(first_blocks[stage], first_blocks[stage + 1])
         recomputed = tuple(config.recompute.mode == "every_k" and number % every == 0 for number in numbers)
-        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed)
+        sparse = tuple(config.model.is_sparse(number) for number in numbers)
+        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed, sparse)
 
     ranks_of_kind: dict[object, list[int]] = {}
     for rank in range(parallel.pp):

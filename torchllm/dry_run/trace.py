@@ -27,6 +27,8 @@ from torchllm.dry_run.memory import memory_per_micro_batch, saved_by_forwards, s
 from torchllm.dry_run.replay import Traced, action_keys
 from torchllm.dry_run.tracker import Tracker
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -81,7 +83,8 @@ def trace(
     with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
         mesh = build_mesh(parallel, CPU)
         with torch.device("meta"):
-            model = build_model(config.model, training.loss_chunk)
+            model = build_model(config.model, training.loss_chunk, training.z_loss)
+        apply_lora(model, config.lora, dtype)
         if gpu:
             use_fused_norms(model)
         stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
@@ -102,6 +105,8 @@ def _trace(
     training, (line, parallel) = config.training, part
     materialize(stages, CPU)
     optimizer = build_optimizer(stages, config.optimizer)
+    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average.follow(optimizer)
     tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
     fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
     with tracker:
@@ -120,7 +125,7 @@ def _trace(
         step(1, batches)
         tracker.restart()
         tracker.claim((p for stage in stages for p in stage.parameters()), "parameters")
-        tracker.claim(_state(optimizer), "optimizer")
+        tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
         tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
         tracker.mark("begin")
         step(2, batches)

@@ -2,7 +2,8 @@
 
 A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
 reads key-value head h // (H / K). Its `mask(document_ids, document_limit)` returns, once per forward, what it needs to
-hide later tokens and other documents from a token; document_limit is `Batch.document_limit`. Parallelism replaces the
+hide from a token what it does not see: later tokens, other documents and, with a `window` over 0, all but so many
+tokens, itself the last of them; document_limit is `Batch.document_limit`. Parallelism replaces the
 core (context parallel) or gives it fewer heads (tensor parallel); generation wraps it (`CachedAttention`).
 """
 
@@ -18,7 +19,13 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.document_attention import document_attention, fused_attention
 from torchllm.models.layers import RMSNorm, Rotary, rotate
-from torchllm.models.varlen_attention import Documents, attend_within_documents, find_documents, takes_varlen
+from torchllm.models.varlen_attention import (
+    Documents,
+    attend_within_documents,
+    find_documents,
+    one_document,
+    takes_varlen,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -29,25 +36,31 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        bias = model.features.biases
         self.head_width = model.head_width
-        self.q_proj = nn.Linear(model.hidden, model.heads * model.head_width, bias=bias)
-        self.k_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
-        self.v_proj = nn.Linear(model.hidden, model.kv * model.head_width, bias=bias)
-        self.o_proj = nn.Linear(model.heads * model.head_width, model.hidden, bias=bias)
+        q_width, kv_width = model.heads * model.head_width, model.kv * model.head_width
+        self.q_proj = nn.Linear(model.hidden, q_width, bias=model.has_qkv_bias)
+        self.k_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
+        self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
+        self.o_proj = nn.Linear(q_width, model.hidden, bias=model.features.biases)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if model.qk_norm:  # one weight for all heads, so that a rank with some of the heads has it whole
+        self.q_width_norm: nn.Module | None = None
+        self.k_width_norm: nn.Module | None = None
+        if model.qk_norm == "head":  # one weight for all heads, so that a rank with some of the heads has it whole
             self.q_norm = RMSNorm(model.head_width, model.norm_epsilon)
             self.k_norm = RMSNorm(model.head_width, model.norm_epsilon)
-        self.core: Any = CORES[model.attention]()
+        elif model.qk_norm == "width":  # other names, because a rank with some of the heads has a part of these weights
+            self.q_width_norm = RMSNorm(q_width, model.norm_epsilon)
+            self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon)
+        self.core: Any = CORES[model.attention](model.window)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_width_norm is not None and self.k_width_norm is not None:
+            q, k = self.q_width_norm(q), self.k_width_norm(k)
         heads = (-1, self.head_width)
-        q = self.q_proj(x).unflatten(-1, heads)
-        k = self.k_proj(x).unflatten(-1, heads)
-        v = self.v_proj(x).unflatten(-1, heads)
+        q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
@@ -55,20 +68,24 @@ class Attention(nn.Module):
         return self.o_proj(self.core(q, k, v, mask).flatten(-2))
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Return which keys a query may see, (B, 1, S, S) bool: those of its document that are not later.
+def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
+    """Return which keys a query may see, (B, 1, S, S) bool: those of its document and its window that are not later.
 
-    document_ids: (B, S).
+    document_ids: (B, S). window: 0 for no window.
     """
     length = document_ids.shape[1]
     same_document = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    visible = same_document & causal_mask(length, length, document_ids.device)
+    visible = same_document & causal_mask(length, length, document_ids.device, window)
     return visible.unsqueeze(1)  # the same for all heads
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return which keys a query may see, (queries, keys) bool: those that are not later."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:
+    """Return which keys a query may see, (queries, keys) bool: those that are not later.
+
+    window: only so many of these, the last ones; 0: all.
+    """
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+    return visible.triu(1 - window) if window else visible
 
 
 class EagerAttention(nn.Module):
@@ -77,13 +94,16 @@ class EagerAttention(nn.Module):
     Scores and mask are S x S in memory: use another core for long sequences.
     """
 
-    @staticmethod
-    def mask(document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
-        return None if document_ids is None else document_mask(document_ids)
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
+
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
+        return None if document_ids is None else document_mask(document_ids, self.window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
-            mask = causal_mask(q.shape[1], k.shape[1], q.device)
+            mask = causal_mask(q.shape[1], k.shape[1], q.device, self.window)
         queries_per_key = q.shape[2] // k.shape[2]
         k = k.repeat_interleave(queries_per_key, dim=2)
         v = v.repeat_interleave(queries_per_key, dim=2)
@@ -96,19 +116,24 @@ class EagerAttention(nn.Module):
 class ScaledDotProductAttention(nn.Module):
     """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
 
-    With documents it calls torch's flash attention for sequences of unequal length where that can be used, on a GPU in
-    16 bit; else `document_attention`, which makes the masks of some queries at a time.
+    With documents or a window it calls torch's flash attention for sequences of unequal length where that can be used,
+    on a GPU in 16 bit; else `document_attention`, which makes the masks of some queries at a time.
     """
 
-    @staticmethod
-    def mask(document_ids: Tensor | None, document_limit: int = 0) -> Documents | None:
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
+
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Documents | None:
         return None if document_ids is None else find_documents(document_ids, document_limit)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Documents | None) -> Tensor:
+        if mask is None and 0 < self.window < q.shape[1]:
+            mask = one_document(q.shape[0], q.shape[1], q.device)
         if mask is not None and mask.offsets is not None and takes_varlen(q):
-            return attend_within_documents(q, k, v, mask.offsets)
+            return attend_within_documents(q, k, v, mask.offsets, self.window)
         if mask is not None:
-            return document_attention(q, k, v, mask.ids)
+            return document_attention(q, k, v, mask.ids, self.window)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         return fused_attention(q, k, v, mask=None).transpose(1, 2)
 
@@ -119,16 +144,19 @@ class FlashAttention(nn.Module):
     It is causal only, so the config refuses it with document masks. UserError if neither package is installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0) -> None:
         super().__init__()
         self.kernel = _flash_attention_3() or _flash_attention_2()
+        self.window = window
+        self.window_size = (window - 1, 0) if window else (-1, -1)
+        """tokens that a query sees before and behind its own; -1: all"""
 
     @staticmethod
     def mask(document_ids: Tensor | None, document_limit: int = 0) -> None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        return self.kernel(q, k, v, causal=True)
+        return self.kernel(q, k, v, causal=True, window_size=self.window_size)
 
 
 def _flash_attention_3() -> Callable[..., Any] | None:
@@ -157,16 +185,19 @@ def _flash_attention_2() -> Callable[..., Any]:
 
 
 class FlexAttention(nn.Module):
-    """Calls torch's FlexAttention, which skips blocks of the document mask that no query sees.
+    """Calls torch's FlexAttention, which skips blocks of documents and windows that no query sees.
 
     It has no backward on a CPU: UserError there.
     """
 
-    @staticmethod
-    def mask(document_ids: Tensor | None, document_limit: int = 0) -> "BlockMask | None":
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
+
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> "BlockMask | None":
         from torchllm.models.block_mask import document_block_mask
 
-        return None if document_ids is None else document_block_mask(document_ids)
+        return None if document_ids is None else document_block_mask(document_ids, self.window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask | None") -> Tensor:
         from torchllm.models.block_mask import causal_block_mask
@@ -174,7 +205,7 @@ class FlexAttention(nn.Module):
         if q.device.type == "cpu" and q.requires_grad:
             raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
         if mask is None:
-            mask = causal_block_mask(q.shape[1], q.device)
+            mask = causal_block_mask(q.shape[1], q.device, self.window)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
         out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
@@ -193,7 +224,7 @@ class CachedAttention(nn.Module):
     """A core that caches the keys and values of earlier calls, for generation one token at a time.
 
     The first call (the prompt) goes to the wrapped core. Each later call brings one token, which sees all tokens before
-    it.
+    it; of a core with a window, so many tokens are cached.
     """
 
     def __init__(self, core: Any) -> None:
@@ -205,14 +236,18 @@ class CachedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if self.keys is None or self.values is None:
-            self.keys, self.values = k, v
+            self.keys, self.values = self._cached(k), self._cached(v)
             return self.core(q, k, v, mask)
-        self.keys = torch.cat((self.keys, k), dim=1)
-        self.values = torch.cat((self.values, v), dim=1)
+        self.keys = self._cached(torch.cat((self.keys, k), dim=1))
+        self.values = self._cached(torch.cat((self.values, v), dim=1))
         q, k, v = q.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
         return out.transpose(1, 2)
+
+    def _cached(self, x: Tensor) -> Tensor:
+        """Return the part of keys or values (B, T, K, Q) that the last token sees."""
+        return x[:, -self.core.window :]  # all of x without a window, which is 0
 
 
 CORES: dict[str, type[nn.Module]] = {

@@ -1,9 +1,9 @@
-"""The block mask of FlexAttention, from the documents of blocks: blocks x blocks numbers, never S x S.
+"""The block mask of FlexAttention, from the documents of blocks and the window: blocks x blocks numbers, never S x S.
 
 torch's `create_block_mask` evaluates its function at every pair of tokens, in 10 bytes per pair unless it is compiled.
 The lowest and the highest document of a block tell as much: two blocks meet where these ranges overlap, and a block of
-one document sees all of an earlier block of the same one. The kernel looks at single tokens in the blocks that meet in
-part. Nothing waits for the device.
+one document sees all of an earlier block of the same one, as far as the window reaches. The kernel looks at single
+tokens in the blocks that meet in part. Nothing waits for the device.
 """
 
 from collections.abc import Callable
@@ -32,32 +32,43 @@ class _Blocks(NamedTuple):
     """which, and then the others, (B, 1, blocks, blocks) int32"""
 
 
-def document_block_mask(document_ids: Tensor) -> BlockMask:
-    """Return the mask that hides later tokens and other documents from a token; document_ids: (B, S)."""
+def document_block_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
+    """Return the mask that hides later tokens and other documents from a token; document_ids: (B, S).
+
+    window: a token sees so many tokens at most, itself the last of them; 0: no limit.
+    """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (document_ids[b, q] == document_ids[b, k])
+        return _in_window(q, k, window) & (document_ids[b, q] == document_ids[b, k])
 
-    return _block_mask(document_ids, visible)
+    return _block_mask(document_ids, visible, window)
+
+
+def _in_window(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Return whether a key, by its index in the sequence, is not later than the query and not before its window."""
+    visible = query >= key
+    return visible & (query - key < window) if window else visible
 
 
 @cache
-def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """Return the mask that hides later tokens alone: that of one document, the same for all sequences."""
+def causal_block_mask(length: int, device: torch.device, window: int = 0) -> BlockMask:
+    """Return the mask that hides later tokens, and those before a window over 0, the same for all sequences."""
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
+        return _in_window(q, k, window)
 
-    return _block_mask(torch.zeros(1, length, dtype=torch.int64, device=device), visible)
+    return _block_mask(torch.zeros(1, length, dtype=torch.int64, device=device), visible, window)
 
 
-def _block_mask(document_ids: Tensor, visible: Visible) -> BlockMask:
-    """Return the mask of documents (B, S); `visible` says the same of single tokens."""
+def _block_mask(document_ids: Tensor, visible: Visible, window: int) -> BlockMask:
+    """Return the mask of documents (B, S) and a window; `visible` says the same of single tokens."""
     length = document_ids.shape[1]
     size = block_size(length)
     last_ids = document_ids[:, -1:].expand(-1, -length % size)  # fill the last block
     ids_of_blocks = torch.cat((document_ids, last_ids), dim=1).unflatten(1, (-1, size))
     pairs = _pairs_of_blocks(lowest=ids_of_blocks.amin(2), highest=ids_of_blocks.amax(2))
+    if window:
+        pairs = _pairs_in_window(pairs, size, window)
     return BlockMask.from_kv_blocks(
         *_listed(pairs.partial),
         *_listed(pairs.full),
@@ -84,6 +95,15 @@ def _pairs_of_blocks(lowest: Tensor, highest: Tensor) -> _Pairs:
     one_document = (query_highest == key_lowest) & (key_highest == query_lowest)  # then all four are equal
     full = one_document.tril(-1)
     partial = share_documents.tril() & ~full
+    return _Pairs(partial, full)
+
+
+def _pairs_in_window(pairs: _Pairs, size: int, window: int) -> _Pairs:
+    """Return what is left of the pairs where a token sees only the last `window` tokens; size: tokens per block."""
+    seen_in_full = window // size - 1  # blocks before a block of which its last token sees all
+    seen_in_part = -(-(window - 1) // size)  # blocks before a block of which its first token sees any
+    full = pairs.full.triu(-seen_in_full)
+    partial = (pairs.partial | pairs.full).triu(-seen_in_part) & ~full
     return _Pairs(partial, full)
 
 

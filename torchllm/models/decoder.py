@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.attention import Attention
+from torchllm.models.experts import MixtureOfExperts
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
 
@@ -19,17 +20,39 @@ from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotar
 class Block(nn.Module):
     """Adds attention and the feed-forward layer, each with a norm before it, to the residual stream."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.input_layernorm = build_norm(model)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = build_norm(model)
-        self.mlp = build_feed_forward(model)
+        self.mlp = MixtureOfExperts(model) if model.is_sparse(index) else build_feed_forward(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NormAfterBlock(Block):
+    """Adds attention and the feed-forward layer, each with a norm after it, to the residual stream (OLMo 2).
+
+    Its norms have Hugging Face's names: in a `Block` the one called post_attention_layernorm is the feed-forward
+    layer's, here it is attention's.
+    """
+
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__(model, index)
+        del self.input_layernorm
+        self.post_feedforward_layernorm = build_norm(model)
+
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
+        x = x + self.post_attention_layernorm(self.self_attn(x, rotary, mask))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+
+BLOCKS = {"before": Block, "after": NormAfterBlock}
+"""class of the blocks, by `model.norm_position`"""
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
@@ -42,7 +65,7 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, ma
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head. A pipeline stage has some of the blocks and may lack either of the ends."""
 
-    def __init__(self, model: Model, loss_chunk: int) -> None:
+    def __init__(self, model: Model, loss_chunk: int, z_loss: float) -> None:
         super().__init__()
         self.model = model
         self.embeds = True
@@ -52,9 +75,10 @@ class Decoder(nn.Module):
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
-        self.layers = nn.ModuleDict({str(index): Block(model) for index in range(model.layers)})
+        block = BLOCKS[model.norm_position]
+        self.layers = nn.ModuleDict({str(index): block(model, index) for index in range(model.layers)})
         self.norm: nn.Module | None = build_norm(model)
-        self.lm_head: Head | None = Head(model, loss_chunk)
+        self.lm_head: Head | None = Head(model, loss_chunk, z_loss)
         self.run_blocks: Callable[..., Tensor] = run_blocks
         self.tie_embeddings()
 
@@ -96,9 +120,10 @@ class Decoder(nn.Module):
         return first.core.mask(document_ids, document_limit)
 
 
-def build_model(model: Model, loss_chunk: int = 0) -> Decoder:
+def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decoder:
     """Return the decoder with uninitialized weights; under `torch.device("meta")` it takes no memory.
 
-    loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch.
+    loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch. z_loss: weight of the squared
+    log-sum-exp of the logits in the gradients; 0: none.
     """
-    return Decoder(model, loss_chunk)
+    return Decoder(model, loss_chunk, z_loss)

@@ -1,8 +1,9 @@
-"""Attention within documents, in memory that grows with the sequence, not with its square.
+"""Attention within documents and windows, in memory that grows with the sequence, not with its square.
 
-The queries are cut into blocks. A block meets the keys up to its own last token; its mask, (B, 1, block, keys), exists
-while the block is computed, and the backward makes it again, with the block's scores. So nothing of S x S exists, and
-the pairs behind the blocks, nearly half of all, are not computed. Which keys a block meets does not depend on where
+The queries are cut into blocks. A block meets the keys up to its own last token, from the first one in a window of its
+first token; its mask, (B, 1, block, keys), exists while the block is computed, and the backward makes it again, with
+the block's scores. So nothing of S x S exists, and the pairs behind the blocks, nearly half of all, and those out of
+the windows of whole blocks are not computed. Which keys a block meets does not depend on where
 documents begin: nothing waits for the device.
 
 To torch the forward is one operation (`torch.library.custom_op`): a compiled block does not break its graph for it, and
@@ -28,16 +29,18 @@ def query_blocks(queries: slice) -> Iterator[slice]:
         yield slice(start, min(start + QUERY_BLOCK, queries.stop))
 
 
-def visible_keys(query_ids: Tensor, key_ids: Tensor, causal: bool) -> Tensor:
+def visible_keys(query_ids: Tensor, key_ids: Tensor, causal: bool, window: int = 0) -> Tensor:
     """Return which keys a query may see, (B, S, T) bool: those of its document and, if `causal`, not the later ones.
 
     query_ids (B, S) and key_ids (B, T): the document of each token. causal: the last query is the token of the last
-    key.
+    key. window: with `causal`, only so many keys, the query's own the last of them; 0: no limit.
     """
-    same_document = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
+    visible = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
     if not causal:
-        return same_document
-    return same_document.tril_(key_ids.shape[1] - query_ids.shape[1])
+        return visible
+    own_key = key_ids.shape[1] - query_ids.shape[1]  # of the first query
+    visible = visible.tril_(own_key)
+    return visible.triu_(own_key - window + 1) if window else visible
 
 
 class _Block(NamedTuple):
@@ -49,25 +52,29 @@ class _Block(NamedTuple):
     """which keys a query may see, (B, S, T) bool"""
 
 
-def _blocks(document_ids: Tensor) -> Iterator[_Block]:
+def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
     """Yield the blocks of sequences with these documents, (B, S). One mask exists at a time."""
     for queries in query_blocks(slice(0, document_ids.shape[1])):
-        keys = slice(0, queries.stop)
-        visible = visible_keys(document_ids[:, queries], document_ids[:, keys], causal=True)
+        first_key = max(0, queries.start - window + 1) if window else 0
+        keys = slice(first_key, queries.stop)
+        visible = visible_keys(document_ids[:, queries], document_ids[:, keys], causal=True, window=window)
         yield _Block(queries, keys, visible)
 
 
 @torch.library.custom_op("torchllm::document_attention", mutates_args=())
-def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    """Let each token attend to the tokens of its document that are not later. document_ids: (B, S)."""
+def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
+    """Let each token attend to the tokens of its document that are not later, the last `window` of them if over 0.
+
+    document_ids: (B, S).
+    """
     out = q.new_empty(q.shape)
-    for queries, keys, visible in _blocks(document_ids):
+    for queries, keys, visible in _blocks(document_ids, window):
         out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible)
     return out
 
 
 @document_attention.register_fake
-def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
+def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
     """Return a result without numbers, for tracing and for the dry run."""
     return q.new_empty(q.shape)
 
@@ -102,8 +109,9 @@ def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     return kv
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,7 +121,7 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     dq = q.new_empty(q.shape)
     dk = k.new_zeros(k.shape, dtype=wide)
     dv = v.new_zeros(v.shape, dtype=wide)
-    for queries, keys, visible in _blocks(document_ids):
+    for queries, keys, visible in _blocks(document_ids, ctx.window):
         q_block = q[:, queries].detach().requires_grad_()
         k_block = k[:, keys].detach().requires_grad_()
         v_block = v[:, keys].detach().requires_grad_()
@@ -124,7 +132,7 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         dq[:, queries] = dq_block
         dk[:, keys] += dk_block
         dv[:, keys] += dv_block
-    return dq, dk.to(k.dtype), dv.to(v.dtype), None
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_save_inputs)

@@ -5,7 +5,8 @@ the weight once. It returns sums: only the step knows how many target tokens the
 means are wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +28,43 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
+def cross_entropy_and_squares(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return `cross_entropy_sum`, and the sum of the squared log-sum-exps of the logits, over the same labels.
+
+    logits (N, V), labels (N) -> (2) float32. The log-sum-exp is the loss plus the target's logit, so that nothing as
+    large as the logits is made for it but, in the backward pass, a gradient in the logits' own type.
+    """
+    is_target = labels != IGNORED
+    rows = torch.arange(len(labels), device=labels.device)
+    targets = logits[rows, labels.where(is_target, 0)].float()  # gather would keep the logits for its backward
+    losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+    log_sum_exp = (losses + targets).where(is_target, 0.0)
+    return torch.stack((losses.sum(), log_sum_exp.square().sum()))
+
+
 class Head(nn.Module):
     """Computes the sum of the loss from hidden states and labels, or logits if there are no labels.
 
     `cross_entropy` (compiled, vocabulary-parallel), `project` (with its weight's gradient deferred) and `local` (the
     part of a sharded factor that is on this rank) are replaceable. If `chunk` is over 0, logits of only that many
     tokens exist at a time.
+
+    With `z_loss` over 0 the gradients are those of the loss plus z_loss times the squared log-sum-exp of each target
+    token's logits (PaLM, section 5: Chowdhery et al. 2022, arXiv 2204.02311); `cross_entropy` then returns the sums of
+    both. What the head returns is the loss alone, comparable with that of a run without it.
     """
 
-    def __init__(self, model: Model, chunk: int) -> None:
+    def __init__(self, model: Model, chunk: int, z_loss: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.vocab, model.hidden))
-        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = (
+            cross_entropy_and_squares if z_loss else cross_entropy_sum
+        )
         self.local: Callable[[Tensor], Tensor] = lambda factor: factor
         self.chunk = chunk
+        self.z_loss = z_loss
+        self.squares: Tensor | None = None
+        """with z_loss: sum of the squared log-sum-exps of the forward passes since `take_squares`, float32 ()"""
         self.recomputes_logits = False
         """with a chunk: compute the logits again in the backward pass, instead of all gradients in the forward pass.
         For pipeline schedules that defer the weight's gradient, or run many forward passes before a backward pass,
@@ -53,19 +77,29 @@ class Head(nn.Module):
         """
         if labels is None:
             return self.project(hidden)
-        rows = hidden.flatten(0, 1)
-        targets = labels.flatten()
-        if not self.chunk:
-            return self._loss(rows, targets)
-        if torch.is_grad_enabled() and not self.recomputes_logits:
-            loss: Tensor = _LossWithGradients.apply(self.local(rows), self.local(self.weight), targets, self)
+        sums = self._sums(hidden.flatten(0, 1), labels.flatten())
+        if not self.z_loss:
+            return sums
+        loss, squares = sums
+        if not torch.is_grad_enabled():
             return loss
-        losses = []
-        for some_rows, some_targets in zip(rows.split(self.chunk), targets.split(self.chunk), strict=True):
-            losses.append(checkpoint(self._loss, some_rows, some_targets, use_reentrant=False))
-        return torch.stack(losses).sum()
+        self.squares = squares.detach() if self.squares is None else self.squares + squares.detach()
+        penalty = self.z_loss * squares
+        return loss + (penalty - penalty.detach())  # the value of the loss, the gradient of both
 
-    def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
+    def _sums(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Return what `cross_entropy` does, for all rows (N, D) and targets (N)."""
+        if not self.chunk:
+            return self._chunk_sums(rows, targets)
+        if torch.is_grad_enabled() and not self.recomputes_logits:
+            sums: Tensor = _SumsWithGradients.apply(self.local(rows), self.local(self.weight), targets, self)
+            return sums
+        chunks = []
+        for some_rows, some_targets in zip(rows.split(self.chunk), targets.split(self.chunk), strict=True):
+            chunks.append(checkpoint(self._chunk_sums, some_rows, some_targets, use_reentrant=False))
+        return torch.stack(chunks).sum(0)
+
+    def _chunk_sums(self, rows: Tensor, targets: Tensor) -> Tensor:
         return self.cross_entropy(self.project(rows), targets)
 
     def project(self, rows: Tensor) -> Tensor:
@@ -73,54 +107,74 @@ class Head(nn.Module):
         return F.linear(rows, self.weight)
 
 
-class _LossWithGradients(torch.autograd.Function):
-    """The loss of chunks of tokens, whose gradients are computed in the forward pass, while their logits exist.
+def take_squares(stages: Iterable[nn.Module]) -> Tensor | None:
+    """Return the squared log-sum-exps that heads of these stages have summed, float32 (), and begin anew.
+
+    None if there is no head, or no z-loss.
+    """
+    for stage in stages:
+        head = getattr(stage, "lm_head", None)
+        if head is not None and head.squares is not None:
+            squares: Tensor = head.squares
+            head.squares = None
+            return squares
+    return None
+
+
+class _SumsWithGradients(torch.autograd.Function):
+    """The sums of chunks of tokens, whose gradients are computed in the forward pass, while their logits exist.
 
     That is three products per chunk; a recomputation in the backward pass has four (fused linear cross entropy, Hsu et
-    al. 2024, arXiv 2410.10989). The gradients are linear in that of the loss, a number that the backward pass brings.
-    Kept for it: the gradients of the rows and of the weight.
+    al. 2024, arXiv 2410.10989). The gradients are linear in that of the loss, a number that the backward pass brings;
+    that of a z-loss's sum is always z_loss times the same number. Kept for the backward pass: the gradients of the rows
+    and of the weight.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
-        d_weight = torch.zeros_like(weight)
-        losses = []
+        d_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        sums = []
         d_rows = []
         for some_rows, some_targets in zip(rows.split(head.chunk), targets.split(head.chunk), strict=True):
-            chunk = _run_chunk(some_rows, weight, some_targets, head.cross_entropy, d_weight)
-            losses.append(chunk.loss)
+            chunk = _run_chunk(some_rows, weight, some_targets, head, d_weight)
+            sums.append(chunk.sums)
             d_rows.append(chunk.d_rows)
         ctx.save_for_backward(torch.cat(d_rows), d_weight)
-        return torch.stack(losses).sum()
+        return torch.stack(sums).sum(0)
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_sums: Tensor) -> tuple[Tensor | None, ...]:
         d_rows, d_weight = ctx.saved_tensors
-        return d_rows * d_loss, d_weight * d_loss, None, None
+        d_loss = d_sums.flatten()[0]
+        return d_rows * d_loss, None if d_weight is None else d_weight * d_loss, None, None
 
 
 class _Chunk(NamedTuple):
     """Results of some tokens of a micro batch."""
 
-    loss: Tensor
-    """sum in nats, ()"""
+    sums: Tensor
+    """as `Head.cross_entropy` returns them"""
     d_rows: Tensor
     """gradient of their hidden states, (n, D)"""
 
 
-def _run_chunk(
-    rows: Tensor, weight: Tensor, targets: Tensor, cross_entropy: Callable[[Tensor, Tensor], Tensor], d_weight: Tensor
-) -> _Chunk:
-    """Run forward and backward of n tokens: rows (n, D), targets (n); adds to d_weight, like weight (V, D)."""
+def _add_product(d_weight: Tensor, rows: Tensor, d_logits: Tensor) -> None:
+    """Add the weight's gradient of n tokens, in place: there may be no larger tensor."""
+    torch.addmm(d_weight, d_logits.t(), rows, out=d_weight)
 
-    def add_to_weight(d_logits: Tensor) -> None:
-        torch.addmm(d_weight, d_logits.t(), rows, out=d_weight)  # in place: there may be no larger tensor
 
+def _run_chunk(rows: Tensor, weight: Tensor, targets: Tensor, head: Head, d_weight: Tensor | None) -> _Chunk:
+    """Run forward and backward of n tokens: rows (n, D), targets (n); adds to d_weight, like weight (V, D).
+
+    d_weight: None if the weight is frozen.
+    """
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
         logits = F.linear(leaf, weight.detach())
-        logits.register_hook(add_to_weight)
-        loss = cross_entropy(logits, targets)
+        if d_weight is not None:
+            logits.register_hook(partial(_add_product, d_weight, rows))
+        sums = head.cross_entropy(logits, targets)
+        objective = sums[0] + head.z_loss * sums[1] if head.z_loss else sums
     del logits  # before the backward pass
-    (d_rows,) = torch.autograd.grad(loss, leaf)
-    return _Chunk(loss.detach(), d_rows)
+    (d_rows,) = torch.autograd.grad(objective, leaf)
+    return _Chunk(sums.detach(), d_rows)

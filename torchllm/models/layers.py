@@ -65,19 +65,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def build_feed_forward(model: Model) -> nn.Module:
-    """Return the feed-forward layer, by `model.features.gated_ffn`, with uninitialized weights."""
-    return SwiGLU(model) if model.features.gated_ffn else GELUFeedForward(model)
+    """Return the dense feed-forward layer, by `model.features.gated_ffn`, with uninitialized weights."""
+    return SwiGLU(model, model.ffn) if model.features.gated_ffn else GELUFeedForward(model)
 
 
 class SwiGLU(nn.Module):
     """Computes down(silu(gate(x)) * up(x)), the feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, width: int) -> None:
         super().__init__()
         bias = model.features.biases
-        self.gate_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
-        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
-        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
+        self.gate_proj = nn.Linear(model.hidden, width, bias=bias)
+        self.up_proj = nn.Linear(model.hidden, width, bias=bias)
+        self.down_proj = nn.Linear(width, model.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
@@ -105,18 +105,62 @@ Rotary = tuple[Tensor, Tensor]
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
     """Return the angle per position, in radians, of each pair of features, (Q / 2) float32.
 
-    Angles are those of RoFormer (Su et al. 2021, arXiv 2104.09864), with Llama 3.1's scaling for long contexts: pairs
-    with a wavelength over original_length / low_frequency_factor turn `rope_scaling_factor` times slower, those under
-    original_length / high_frequency_factor are unchanged, and between these the two are mixed linearly.
+    Angles are those of RoFormer (Su et al. 2021, arXiv 2104.09864), or slower ones for contexts that are
+    `rope_scaling_factor` times longer, by `rope_scaling`.
     """
     exponents = torch.arange(0, model.head_width, 2, device=device, dtype=torch.float32) / model.head_width
     unscaled = 1.0 / model.rope_theta**exponents
     scaled = unscaled / model.rope_scaling_factor
-    turns = model.rope_original_length * unscaled / (2 * math.pi)  # full turns within the original context
+    match model.rope_scaling:
+        case "linear":
+            return scaled
+        case "llama3":
+            share_unscaled = _llama3_share_unscaled(model, unscaled)
+        case "yarn":
+            share_unscaled = _yarn_share_unscaled(model, device)
+    return unscaled * share_unscaled + scaled * (1.0 - share_unscaled)
+
+
+def _llama3_share_unscaled(model: Model, unscaled: Tensor) -> Tensor:
+    """Return the share of the unscaled frequency in each of Llama 3.1, (Q / 2).
+
+    It is 0 at wavelengths over original_length / low_frequency_factor, 1 at those under original_length /
+    high_frequency_factor, and linear in the turns within the original context between these.
+    """
+    turns = model.rope_original_length * unscaled / (2 * math.pi)
     low = model.rope_low_frequency_factor
     high = model.rope_high_frequency_factor
-    share_unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return unscaled * share_unscaled + scaled * (1.0 - share_unscaled)
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _yarn_share_unscaled(model: Model, device: torch.device) -> Tensor:
+    """Return the share of the unscaled frequency in each of YaRN, (Q / 2) (Peng et al. 2023, arXiv 2309.00071, 3.2).
+
+    It is 1 at pairs that turn beta_fast times within the original context, 0 at those that turn beta_slow times, and
+    linear in the number of the pair between these; the two ends may be rounded outward (`rope_truncate`).
+    """
+    first = max(_pair_that_turns(model, model.rope_beta_fast, round_by=math.floor), 0.0)
+    last = min(_pair_that_turns(model, model.rope_beta_slow, round_by=math.ceil), model.head_width - 1.0)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(model.head_width // 2, device=device, dtype=torch.float32)
+    share_scaled = ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+    return 1.0 - share_scaled
+
+
+def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int]) -> float:
+    """Return the number, from 0, of the pair of features that turns so often within the original context.
+
+    round_by: makes it a whole number if the model says so.
+    """
+    wavelength = model.rope_original_length / turns
+    pair = model.head_width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+    return round_by(pair) if model.rope_truncate else pair
+
+
+def yarn_attention_factor(model: Model) -> float:
+    """Return what YaRN multiplies queries and keys by as they are rotated (Peng et al. 2023, section 3.4)."""
+    return model.rope_attention_factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
 
 
 def rotary_angles(model: Model, positions: Tensor) -> Rotary:
@@ -127,6 +171,9 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
     angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
     angles = angles.unsqueeze(2)  # the same for all heads
     cos, sin = angles.cos(), angles.sin()
+    if model.rope_scaling == "yarn":
+        factor = yarn_attention_factor(model)
+        cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

@@ -42,6 +42,15 @@ def find_documents(ids: Tensor, limit: int) -> Documents:
     return Documents(ids, document_offsets(ids, limit))
 
 
+def one_document(sequences: int, length: int, device: torch.device) -> Documents:
+    """Return the documents of sequences of `length` tokens that are one document each."""
+    ids = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+    if not has_flash_attention(device):
+        return Documents(ids, None)
+    offsets = torch.arange(0, (sequences + 1) * length, length, dtype=torch.int32, device=device)
+    return Documents(ids, offsets)
+
+
 def document_offsets(ids: Tensor, limit: int) -> Tensor:
     """Return the offsets of `Documents`. limit: no more documents than this are in the sequences."""
     room = max(limit, ids.numel() // TOKENS_PER_DOCUMENT)
@@ -75,11 +84,11 @@ def takes_varlen(q: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
 
 
-def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Let each token attend to the tokens of its document that are not later.
+def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
+    """Let each token attend to the tokens of its document that are not later, the last `window` of them if over 0.
 
     q (B, S, H, Q), k and v (B, S, K, Q) -> (B, S, H, Q). offsets: of `Documents`.
     """
     batch, length = q.shape[:2]
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    return varlen_attention(q, k, v, offsets, length).unflatten(0, (batch, length))
+    return varlen_attention(q, k, v, offsets, length, window).unflatten(0, (batch, length))

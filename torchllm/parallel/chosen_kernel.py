@@ -41,13 +41,17 @@ def log_attention_kernel(
 def attention_kernel(
     model: Model, parallel: Parallel, sequence_length: int, documents: bool, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Return the kernel of a step: varlen (flash attention within documents), flash, efficient, cudnn or math."""
+    """Return the kernel of a step: varlen (flash attention within documents), flash, efficient, cudnn or math.
+
+    A window is masked as documents are (`models.attention.ScaledDotProductAttention`).
+    """
     ranks = parallel.tp * parallel.cp  # cp: ulysses, which gives a rank whole sequences of some heads
-    queries = min(QUERY_BLOCK, sequence_length) if documents else sequence_length
+    is_masked = documents or model.window_within(sequence_length) < sequence_length
+    queries = min(QUERY_BLOCK, sequence_length) if is_masked else sequence_length
     q = _heads(model.heads // ranks, queries, model.head_width, dtype, device)
     k = _heads(max(1, model.kv // ranks), sequence_length, model.head_width, dtype, device)
     mask = None
-    if documents:
+    if is_masked:
         if takes_varlen(q) and has_flash_attention(device):
             return "varlen"
         mask = torch.ones(1, 1, queries, sequence_length, dtype=torch.bool, device=device)

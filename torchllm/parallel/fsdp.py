@@ -4,7 +4,9 @@ Sharded: every parameter, its gradient and its optimizer state, over the last di
 they are replicated over the first (HSDP: shard inside a node, replicate across nodes). zero_stage 0 is a shard
 dimension of one rank.
 
-Sent, per unit (the embedding; each block; final norm and head), when:
+Stacked matrices of experts are sharded by expert, or by hidden states where ranks could not have equally many experts.
+
+Sent, per unit (the embedding; each block; the router of a block with experts, in float32; final norm and head), when:
   stage 3   all-gather before the forward and again before the backward of every micro batch, reduce-scatter after it
   stage 2   all-gather once per step, reduce-scatter after the backward of every micro batch
   stage 1   all-gather once per step, reduce-scatter once per step
@@ -20,17 +22,31 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
+from torchllm.models.experts import Experts, Router
 from torchllm.runtime.torch_compat import free_gather_buffer
+
+FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+"""of routers, whose weights are gathered in float32: which experts a token uses depends on last digits"""
+
+
+class Unit(NamedTuple):
+    """What is gathered at once, and what is gathered by itself within it."""
+
+    outer: FSDPModule
+    inner: Sequence[FSDPModule] = ()
+    """its routers"""
 
 
 def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype) -> None:
@@ -49,28 +65,34 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
     reshard_after_forward = effective_zero_stage(parallel) == 3
-    units: list[FSDPModule] = []  # in the order of the forward pass
+    units: list[Unit] = []  # in the order of the forward pass
     last_block = list(stage.layers)[-1]
     for name, block in stage.layers.items():
-        if parallel.keep_last_block and name == last_block:
-            # Its backward comes first: freed after the forward, it would be gathered again at once.
-            units.append(shard(block, reshard_after_forward=False))
-        else:
-            units.append(shard(block, reshard_after_forward=reshard_after_forward))
+        # The last block's backward comes first: freed after the forward, it would be gathered again at once.
+        is_kept = parallel.keep_last_block and name == last_block
+        frees = reshard_after_forward and not is_kept
+        inner = [
+            fully_shard(router, mesh=mesh, mp_policy=FLOAT32, reshard_after_forward=frees)
+            for router in block.modules()
+            if isinstance(router, Router)
+        ]
+        placements = _placements_of_experts(block, ranks=mesh.size(mesh.ndim - 1))
+        outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
+        units.append(Unit(outer, inner))
 
     # Tied: both ends gather the same parameter, so it must be in one unit, which is the root's.
     if not stage.model.tied_embeddings:
         if stage.embed_tokens is not None:
             embedding = shard(stage.embed_tokens, reshard_after_forward=reshard_after_forward)
             embedding.set_unshard_in_backward(False)
-            units.insert(0, embedding)
+            units.insert(0, Unit(embedding))
         if stage.norm is not None and stage.lm_head is not None:
             # Their backward follows their forward at once: freeing them in between would only cost a second gather.
             ends = [stage.norm, stage.lm_head]
             last_unit = fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)[0]
             if stage.lm_head.chunk:  # the peak may be in the forward pass: of whole logits it is in the backward pass
                 free_gather_buffer(last_unit)
-            units.append(last_unit)
+            units.append(Unit(last_unit))
     shard(stage, reshard_after_forward=False)
 
     for module in fsdp_modules(stage):
@@ -84,7 +106,22 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
         _gather_last_block_after_loss(stage, units)
 
 
-def _gather_last_block_after_loss(stage: Decoder, units: Sequence[FSDPModule]) -> None:
+def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
+    """Return how the stacked matrices of a block's experts are sharded, where not by expert, their first dimension.
+
+    Where ranks cannot have equally many experts, and some would have none, the dimension of the hidden states is cut,
+    which tensor parallelism does not cut.
+    """
+    placements: dict[nn.Parameter, Shard] = {}
+    for module in block.modules():
+        if isinstance(module, Experts):
+            count, hidden, _ = module.down_proj.shape
+            if count % ranks and hidden % ranks == 0:
+                placements |= {module.gate_proj: Shard(2), module.up_proj: Shard(2), module.down_proj: Shard(1)}
+    return placements
+
+
+def _gather_last_block_after_loss(stage: Decoder, units: Sequence[Unit]) -> None:
     """Gather the last block, which was freed, while the head computes its gradients, not beside those of whole logits.
 
     FSDP would gather it when the backward pass begins, at the loss: just where most memory is held.
@@ -92,7 +129,7 @@ def _gather_last_block_after_loss(stage: Decoder, units: Sequence[FSDPModule]) -
     head = stage.lm_head
     if head is None or head.chunk or stage.model.tied_embeddings:
         return  # no loss; its gradients are computed in the forward pass; the ends are no unit
-    *_, last_block, ends = units
+    *_, last_block, ends = (unit.outer for unit in units)
     ends.set_modules_to_backward_prefetch([ends])
     cross_entropy = head.cross_entropy
 
@@ -107,15 +144,21 @@ def _gather_last_block_after_loss(stage: Decoder, units: Sequence[FSDPModule]) -
     head.cross_entropy = gathering_cross_entropy
 
 
-def _prefetch(units: Sequence[FSDPModule], ahead: int) -> None:
+def _prefetch(units: Sequence[Unit], ahead: int) -> None:
     """Start the gathers of the next `ahead` units before a unit computes, in forward and in backward order."""
     for index, unit in enumerate(units):
         following = units[index + 1 : index + 1 + ahead]
         previous = units[max(0, index - ahead) : index]
-        unit.set_modules_to_forward_prefetch(list(following))
+        unit.outer.set_modules_to_forward_prefetch([*unit.inner, *_modules(following)])
         # With an empty list FSDP guesses, and gathers what it does not need. The unit itself is gathered already, so
         # naming it costs nothing.
-        unit.set_modules_to_backward_prefetch([unit, *reversed(previous)])
+        unit.outer.set_modules_to_backward_prefetch([unit.outer, *unit.inner, *_modules(reversed(previous))])
+        for inner in unit.inner:
+            inner.set_modules_to_backward_prefetch([inner])
+
+
+def _modules(units: Iterable[Unit]) -> list[FSDPModule]:
+    return [module for unit in units for module in (unit.outer, *unit.inner)]
 
 
 def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
@@ -154,8 +197,10 @@ def free_after_backward(stage: nn.Module) -> None:
             module.register_forward_hook(_reshard_after_next_backward)
 
 
-def _reshard_after_next_backward(unit: nn.Module, args: object, output: Tensor) -> None:
+def _reshard_after_next_backward(unit: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
     """Forward hook: when the gradient of the output arrives, tell `unit` to free its weights after this backward."""
     assert isinstance(unit, FSDPModule)
-    if output.requires_grad:
-        output.register_hook(lambda gradient: FSDPModule.set_reshard_after_backward(unit, True, recurse=False))
+    tensors = (output,) if isinstance(output, Tensor) else output  # a router returns several
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: FSDPModule.set_reshard_after_backward(unit, True, recurse=False))

@@ -31,10 +31,7 @@ def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, se
     Call it after sharding: a rank makes only its shards.
     """
     materialize(stages, device)
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            with torch.no_grad():
-                fill(parameter, canonical_name(name), model, seed)
+    fill_all(stages, model, seed)
 
 
 def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
@@ -45,6 +42,14 @@ def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
     for stage in stages:
         stage.to_empty(device=device)
         stage.tie_embeddings()
+
+
+@torch.no_grad()
+def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
+    """Write this rank's part of the initial value of every parameter of stages that have memory."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            fill(parameter, canonical_name(name), model, seed)
 
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
@@ -61,17 +66,25 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
-    columns = math.prod(parameter.shape[1:])  # of the whole parameter
-    local_columns = math.prod(shape[1:])
-    first_column = offset[1] if len(shape) > 1 else 0
-    column_index = torch.arange(local_columns, device=local.device) + first_column
-    rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // local_columns)
-    for first_row in range(0, shape[0], rows_at_a_time):
-        rows = local[first_row : first_row + rows_at_a_time]
-        row_index = torch.arange(rows.shape[0], device=local.device) + (offset[0] + first_row)
-        index = row_index.unsqueeze(1) * columns + column_index  # row-major, over the whole parameter
-        numbers = normal(index.flatten(), key).mul_(std)
-        rows.copy_(numbers.view_as(rows))
+    flat = local.view(-1)
+    for first in range(0, len(flat), _ELEMENTS_AT_A_TIME):
+        part = flat[first : first + _ELEMENTS_AT_A_TIME]
+        here = torch.arange(len(part), device=local.device) + first
+        part.copy_(normal(_whole_index(here, shape, offset, parameter.shape), key).mul_(std))
+
+
+def _whole_index(here: Tensor, shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """Return the row-major indices within a whole parameter of elements of a shard, by their indices in the shard.
+
+    here: int64 (N). shape, offset: of the shard, in each dimension. whole: shape of the parameter.
+    """
+    index = torch.zeros_like(here)
+    stride = 1
+    for size, first, whole_size in reversed(list(zip(shape, offset, whole, strict=True))):
+        index += (here % size + first) * stride
+        here = here // size
+        stride *= whole_size
+    return index
 
 
 def key_of(seed: int, name: str) -> int:

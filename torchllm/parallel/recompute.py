@@ -18,18 +18,26 @@ vain.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from torchllm.config import Recompute
 from torchllm.models.decoder import Decoder, run_blocks
+from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
-from torchllm.runtime.torch_compat import VARLEN_ATTENTION, checkpoint_wrapper
+from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
 from torchllm.spec.flops import recompute_interval
 
 _WEIGHT_PRODUCTS = (
@@ -37,6 +45,7 @@ _WEIGHT_PRODUCTS = (
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.torchllm.grouped_linear.default,
 )
 _ATTENTION = (
     torch.ops.aten.bmm.default,
@@ -72,7 +81,10 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
                 _wrap(block, ["mlp"])
         case "selective" | "selective_half":
             has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
-            _wrap(stage.layers, stage.layers, context_fn=_SAVERS[config.mode, has_ring])
+            saver = _SAVERS[config.mode, has_ring]
+            has_router = any(isinstance(module, Router) for module in stage.modules())
+            context_fn = partial(_with_units_inside, saver) if has_router else saver
+            _wrap(stage.layers, stage.layers, context_fn=context_fn)
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
@@ -153,6 +165,28 @@ def _save_rings(outside: Policy) -> Any:
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     return results.saving(forward), results.replaying(recomputation)
+
+
+def _with_units_inside(saver: Callable[[], Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of `saver`, for blocks within which FSDP gathers a unit by itself: a router.
+
+    It gathers it in the forward pass, but in a recomputation only if it is not gathered yet. Selective checkpointing
+    would take an operation that is in one of them alone for an error.
+    """
+    forward, recomputation = saver()
+    return _ignoring_marks(forward), _ignoring_marks(recomputation)
+
+
+@contextmanager
+def _ignoring_marks(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter `mode`, and meanwhile let no selective checkpoint of this process see FSDP's marks."""
+    added = set(PROFILER_MARKS) - SAC_IGNORED_OPS
+    SAC_IGNORED_OPS.update(added)
+    try:
+        with mode:
+            yield
+    finally:
+        SAC_IGNORED_OPS.difference_update(added)
 
 
 class Segments:

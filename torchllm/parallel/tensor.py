@@ -8,8 +8,11 @@ Sent, in every block, without sequence parallelism: an all-reduce of the hidden 
 down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
 over the sequence and, before q and gate, an all-gather: the same bytes, but norms and residuals hold only S / tp
 tokens. The gradients of the norms' weights, D numbers each, are summed then; those of the norms of q and k
-(model.qk_norm), Q numbers each, always, because each rank has other heads. The loss sends three numbers per token,
-never the logits.
+(model.qk_norm = "head"), Q numbers each, always, because each rank has other heads. Norms of q and k over the whole
+width (model.qk_norm = "width") are cut as the heads are, and all-reduce one number per token each, in the forward and
+in the backward. The loss sends three numbers per token, never the logits. Low-rank updates (LoRA) are cut as their
+matrices are, and of each the gradient of the factor that is whole on every rank is summed (`LowRankUpdate`). Experts
+are cut as dense feed-forward layers are, each by F; the router is whole, and its gradient is summed.
 """
 
 from collections.abc import Callable
@@ -20,22 +23,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     parallelize_module,
 )
 
 from torchllm.models.decoder import Decoder
+from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
+from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, rule_of
+from torchllm.spec.parameters import Cut, canonical_name, rule_of
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -52,6 +57,13 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     gather_mlp = PrepareModuleInput(
         input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
+    # One gather for router, experts and shared experts too, and one reduction of the sum of their results.
+    gather_and_sum = PrepareModuleInputOutput(
+        input_layouts=(hidden,),
+        desired_input_layouts=(Replicate(),),
+        output_layouts=(Partial(),),
+        desired_output_layouts=(hidden,),
+    )
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
         ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
         ("vocab", Head): lambda: VocabParallelHead(hidden),
@@ -60,18 +72,37 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         ("whole", RMSNorm): lambda: WholeNorm(Partial() if sequence_parallel else Replicate()),
         ("whole", LayerNorm): lambda: WholeNorm(Partial() if sequence_parallel else Replicate()),
         ("whole_per_head", RMSNorm): lambda: WholeNorm(Partial()),
+        ("colwise", RMSNorm): WidthParallelNorm,
         ("whole", nn.Embedding): lambda: WholePositions(hidden),
     }
     plan: dict[str, ParallelStyle] = {}
+    updated: list[str] = []
+    """prefixes of the layers with low-rank updates, whose style cuts all that is inside"""
     for name, module in stage.named_modules():
-        if "weight" in dict(module.named_parameters(recurse=False)):
+        if name.startswith(tuple(updated)):
+            continue
+        if isinstance(module, LoRALinear):
+            plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
+            updated.append(f"{name}.")
+        elif isinstance(module, Router):
+            continue  # cut by `ExpertsByFeatures`
+        elif name.endswith(".mlp.shared.down_proj"):
+            plan[name] = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        elif "weight" in dict(module.named_parameters(recurse=False)):
             kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # that of float8 is derived from it
             plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, kind]()
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
+        elif isinstance(module, MixtureOfExperts):
+            plan[name] = gather_and_sum
+        elif isinstance(module, RoutedExperts):
+            plan[name] = ExpertsByFeatures()
         elif name.endswith(".mlp"):
             plan[name] = gather_mlp
+    frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
     parallelize_module(stage, mesh, plan)
+    for name in frozen:  # a style may have made a new parameter, which is trained
+        stage.get_parameter(name).requires_grad_(False)
     stage.tie_embeddings()
 
 
@@ -103,6 +134,138 @@ class WholeNorm(ParallelStyle):
         if isinstance(argument, DTensor):
             return argument.to_local(grad_placements=[self.gradient])
         return argument
+
+
+class WidthParallelNorm(ParallelStyle):
+    """An RMSNorm over a width of which each rank has a part, of its input and of its weight.
+
+    The mean square is that of the whole width: the ranks' sums of squares are added up, and in the backward the
+    gradients of that sum.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RMSNorm)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.kernel = partial(width_parallel_rms_norm, mesh=device_mesh)
+        return module
+
+
+def width_parallel_rms_norm(x: Tensor, weight: DTensor, epsilon: float, mesh: DeviceMesh) -> Tensor:
+    """Return `models.layers.rms_norm` of x (..., width / tp), of which each tp rank has a part, in x's type.
+
+    weight: (width), sharded. mesh: one dimension, the tp ranks.
+    """
+    wide = x.float()
+    squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), mesh)
+    scale = torch.rsqrt(squares / weight.shape[0] + epsilon)
+    return (wide * scale * weight.to_local(grad_placements=[Shard(0)])).to(x.dtype)
+
+
+def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the tensors `x` of all ranks, each of which uses it for a result of its own.
+
+    Its gradient is therefore summed over the ranks too. FOOTGUN: DTensor's own backward of a sum sends nothing, because
+    it takes every rank's use for the same one: the second DTensor here is what adds the gradients up.
+    """
+    total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    same_on_all_ranks = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
+    return same_on_all_ranks.to_local(grad_placements=[Partial()])
+
+
+class ExpertsByFeatures(ParallelStyle):
+    """Routed experts, each of which is cut as a dense feed-forward layer is: a rank has some of F of every expert.
+
+    Every rank routes all tokens, alike, with the whole router. What it adds to the output is a part of a sum over tp;
+    so is therefore what it computes of the gradients of the router, which weighs that part, and of the input.
+    """
+
+    gradient_of_router: Placement = Partial()
+    """what a rank has of the gradient of the router's weights"""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RoutedExperts)
+        features = {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
+        for name, placement in features.items():
+            weight = distribute_tensor(module.experts.get_parameter(name), device_mesh, [placement])
+            module.experts.register_parameter(name, nn.Parameter(weight))
+        module.experts.local = self._own_features
+        module.router.local = self._whole_router
+        return distribute_module(module, device_mesh, None, self._to_local, self._to_part_of_sum)
+
+    def _own_features(self, weight: Tensor) -> Tensor:
+        assert isinstance(weight, DTensor)
+        return weight.to_local()
+
+    def _whole_router(self, weight: Tensor) -> Tensor:
+        assert isinstance(weight, DTensor)
+        return weight.to_local(grad_placements=[self.gradient_of_router])
+
+    def _to_local(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        (x,) = inputs
+        return (x.to_local(grad_placements=[Partial()]),)
+
+    def _to_part_of_sum(self, module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(out, mesh, [Partial()], run_check=False)
+
+
+class LowRankUpdate(ParallelStyle):
+    """A linear layer and its low-rank update (LoRA), cut alike; nothing is sent for the update but gradients.
+
+    colwise: each rank has some of the rows of W and of B, so some of the output features, and the whole A. Its gradient
+    of A comes from these features alone: a part of a sum over tp.
+
+    rowwise: each rank has some of the columns of W and of A, so a part of the sums W x and A x, and the whole B. W x
+    and the update are added before they are summed over tp, as W x alone would be. A rank's gradient of B comes from
+    its own part of A x: again a part of a sum.
+    """
+
+    gradient_of_whole_factor: Placement = Partial()
+    """what a rank has of the gradient of the factor that is whole on every rank"""
+
+    def __init__(self, cut: Cut, hidden: Placement) -> None:
+        self.cut = cut
+        self.hidden = hidden
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LoRALinear)
+        if self.cut == "colwise":
+            parallelize_module(module.base_layer, device_mesh, ColwiseParallel())
+            _distribute_factor(module.lora_A, device_mesh, Replicate())
+            _distribute_factor(module.lora_B, device_mesh, Shard(0))
+            module.add_update = self._add_to_own_features
+        else:
+            sums = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+            parallelize_module(module.base_layer, device_mesh, sums)
+            _distribute_factor(module.lora_A, device_mesh, Shard(1))
+            _distribute_factor(module.lora_B, device_mesh, Replicate())
+            module.add_update = self._add_to_part_of_sum
+        return module
+
+    def _add_to_own_features(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return this rank's features: out (..., N / tp), local; x (..., M), whole on each rank."""
+        assert isinstance(x, DTensor)
+        assert isinstance(a, DTensor)
+        assert isinstance(b, DTensor)
+        local_x = x.to_local(grad_placements=[Partial()])
+        local_a = a.to_local(grad_placements=[self.gradient_of_whole_factor])
+        return add_low_rank_update(out, local_x, local_a, b.to_local(grad_placements=[Shard(0)]), scale)
+
+    def _add_to_part_of_sum(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return the sum over tp, laid out as hidden states are: out (..., N), a part of it; x (..., M / tp), local."""
+        assert isinstance(out, DTensor)
+        assert isinstance(a, DTensor)
+        assert isinstance(b, DTensor)
+        local_out = out.to_local(grad_placements=[Replicate()])
+        local_b = b.to_local(grad_placements=[self.gradient_of_whole_factor])
+        part = add_low_rank_update(local_out, x, a.to_local(grad_placements=[Shard(1)]), local_b, scale)
+        total = DTensor.from_local(part, out.device_mesh, [Partial()], run_check=False)
+        return total.redistribute(placements=[self.hidden]).to_local()
+
+
+def _distribute_factor(factor: LowRankFactor, mesh: DeviceMesh, placement: Placement) -> None:
+    """Cut one factor of an update over the tp ranks, in place."""
+    factor.weight = nn.Parameter(distribute_tensor(factor.weight, mesh, [placement]))
 
 
 class WholePositions(ParallelStyle):
@@ -168,7 +331,10 @@ class VocabParallelHead(ParallelStyle):
         weight = distribute_tensor(module.weight, mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
         module.cross_entropy = partial(
-            vocab_parallel_cross_entropy_sum, first=_first_row(weight), group=mesh.get_group()
+            vocab_parallel_cross_entropy_sum,
+            first=_first_row(weight),
+            group=mesh.get_group(),
+            with_squares=module.z_loss > 0,
         )
         module.local = _local_factor
 
@@ -194,23 +360,30 @@ def _first_row(weight: DTensor) -> int:
     return offset[0]
 
 
-def vocab_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+def vocab_parallel_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool = False
+) -> Tensor:
     """Return `models.head.cross_entropy_sum` of logits (N, V) sharded over V: float32 (), the same on every tp rank.
 
     logits: a DTensor, or this rank's part of it. first: the token of this rank's first column. group: the tp ranks.
+    with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead.
     """
     local_logits = logits.to_local() if isinstance(logits, DTensor) else logits
-    return _VocabParallelCrossEntropy.apply(local_logits.float(), labels, first, group)
+    return _VocabParallelCrossEntropy.apply(local_logits.float(), labels, first, group, with_squares)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """log-sum-exp over all ranks minus the target's logit. Its gradient, softmax - one-hot, sends nothing more.
 
+    Nor does the squared log-sum-exp of a z-loss.
+
     Sent per token: its largest logit, the sum of its exponentials and its target's logit.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool
+    ) -> Tensor:
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(-1)
@@ -223,13 +396,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         valid = labels != IGNORED
         softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, column, is_local, valid)
-        return (total.log() - target).where(valid, 0.0).sum()
+        loss = (total.log() - target).where(valid, 0.0).sum()
+        if not with_squares:
+            ctx.save_for_backward(softmax, column, is_local, valid)
+            return loss
+        log_sum_exp = (total.log() + largest).where(valid, 0.0)
+        ctx.save_for_backward(softmax, column, is_local, valid, log_sum_exp)
+        return torch.stack((loss, log_sum_exp.square().sum()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, column, is_local, valid = ctx.saved_tensors
+        softmax, column, is_local, valid, *log_sum_exp = ctx.saved_tensors
         minus_one = -is_local.to(softmax.dtype).unsqueeze(-1)  # 0 where another rank holds the target's column
-        softmax_minus_one_hot = softmax.scatter_add(-1, column, minus_one)
-        d_loss = (valid * gradient).unsqueeze(-1)
-        return softmax_minus_one_hot * d_loss, None, None, None
+        if not log_sum_exp:
+            softmax_minus_one_hot = softmax.scatter_add(-1, column, minus_one)
+            d_loss = (valid * gradient).unsqueeze(-1)
+            return softmax_minus_one_hot * d_loss, None, None, None, None
+        d_loss = (valid * gradient[0]).unsqueeze(-1)
+        d_log_sum_exp = (2.0 * log_sum_exp[0] * gradient[1]).unsqueeze(-1)  # its own gradient is the softmax
+        d_logits = softmax * (d_loss + d_log_sum_exp)
+        return d_logits.scatter_add_(-1, column, minus_one * d_loss), None, None, None, None

@@ -43,6 +43,8 @@ class WeightGradients:
     def __init__(self, stage: Decoder) -> None:
         self.deferred: list[DeferredProduct] = []
         for module in stage.modules():
+            if isinstance(module, nn.Linear | Head) and not module.weight.requires_grad:
+                continue  # frozen: there is no product to defer, and that of a low-rank update is small
             if isinstance(module, nn.Linear):
                 # Only the method is replaced, so that parameters, hooks and names stay.
                 module.forward = self._linear(module)  # type: ignore[method-assign, assignment]

@@ -171,7 +171,8 @@ def gradient_error(
     error is a share of the gradient of the keys' matrix, unless a norm follows the keys.
     """
     scale_name = name
-    if name.endswith("k_proj.bias") and name.replace("k_proj.bias", "k_norm.weight") not in expected:
+    norms = {name.replace("k_proj.bias", f"{norm}.weight") for norm in ("k_norm", "k_width_norm")}
+    if name.endswith("k_proj.bias") and norms.isdisjoint(expected):
         scale_name = name.replace("k_proj.bias", "k_proj.weight")
     error = size(gradient - expected[name])
     scale = size(expected[scale_name])

@@ -5,7 +5,8 @@ schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (
 at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
 `torchllm.config.checks.problems`.
 
-Three values stand for others: `parallel.split` is "balanced" or "uneven", `optimizer.momentum` None is AdamW, and
+Some values stand for others: `parallel.split` is "balanced" or "uneven", `optimizer.momentum` None is AdamW,
+`model.rope_scaling` None is no scaling (else the factor is 4), `model.experts` is the name of a mixture or None, and
 `model.layers` is doubled where a pipeline has more stages than the model has blocks.
 """
 
@@ -27,6 +28,10 @@ AXES = tuple(f"parallel.{axis}" for axis in AXIS_NAMES)
 MICRO_BATCH = "training.micro_batch_size"
 SPLIT = "parallel.split"
 MOMENTUM = "optimizer.momentum"
+ROPE_SCALING = "model.rope_scaling"
+EXPERTS = "model.experts"
+REPLACED = (SPLIT, MOMENTUM, ROPE_SCALING, EXPERTS)
+"""keys of a layout whose values are no values of the config"""
 BALANCED, UNEVEN = "balanced", "uneven"
 
 PARALLEL: dict[str, tuple[Any, ...]] = {
@@ -48,6 +53,20 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "parallel.prefetch": (1, 0, 2),
 }
 """settings that a layout may have besides, of which each layout that is drawn gets some"""
+MIXTURES: dict[str | None, Settings] = {
+    None: {},
+    "Mixtral": {"model.experts": 8, "model.top_k": 2},
+    "OLMoE": {"model.experts": 6, "model.top_k": 3, "model.expert_ffn": 48, "model.router_renormalize": False},
+    "GLM-4.5": {
+        "model.experts": 6,
+        "model.top_k": 2,
+        "model.shared_experts": 2,
+        "model.dense_layers": 1,
+        "model.router_score": "sigmoid",
+        "model.router_scale": 2.5,
+    },
+}
+"""settings of a mixture of experts, by the model that is built so; None: none"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
@@ -101,10 +120,17 @@ class LayoutSpace:
     def config(self, layout: Settings) -> Config:
         """Return the config of a layout."""
         base = self.sized(layout)
-        settings = {key: value for key, value in layout.items() if key not in (SPLIT, MOMENTUM)}
+        settings = {key: value for key, value in layout.items() if key not in REPLACED}
+        settings |= MIXTURES[layout.get(EXPERTS)]
         if layout.get(SPLIT) == UNEVEN:
             last = stages_of(layout) - 1
             settings[SPLIT] = (1,) * last + (base.model.layers - last,)
+        if layout.get(ROPE_SCALING) is not None:
+            settings |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
+        if layout.get("model.norm_position") == "after":
+            # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
+            # multiply rounding by hundreds: this is more than their variance.
+            settings["model.norm_epsilon"] = 1e-2
         if layout.get(MOMENTUM) is not None:
             settings |= {"optimizer.name": "sgd", MOMENTUM: layout[MOMENTUM]}
             adamw = c.Optimizer()
@@ -144,8 +170,23 @@ class LayoutSpace:
                 matters = "parallel.zero_stage" in layout
             case "recompute.k":
                 matters = layout["recompute.mode"] in ("segment", "every_k")
-            case "model.rope_scaling_factor":
+            case "model.experts":  # experts are SwiGLU layers
+                features = FAMILIES[layout["model.family"]]
+                matters = features.gated_ffn and not features.biases
+            case "lora.rank" if layout.get(EXPERTS) is not None:
+                matters = False  # experts have no low-rank updates
+            case "model.rope_scaling" | "lora.rank":
                 matters = not FAMILIES[layout["model.family"]].learned_positions
+            case "model.qkv_bias":
+                matters = not FAMILIES[layout["model.family"]].biases
+            # Without any norm before them, queries and keys of a fresh model are so small that the gradients of their
+            # matrices are rounding: what is learned goes through the values.
+            case "model.norm_position" if layout.get("model.qk_norm") == "none":
+                return ("before",)
+            case "model.norm_position":  # no model has LayerNorm after attention
+                matters = FAMILIES[layout["model.family"]].norm == "rms"
+            case "model.qk_norm" if layout.get("model.norm_position") == "after":
+                return tuple(value for value in values if value != "none")
             case _ if key in AXES:
                 ranks = pp * replicas * shard * cp * tp
                 return tuple(degree for degree in values if degree * ranks <= self.most_ranks)

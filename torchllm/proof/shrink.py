@@ -1,7 +1,7 @@
 """Make a config small: narrow and few layers, a small vocabulary, short sequences, a few steps; all features kept.
 
 What makes up the model and the training stays: family, shares of key-value heads, norms of queries and keys, tied
-embeddings, document masks, optimizer, schedule, compilation, and every section of a fork.
+embeddings, experts, windows, document masks, optimizer, schedule, compilation, and every section of a fork.
 """
 
 import json
@@ -20,6 +20,8 @@ C = TypeVar("C", bound=Config)
 BATCH, LENGTH = 12, 48
 """sequences per step and tokens per sequence: what 1, 2, 3 and 4 ranks can share"""
 LAYERS, HEAD_WIDTH, FFN_MULTIPLE = 4, 8, 24
+EXPERTS, TOP_K = 12, 4
+"""most experts of a block, which 1, 2, 3, 4 and 6 ranks can share, and most of a token"""
 BYTES = 264
 """vocabulary of the byte tokenizer, rounded up to a multiple of 8 and 3"""
 LEARNING_RATE, EPSILON = 2e-3, 1e-3
@@ -33,8 +35,10 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
     """
     settings: Settings = {
         **small_model(config.model, ranks, config.float8.is_on),
+        "model.window": small_window(config.model.window, config.training.sequence_length),
         **small_training(config, steps),
         **documents_as_data(config, folder),
+        "model.from_hf": "",
         "run.folder": str(folder / "run"),
         "run.device": "cpu",
         "run.deterministic": False,
@@ -43,8 +47,10 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
         "run.on_event": "",
         "checkpoint.interval": 0,
         "checkpoint.resume": "none",
+        "checkpoint.initial": "",
         "checkpoint.keep_every": 0,
         "checkpoint.asynchronous": False,
+        "evaluate.tasks_interval": 0,
         "metrics.profile_steps": "",
     }
     return with_settings(config, {key: value for key, value in settings.items() if key not in kept})
@@ -63,8 +69,9 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     hidden = heads * head_width
     has_head_width = model.head_width * model.heads != model.hidden
     ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
+    layers = min(model.layers, LAYERS)
     settings: Settings = {
-        "model.layers": min(model.layers, LAYERS),
+        "model.layers": layers,
         "model.hidden": hidden,
         "model.heads": heads,
         "model.kv_heads": kv_heads if model.kv_heads else 0,
@@ -73,11 +80,30 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
         "model.vocab": BYTES + model.vocab % 8,
         "model.max_sequence_length": 2 * LENGTH,
     }
+    if model.experts:
+        settings |= small_experts(model, layers)
     if model.rope_scaling_factor > 1:
         settings["model.rope_original_length"] = LENGTH // 3
     if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward
         settings["model.attention"] = "sdpa"
     return settings
+
+
+def small_experts(model: Model, layers: int) -> Settings:
+    """Return sizes of a few small experts in a model of so many blocks: a token uses some, or all if it did."""
+    experts = min(model.experts, EXPERTS)
+    return {
+        "model.experts": experts,
+        "model.top_k": experts if model.top_k == model.experts else min(model.top_k, TOP_K),
+        "model.expert_ffn": FFN_MULTIPLE if model.expert_ffn else 0,
+        "model.shared_experts": min(model.shared_experts, 2),
+        "model.dense_layers": min(model.dense_layers, layers // 2),
+    }
+
+
+def small_window(window: int, length: int) -> int:
+    """Return a window of which there are several in a short sequence, if there are in a sequence of `length` tokens."""
+    return LENGTH // 3 if 0 < window < length else 0
 
 
 def small_training(config: Config, steps: int) -> Settings:

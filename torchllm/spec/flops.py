@@ -4,9 +4,10 @@ One multiply-add is two operations. Everything is per input token of a training 
 says otherwise. Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, L blocks,
 S sequence.
 
-- Model FLOPs (`flops_per_token`): PaLM (arXiv 2204.02311, appendix B), 6 N + 12 L H Q S with N = all parameters. They
-  do not depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
-- `flops_per_token(pairs=...)`: the same with the attention that a causal or document mask leaves.
+- Model FLOPs (`flops_per_token`): PaLM (arXiv 2204.02311, appendix B), 6 N + 12 L H Q S with N = all parameters, and
+  the window for S where there is one. Of experts N has those that a token uses (`active_parameter_count`). They do not
+  depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
+- `flops_per_token(pairs=...)`: the same with the attention that causal mask, window and document mask leave.
 - HFU adds `recomputed_flops_per_token`.
 - `executed_flops_per_token`: the matrix products that really run. It lacks what N counts though it multiplies nothing:
   the embedding's look-up, norms, biases.
@@ -15,99 +16,156 @@ S sequence.
 import math
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from torchllm.config import SCHEDULES, Model, Parallel, Recompute, Training
+from torchllm.config import SCHEDULES, Lora, Model, Parallel, Recompute, Training
+from torchllm.spec.shapes import block_shapes, parameter_shapes
+
+WITHOUT_LORA = Lora()
+"""all weights are trained"""
 
 
 class Matrices(NamedTuple):
-    """Numbers of elements in one model's weight matrices."""
+    """Numbers of elements in the weight matrices that one token is multiplied with in a block."""
 
     attention: int
-    """q, k, v and output projection of one block"""
+    """q, k, v and output projection"""
     ffn: int
-    """feed-forward layer of one block"""
+    """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
-    """output projection of the feed-forward layer, included in `ffn`"""
-    head: int
-    """output projection; when tied, the embedding is the same matrix"""
+    """the block's last product, included in `ffn`: output projection of the feed-forward layer, or of the shared
+    experts; 0 where the last product is that of routed experts, whose weighted sum needs its result for the gradient"""
 
 
-def matrices(model: Model) -> Matrices:
-    """Return the sizes of the weight matrices that tokens are multiplied with."""
-    q_and_output = 2 * model.hidden * model.heads * model.head_width
-    k_and_v = 2 * model.hidden * model.kv * model.head_width
-    down = model.hidden * model.ffn
-    ffn_matrices = 3 if model.features.gated_ffn else 2
+@lru_cache(maxsize=1024)
+def matrices(model: Model, layer: int) -> Matrices:
+    """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
+    sizes = product_sizes(model, layer)
+    ends_in_routed_experts = model.is_sparse(layer) and not model.shared_experts
     return Matrices(
-        attention=q_and_output + k_and_v,
-        ffn=ffn_matrices * down,
-        down=down,
-        head=model.vocab * model.hidden,
+        attention=sum(sizes[:4]),
+        ffn=sum(sizes[4:]),
+        down=0 if ends_in_routed_experts else sizes[-1],
     )
 
 
-def product_sizes(model: Model) -> list[int]:
-    """Return the sizes of a block's weight matrices in the order of their use: q, k, v, o, (gate,) up, down."""
+def head_size(model: Model) -> int:
+    """Return the elements of the output projection; when tied, the embedding is the same matrix."""
+    return model.vocab * model.hidden
+
+
+def product_sizes(model: Model, layer: int) -> list[int]:
+    """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
+
+    q, k, v, o, then (gate,) up, down; with experts router, gate, up, down, and gate, up, down of the shared ones. Of
+    routed experts one product has the matrices that a token uses.
+    """
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
-    up = model.hidden * model.ffn
-    gate_and_up = [up, up] if model.features.gated_ffn else [up]
-    return [q, k, k, q, *gate_and_up, up]
+    attention = [q, k, k, q]
+    if not model.is_sparse(layer):
+        count = 3 if model.features.gated_ffn else 2
+        return [*attention, *[model.hidden * model.ffn] * count]
+    router = model.hidden * model.experts
+    expert = model.hidden * model.expert_width
+    shared = [model.shared_experts * expert] * 3 if model.shared_experts else []
+    return [*attention, router, *[model.top_k * expert] * 3, *shared]
 
 
-def half_of_products(model: Model) -> int:
+def half_of_products(model: Model, layer: int) -> int:
     """Return the size of those of a block's matrices whose products recompute.mode selective_half computes again.
 
-    They are the first, third and fifth; the last product's result is not needed again.
+    They are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or where it
+    is of routed experts; of these it is the eighth, and saved.
     """
-    return sum(product_sizes(model)[:-1:2])
+    sizes = product_sizes(model, layer)
+    return sum(sizes[::2] if model.norm_position == "after" else sizes[:-1:2])
 
 
+@lru_cache(maxsize=1024)
 def parameter_count(model: Model) -> int:
     """Return the number of parameters (N): both embedding matrices, a tied one once; norms, biases, positions."""
-    sizes = matrices(model)
-    norms = (2 * model.layers + 1) * model.hidden
-    count = model.layers * (sizes.attention + sizes.ffn) + norms
-    count += sizes.head
-    if not model.tied_embeddings:
-        count += sizes.head
-    if model.qk_norm:
-        count += model.layers * 2 * model.head_width
-    if model.features.norm == "layer":
-        count += norms  # a bias as long as the weight
-    if model.features.biases:
-        qkv_biases = (model.heads + 2 * model.kv) * model.head_width
-        wide_biases = 2 if model.features.gated_ffn else 1
-        ffn_biases = wide_biases * model.ffn
-        output_biases = 2 * model.hidden  # of attention and of the feed-forward layer
-        count += model.layers * (qkv_biases + ffn_biases + output_biases)
-    if model.features.learned_positions:
-        count += model.max_sequence_length * model.hidden
-    return count
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
-def causal_pairs(lengths: Iterable[int]) -> int:
-    """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens."""
-    return sum(length * (length + 1) // 2 for length in lengths)
+def active_parameter_count(model: Model) -> int:
+    """Return the number of parameters that one token uses: all, but of each block's experts top_k."""
+    sparse_blocks = sum(model.is_sparse(layer) for layer in range(model.layers))
+    expert = 3 * model.hidden * model.expert_width
+    return parameter_count(model) - sparse_blocks * (model.experts - model.top_k) * expert
 
 
-def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None) -> float:
-    """Return the model FLOPs of one token (PaLM, appendix B).
+class MatrixShape(NamedTuple):
+    """Sizes of a weight matrix."""
 
-    pairs: keys that a query sees, on average; None: all S of them, as PaLM counts.
+    outputs: int
+    inputs: int
+
+
+def target_shapes(model: Model) -> dict[str, MatrixShape]:
+    """Return the shapes of the matrices of a block that LoRA may update, by name. A model with experts has no LoRA."""
+    shapes = {}
+    for name, shape in block_shapes(model, layer=0).items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj"):
+            shapes[layer.rpartition(".")[2]] = MatrixShape(*shape)
+    return shapes
+
+
+def update_parameter_count(model: Model, lora: Lora) -> int:
+    """Return the number of parameters of the low-rank updates: all that are trained; 0 without LoRA."""
+    if not lora.is_on:
+        return 0
+    shapes = target_shapes(model)
+    return model.layers * lora.rank * sum(sum(shapes[target]) for target in lora.targets)
+
+
+def causal_pairs(lengths: Iterable[int], window: int = 0) -> int:
+    """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens.
+
+    window: a token sees so many tokens, itself the last of them; 0: all before it.
     """
-    keys = sequence_length if pairs is None else pairs
+    pairs = 0
+    for length in lengths:
+        reach = min(window or length, length)
+        pairs += reach * (reach + 1) // 2  # of the first tokens, which see one token more each
+        pairs += (length - reach) * reach
+    return pairs
+
+
+def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None, lora: Lora = WITHOUT_LORA) -> float:
+    """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
+
+    pairs: keys that a query sees, on average; None: all S of them, as PaLM counts, or a whole window.
+    With LoRA frozen weights have no gradient, which is a third of their operations: 4 N + 6 n, n being the parameters
+    of the updates.
+    """
+    keys = model.window_within(sequence_length) if pairs is None else pairs
     attention = 12 * model.layers * model.heads * model.head_width * keys
-    return 6 * parameter_count(model) + attention
+    if lora.is_on:
+        return 4 * active_parameter_count(model) + 6 * update_parameter_count(model, lora) + attention
+    return 6 * active_parameter_count(model) + attention
 
 
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs of one token's forward pass as it runs, attention unmasked; the backward pass is twice that."""
-    sizes = matrices(model)
-    attention = 4 * model.heads * model.head_width * sequence_length  # scores, and their product with the values
-    block = 2 * (sizes.attention + sizes.ffn) + attention
-    return model.layers * block + 2 * sizes.head
+    """Return the FLOPs of one token's forward pass as it runs, attention unmasked but for a window.
+
+    The backward pass is twice that.
+    """
+    blocks = sum(block_flops(model, layer, sequence_length) for layer in range(model.layers))
+    return blocks + 2 * head_size(model)
+
+
+def block_flops(model: Model, layer: int, sequence_length: int) -> int:
+    """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
+    sizes = matrices(model, layer)
+    return 2 * (sizes.attention + sizes.ffn) + attention_flops(model, sequence_length)
+
+
+def attention_flops(model: Model, sequence_length: int) -> int:
+    """Return the FLOPs of one token's scores in a block, and of their product with the values."""
+    return 4 * model.heads * model.head_width * model.window_within(sequence_length)
 
 
 def recomputes_logits(training: Training, parallel: Parallel) -> bool:
@@ -127,26 +185,30 @@ def recomputed_flops_per_token(
     """Return the FLOPs of the matrix products that the backward pass runs a second time.
 
     has_logits_again: the output projection too (`recomputes_logits`). torch ends a recomputation at the last tensor
-    that it needs, so the last product of whatever is recomputed at once (always a down projection) is not among them;
-    nor, for every mode, is what fused attention kernels recompute inside their backward (no published HFU counts it).
+    that it needs, so the last product of whatever is recomputed at once (always a down projection) is not among them,
+    unless a norm after it (`norm_position`) or the weighted sum of experts needs its result; nor, for every mode, is
+    what fused attention kernels recompute inside their backward (no published HFU counts it).
     """
-    sizes = matrices(model)
-    ffn, down = 2 * sizes.ffn, 2 * sizes.down
-    attention = 4 * model.heads * model.head_width * sequence_length
-    block = 2 * sizes.attention + attention + ffn
-    size = recompute_interval(recompute, model.layers)
-    runs = math.ceil(model.layers / size)
-    by_mode = {
-        "none": 0,
-        "full": model.layers * (block - down),
-        "segment": model.layers * block - runs * down,
-        "every_k": runs * (block - down),
-        "ffn": model.layers * (ffn - down),
-        "selective": 0,
-        "selective_half": model.layers * 2 * half_of_products(model),
-    }
-    head = 2 * sizes.head if has_logits_again else 0
-    return by_mode[recompute.mode] + head
+    layers = range(model.layers)
+    sizes = [matrices(model, layer) for layer in layers]
+    blocks = [block_flops(model, layer, sequence_length) for layer in layers]
+    last = [0 if model.norm_position == "after" else 2 * size.down for size in sizes]
+    interval = recompute_interval(recompute, model.layers)
+    match recompute.mode:
+        case "none" | "selective":
+            recomputed = 0
+        case "full":
+            recomputed = sum(blocks) - sum(last)
+        case "segment":
+            ends = [min(start + interval, model.layers) - 1 for start in layers[::interval]]
+            recomputed = sum(blocks) - sum(last[end] for end in ends)
+        case "every_k":
+            recomputed = sum(blocks[::interval]) - sum(last[::interval])
+        case "ffn":
+            recomputed = sum(2 * (size.ffn - size.down) for size in sizes)
+        case "selective_half":
+            recomputed = sum(2 * half_of_products(model, layer) for layer in layers)
+    return recomputed + (2 * head_size(model) if has_logits_again else 0)
 
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:

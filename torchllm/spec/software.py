@@ -47,6 +47,10 @@ class Software:
     """a weight, as it is sent in an all-gather"""
     states: float = 12.0
     """master weight and moments"""
+    shards: float = 4.0
+    """of `states`, a weight's shard (fsdp)"""
+    trained: float = 1.0
+    """share of the parameters that are trained; less than 1: LoRA, and sizes are means over all parameters"""
     reserve: float = 2.0e9
     """bytes per device outside the allocator: CUDA context, NCCL's buffers, libraries"""
     peaks_allocated: bool = False

@@ -1,0 +1,114 @@
+"""Mixture of experts: routing and layers against their formulas, one token at a time, in float64."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_layers import filled, inputs
+from torchllm.config import Model
+from torchllm.models.decoder import build_model
+from torchllm.models.experts import Experts, MixtureOfExperts, Router, tokens_per_expert
+from torchllm.models.layers import SwiGLU
+
+MODEL = Model(layers=3, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
+VARIANTS = {
+    "Mixtral": MODEL,
+    "OLMoE": replace(MODEL, router_renormalize=False, top_k=4),
+    "GLM-4.5": replace(MODEL, router_score="sigmoid", router_scale=2.5, shared_experts=2),
+    "one of six": replace(MODEL, top_k=1, router_renormalize=False),
+    "all of six": replace(MODEL, top_k=6),
+}
+
+
+def one_token(layer: MixtureOfExperts, model: Model, token: Tensor) -> Tensor:
+    """Return what a layer, in float64, makes of one token: (D) -> (D)."""
+    logits = layer.routed.router.weight @ token
+    scores = torch.sigmoid(logits) if model.router_score == "sigmoid" else logits.softmax(-1)
+    chosen = scores.topk(model.top_k)
+    weights = chosen.values / chosen.values.sum() if model.router_renormalize else chosen.values
+    result = torch.zeros_like(token)
+    experts = layer.routed.experts
+    for weight, index in zip(weights, chosen.indices.tolist(), strict=True):
+        gate = experts.gate_proj[index] @ token
+        up = experts.up_proj[index] @ token
+        result = result + model.router_scale * weight * (experts.down_proj[index] @ (F.silu(gate) * up))
+    return result if layer.shared is None else result + layer.shared(token)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_layer_and_its_gradients_are_the_formula(name: str) -> None:
+    model = VARIANTS[name]
+    layer = filled(MixtureOfExperts(model))
+    assert isinstance(layer, MixtureOfExperts)
+    double = copy.deepcopy(layer).double()
+    x = inputs(2, 5, 24)
+    result = layer(x)
+    expected = torch.stack([one_token(double, model, token) for token in x.double().flatten(0, 1)]).view_as(x)
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(result.double() / scale, expected / scale, rtol=0.0, atol=1e-6)
+
+    d_out = inputs(2, 5, 24)
+    result.backward(d_out)
+    expected.backward(d_out.double())
+    for (parameter_name, parameter), exact in zip(layer.named_parameters(), double.parameters(), strict=True):
+        assert parameter.grad is not None, parameter_name
+        assert exact.grad is not None
+        largest = float(exact.grad.abs().max())
+        if not largest:  # of a router whose one score is divided by itself
+            continue
+        torch.testing.assert_close(parameter.grad.double() / largest, exact.grad / largest, rtol=0.0, atol=2e-6)
+
+
+def test_equal_scores_choose_the_lower_expert() -> None:
+    router = Router(MODEL)
+    torch.nn.init.zeros_(router.weight)
+    routing = router(inputs(3, 24))
+    assert routing.experts.tolist() == [[0, 1]] * 3
+    assert routing.weights.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_choices_are_made_in_float32_in_a_bfloat16_model() -> None:
+    router = Router(MODEL)
+    tokens = inputs(1, 24).bfloat16()
+    with torch.no_grad():
+        router.weight[:] = tokens[0].float()
+        router.weight[4] += 1e-4 * tokens[0].float()  # is lost in bfloat16
+    assert router(tokens).experts[0, 0] == 4
+    assert router(tokens).weights.dtype == torch.float32
+
+
+def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
+    layer = filled(MixtureOfExperts(replace(MODEL, top_k=1, router_renormalize=False)))
+    assert isinstance(layer, MixtureOfExperts)
+    with torch.no_grad():
+        layer.routed.router.weight[1:] = 0.0
+        layer.routed.router.weight[0] = 1.0
+    layer(inputs(1, 7, 24).abs()).sum().backward()
+    for weight in (layer.routed.experts.gate_proj, layer.routed.experts.down_proj):
+        assert weight.grad is not None
+        assert weight.grad[0].any()
+        assert not weight.grad[1:].any()
+
+
+def test_tokens_per_expert_counts_all_experts() -> None:
+    assert tokens_per_expert(torch.tensor([0, 3, 3, 1]), 6).tolist() == [1, 1, 0, 2, 0, 0]
+
+
+def test_first_blocks_are_dense_and_shared_experts_are_one_layer() -> None:
+    model = build_model(replace(MODEL, dense_layers=1, shared_experts=2))
+    dense, *sparse = (block.mlp for block in model.layers.values())
+    assert isinstance(dense, SwiGLU)
+    assert dense.up_proj.weight.shape == (40, 24)
+    for layer in sparse:
+        assert isinstance(layer, MixtureOfExperts)
+        assert layer.shared is not None
+        assert layer.shared.up_proj.weight.shape == (32, 24)
+        assert layer.routed.experts.up_proj.shape == (6, 16, 24)
+
+
+def test_experts_are_as_wide_as_dense_layers_by_default() -> None:
+    assert Experts(replace(MODEL, expert_ffn=0)).down_proj.shape == (6, 24, 40)

@@ -1,0 +1,116 @@
+"""Mixtures of experts under every technique. The lattice draws them too, and all of their settings."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from tests.checkpoint.test_resume_layouts import hop_over, train
+from tests.parity import Settings, build, check, tiny
+from tests.workers import run
+from torchllm.models.experts import Experts, Router
+from torchllm.proof.layouts import describe_layout
+from torchllm.spec.parameters import canonical_name
+
+EXPERTS: Settings = {
+    "model.experts": 6,
+    "model.top_k": 2,
+    "model.expert_ffn": 32,
+    "model.shared_experts": 1,
+    "model.dense_layers": 1,
+}
+FSDP2: Settings = {"parallel.dp_shard": 2}
+LAYOUTS: list[Settings] = [
+    {**FSDP2, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
+    {**FSDP2, "parallel.cp": 2, "recompute.mode": "selective_half"},
+    {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "ffn"},
+    {**FSDP2, "parallel.dp_replicate": 2, "parallel.tp": 2, "recompute.mode": "full"},
+    {"parallel.pp": 2, "parallel.tp": 2, "model.norm_position": "after", "model.qk_norm": "width"},
+]
+"""each technique and each way to recompute once, in pairs; on 4 ranks of FSDP experts are cut by hidden states"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=describe_layout)
+def test_gradients_are_those_of_one_process(layout: Settings) -> None:
+    check({**EXPERTS, **layout}, ragged=True)
+
+
+def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Return what this rank holds of the first sparse block's experts, by the name of the matrix."""
+    _, (stage,) = build(tiny({**EXPERTS, **settings}))
+    shapes = {}
+    for name, parameter in stage.layers["1"].named_parameters():
+        assert isinstance(parameter, DTensor)
+        *_, owner, matrix = canonical_name(name).split(".")
+        if owner == "experts":
+            shapes[matrix] = tuple(parameter.to_local().shape)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "gate", "down"),
+    [
+        (2, FSDP2, (3, 32, 64), (3, 64, 32)),  # by expert
+        (4, {"parallel.dp_shard": 4}, (6, 32, 16), (6, 16, 32)),  # 6 experts are not 4 equal parts
+        (4, {"parallel.dp_shard": 2, "parallel.tp": 2}, (3, 16, 64), (3, 64, 16)),
+        (8, {"parallel.dp_shard": 4, "parallel.tp": 2}, (6, 16, 16), (6, 16, 16)),
+    ],
+)
+def test_ranks_hold_equal_parts_of_the_experts(
+    ranks: int, settings: Settings, gate: tuple[int, ...], down: tuple[int, ...]
+) -> None:
+    for shapes in run(local_shapes, ranks, settings):
+        assert shapes == {"gate_proj": gate, "up_proj": gate, "down_proj": down}
+
+
+def types_in_a_forward_pass(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of the router's weight and of an expert's while a bfloat16 model computes."""
+    _, (stage,) = build(tiny({**EXPERTS, **settings}), torch.bfloat16)
+    types = {}
+
+    def note(module: torch.nn.Module, inputs: object) -> None:
+        types[isinstance(module, Router)] = next(module.parameters()).dtype
+
+    for module in stage.modules():
+        if isinstance(module, Router | Experts):
+            module.register_forward_pre_hook(note)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    stage(tokens, torch.arange(8).unsqueeze(0), None, tokens)
+    return types[True], types[False]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_routers_are_gathered_in_float32_in_a_bfloat16_model(tp: int) -> None:
+    settings = {**FSDP2, "parallel.tp": tp}
+    assert run(types_in_a_forward_pass, 2 * tp, settings) == [(torch.float32, torch.bfloat16)] * (2 * tp)
+
+
+def test_a_checkpoint_resumes_on_layouts_that_cut_the_experts_in_other_ways(tmp_path: Path) -> None:
+    layouts: list[Settings] = [
+        {**FSDP2, "parallel.tp": 2},
+        {"parallel.dp_shard": 4},
+        {"parallel.pp": 2, "parallel.schedule": "DualPipeV"},
+    ]
+    common = {**EXPERTS, "training.steps": 3, "data.document_mask": True}
+    (uninterrupted,) = run(train, 1, common, range(1, 4), None)
+    hops = hop_over(layouts, common, tmp_path)
+    assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
+    assert hops[0].loaded == uninterrupted.loaded  # initial weights, bit for bit
+    assert hops[1].loaded == hops[0].saved != hops[0].loaded
+    assert hops[2].loaded == hops[1].saved
+
+
+def ignored_operations_after_a_step(settings: Settings) -> tuple[int, int]:
+    """Return how many operations selective checkpoints ignore, before and after a step's passes."""
+    before = len(SAC_IGNORED_OPS)
+    _, (stage,) = build(tiny({**EXPERTS, **settings, "recompute.mode": "selective"}))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
+    return before, len(SAC_IGNORED_OPS)
+
+
+def test_what_other_selective_checkpoints_see_is_as_it_was() -> None:
+    for before, after in run(ignored_operations_after_a_step, 2, FSDP2):
+        assert before == after

@@ -1,0 +1,113 @@
+"""Low-rank updates of a frozen model (LoRA) under every technique, and in checkpoints. The lattice draws them too."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.test_resume_layouts import hop_over, train
+from tests.parity import Settings, build, check, check_bfloat16, tiny
+from tests.workers import run
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.manifest import read_manifest
+from torchllm.checkpoint.tensors import open_checkpoint
+from torchllm.checkpoint.weights import load_weights
+from torchllm.config import Checkpoint, log_config_changes
+from torchllm.config.errors import UserError
+from torchllm.models.decoder import build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.proof.layouts import describe_layout, with_settings
+from torchllm.spec.parameters import is_low_rank_factor
+
+LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
+LAYOUTS: list[Settings] = [
+    {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2},
+    {"parallel.tp": 2, "parallel.cp": 2, "recompute.mode": "selective"},
+    {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.tp": 2, "training.loss_chunk": 20},
+    {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 2, "model.tied_embeddings": True},
+]
+"""each technique once, in pairs"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=describe_layout)
+def test_updates_are_those_of_one_process(layout: Settings) -> None:
+    check({**LORA, **layout}, ragged=True)
+
+
+def test_bfloat16_adds_no_error_to_that_of_one_process() -> None:
+    check_bfloat16(tiny({**LORA, "parallel.tp": 2, "parallel.dp_shard": 2}), ragged=True)
+
+
+def frozen_dtypes(settings: Settings) -> set[torch.dtype]:
+    """Types of the frozen weights on this rank, and whether one of them has a gradient or a state."""
+    config = tiny(settings)
+    _, stages = build(config, torch.bfloat16)
+    optimizer = build_optimizer(stages, config.optimizer)
+    frozen = [parameter for stage in stages for parameter in stage.parameters() if not parameter.requires_grad]
+    assert len(frozen) == 3 + 9 * config.model.layers
+    assert not set(frozen) & set(optimizer.state)
+    return {parameter.dtype for parameter in frozen}
+
+
+def test_frozen_weights_stay_frozen_and_small_on_a_layout() -> None:
+    settings = {**LORA, "parallel.tp": 2, "parallel.dp_shard": 2}
+    assert run(frozen_dtypes, 4, settings) == [{torch.bfloat16}] * 4
+
+
+def test_a_checkpoint_has_the_updates_alone_and_resumes_on_another_layout(tmp_path: Path) -> None:
+    layouts: list[Settings] = [
+        {"parallel.tp": 2, "parallel.dp_shard": 2},
+        {"parallel.pp": 2, "parallel.schedule": "DualPipeV"},
+    ]
+    common = {**LORA, "training.steps": 2, "data.document_mask": True}
+    (uninterrupted,) = run(train, 1, common, range(1, 3), None)
+    hops = hop_over(layouts, common, tmp_path)
+    assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
+    assert hops[1].loaded == hops[0].saved != hops[0].loaded
+    stored = open_checkpoint(None, tmp_path / "checkpoints/step-00000002")
+    weights = [key for key in stored.index.tensors if key.startswith("model.")]
+    config = tiny(common)
+    assert len(weights) == 2 * len(config.lora.targets) * config.model.layers
+    assert all(is_low_rank_factor(key) for key in weights)
+    frozen_keys = [key for key in hops[0].saved if "lora_" not in key]
+    assert frozen_keys
+    assert all(hops[1].saved[key] == hops[0].loaded[key] for key in frozen_keys)
+
+
+def save_plain(folder: str) -> None:
+    config = tiny({})
+    _, stages = build(config)
+    optimizer = build_optimizer(stages, config.optimizer)
+    checkpoints = Checkpointer(
+        Checkpoint(), Path(folder), stages, optimizer, host_group=dist.group.WORLD, record={"config": asdict(config)}
+    )
+    checkpoints.save(1, {})
+    checkpoints.close()
+
+
+def test_frozen_weights_come_from_a_checkpoint_without_updates(tmp_path: Path) -> None:
+    run(save_plain, 1, str(tmp_path))
+    folder = tmp_path / "checkpoints/step-00000001"
+    model, plain = (build_model(tiny({}).model) for _ in range(2))
+    apply_lora(model, tiny(LORA).lora, torch.float32)
+    load_weights(folder, [plain])
+    load_weights(folder, [model], as_initial=True)
+    assert torch.equal(model.layers["0"].self_attn.q_proj.base_layer.weight, plain.layers["0"].self_attn.q_proj.weight)
+    assert read_manifest(folder).step == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("run.seed", 1), ("model.initial_std", 0.03)], ids=["seed", "standard deviation"]
+)
+def test_other_frozen_weights_than_the_checkpoints_are_refused(key: str, value: Any) -> None:
+    config = tiny(LORA)
+    record = {"config": asdict(config)}
+    log_config_changes(record, config)
+    with pytest.raises(UserError, match=rf"{key}: .* in the checkpoint, {value} now: with lora.rank = 3"):
+        log_config_changes(record, with_settings(config, {key: value}))
+    plain = tiny({})
+    log_config_changes({"config": asdict(plain)}, with_settings(plain, {key: value}))

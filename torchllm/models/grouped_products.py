@@ -1,0 +1,100 @@
+"""Products of groups of rows with one matrix each: what the experts of a layer compute.
+
+Rows are sorted by group, and `ends` says where each group ends; a group may be empty. On a GPU in bfloat16 one kernel
+computes all groups (`torch.nn.functional.grouped_mm`), and nothing waits for the device. Elsewhere each group is a
+product of its own, which waits for `ends`: slower on a GPU, and right for every type and size.
+
+To torch each of these is one operation (`torch.library.custom_op`), with shapes that do not depend on `ends`: the dry
+run needs no numbers, and selective recomputation saves its result like that of any other product.
+
+FOOTGUN: every row must be in a group. The kernel leaves garbage in rows past the last group, and in their gradients.
+
+Shapes: T rows, E groups, M width of the input, N width of the output. ends: (E) int32, ascending, the last one is T.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+KERNEL_MULTIPLE = 8
+"""of the sizes that the kernel takes: rows of 16 bytes in bfloat16"""
+
+
+@torch.library.custom_op("torchllm::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row by the transposed matrix of its group: x (T, M), weight (E, N, M) -> (T, N)."""
+    if _has_kernel(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for group, rows in enumerate(_groups(ends)):
+        torch.mm(x[rows], weight[group].t(), out=out[rows])
+    return out
+
+
+@torch.library.custom_op("torchllm::grouped_weight_gradient", mutates_args=())
+def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the weights of `grouped_linear`: gradient (T, N), x (T, M) -> (E, N, M)."""
+    if _has_kernel(gradient, x):
+        return F.grouped_mm(gradient.t(), x, offs=ends)
+    out = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+    for group, rows in enumerate(_groups(ends)):
+        torch.mm(gradient[rows].t(), x[rows], out=out[group])
+    return out
+
+
+def _has_kernel(left: Tensor, right: Tensor) -> bool:
+    """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8."""
+    if not left.is_cuda or left.dtype != torch.bfloat16:
+        return False
+    widths = (*left.shape[1:], *right.shape[1:])
+    fits = all(width % KERNEL_MULTIPLE == 0 for width in widths)
+    return fits and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _groups(ends: Tensor) -> Iterator[slice]:
+    """Yield the rows of each group. Waits for the device."""
+    start = 0
+    for end in ends.tolist():
+        yield slice(start, end)
+        start = end
+
+
+@grouped_linear.register_fake
+def _rows_like(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@grouped_weight_gradient.register_fake
+def _weights_like(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()  # a sum's gradient is one number, expanded
+    d_x = grouped_linear(gradient, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    d_weight = grouped_weight_gradient(gradient, x, ends) if ctx.needs_input_grad[1] else None
+    return d_x, d_weight, None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
+
+
+@register_flop_formula(torch.ops.torchllm.grouped_linear)
+def _linear_flops(x: tuple[int, int], weight: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    """Return the operations of `grouped_linear` by the shapes of its inputs."""
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.torchllm.grouped_weight_gradient)
+def _weight_gradient_flops(gradient: tuple[int, int], x: tuple[int, int], *_: Any, **__: Any) -> int:
+    """Return the operations of `grouped_weight_gradient` by the shapes of its inputs."""
+    return 2 * gradient[0] * gradient[1] * x[1]

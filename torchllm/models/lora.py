@@ -1,0 +1,92 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the weights are frozen, and low-rank updates of some matrices are trained.
+
+A layer y = W x + b becomes y = W x + b + alpha / r * B A x, with A (r, M) and B (N, r) for W (N, M). B starts at zero,
+so that the first step's model is the one that is fine-tuned. A frozen weight has no gradient and no optimizer state,
+and is held in the type of the computation. There is no dropout: its random numbers would differ between layouts.
+
+Names are those of the package peft: `q_proj.lora_A.weight` beside `q_proj.weight`.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchllm.config import Lora
+from torchllm.config.errors import UserError
+from torchllm.models.decoder import Decoder
+from torchllm.spec.parameters import canonical_name, is_low_rank_factor
+
+
+class LowRankFactor(nn.Module):
+    """One of the two factors of an update, A or B: the only weights that are trained."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+class LoRALinear(nn.Module):
+    """Adds a low-rank update to what a frozen linear layer computes.
+
+    `add_update` is replaceable: under tensor parallelism it gets this rank's parts. The name of the layer inside,
+    `base_layer`, is no part of a canonical parameter name.
+    """
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        with base_layer.weight.device:
+            self.lora_A = LowRankFactor(rank, base_layer.in_features)
+            self.lora_B = LowRankFactor(base_layer.out_features, rank)
+        self.scale = scale
+        self.add_update: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] = add_low_rank_update
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token: (..., M) -> (..., N)."""
+        return self.add_update(self.base_layer(x), x, self.lora_A.weight, self.lora_B.weight, self.scale)
+
+
+def add_low_rank_update(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return out + scale * B A x: out (..., N), x (..., M), a (r, M), b (N, r) -> (..., N)."""
+    return torch.add(out, F.linear(F.linear(x, a), b), alpha=scale)
+
+
+def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
+    """Freeze a model and give each of the matrices `lora.targets` an update, in place; with `lora.rank` 0 do nothing.
+
+    Call it on the plain model, before it is cut into stages. dtype: of the computation, in which frozen weights are
+    held. The updates are float32, as trained weights are.
+    """
+    if not lora.is_on:
+        return
+    model.requires_grad_(False)
+    model.to(dtype)
+    for parent in list(model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if name in lora.targets and isinstance(layer, nn.Linear):
+                parent.register_module(name, LoRALinear(layer, lora.rank, lora.scale))
+
+
+def has_low_rank_updates(stages: Iterable[nn.Module]) -> bool:
+    """Return whether LoRA is applied to any of a rank's stages."""
+    return any(isinstance(module, LoRALinear) for stage in stages for module in stage.modules())
+
+
+def check_trained(stages: Iterable[nn.Module], lora: Lora) -> None:
+    """Raise UserError if weights are trained that LoRA freezes, as in a fork of a recipe that lacks `apply_lora`."""
+    if not lora.is_on:
+        return
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad and not is_low_rank_factor(name):
+                raise UserError(
+                    f"lora.rank: is {lora.rank}, but {canonical_name(name)} is not frozen: call apply_lora(model, "
+                    "config.lora, dtype) in the recipe, right after build_model; or set lora.rank to 0"
+                )
+
+
+def merge_update(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + scale * B A in W's type, computed in float32: weight (N, M), a (r, M), b (N, r) -> (N, M)."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
