@@ -139,6 +139,15 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     return Hop(loaded, samples, losses, digests(stages, optimizer))
 
 
+def hop_over(layouts: Sequence[Settings], common: Settings, folder: Path) -> list[Hop]:
+    """Return what one run does that takes a step on each layout, from the checkpoint of the one before."""
+    hops = []
+    for step, layout in enumerate(layouts, start=1):
+        settings = common | layout
+        hops.append(run(train, world_size(tiny(settings)), settings, range(step, step + 1), str(folder))[0])
+    return hops
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool) -> None:
     common = {"model.tied_embeddings": tied, "training.steps": len(HOPS), "data.document_mask": True}

@@ -323,7 +323,7 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     elif point == "before the rename":
         manifests.os.rename = kill
     elif point == "after the rename":
-        manifests._sync_folder = lambda path: None if path.name.endswith(".tmp") else kill()
+        manifests.sync_folder = lambda path: None if path.name.endswith(".tmp") else kill()
     elif point == "in a deletion":
         retention.shutil.rmtree = kill
     checkpoints.save(2, {"sequences": 16})

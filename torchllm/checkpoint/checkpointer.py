@@ -39,6 +39,7 @@ from torchllm.checkpoint.agreement import (
 from torchllm.checkpoint.background import saves_in_background
 from torchllm.checkpoint.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.index import INDEX
+from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
@@ -46,6 +47,7 @@ from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.environment import is_restart
+from torchllm.models.lora import has_low_rank_updates
 from torchllm.runtime.hang_watch import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
@@ -71,12 +73,14 @@ class Checkpointer:
         check_owner: Callable[[], None] = lambda: None,
         evaluates: bool = False,
         extra_state: Mapping[str, Tensor] | None = None,
+        initial: InitialWeights | None = None,
     ) -> None:
         """Save and load `stages` (this rank's part of the model) and `optimizer`, whose state must exist.
 
         `record` is JSON stored in every checkpoint, such as the resolved config. `check_owner` raises, on rank 0, if
         another job has taken the run folder; it is called before a checkpoint is published, moved, marked or deleted.
-        evaluates: the run has evaluations, and a checkpoint is proven by them.
+        evaluates: the run has evaluations, and a checkpoint is proven by them. initial: weights that the run starts
+        from if it resumes from no checkpoint; the record of every checkpoint says which, under "initial".
 
         `extra_state` is a forked recipe's, by names that do not depend on the layout: DTensors, or tensors of which all
         ranks that have one hold the same. It may be added to a run and dropped from it: `resume` fills what the
@@ -86,6 +90,7 @@ class Checkpointer:
         self._root = Path(run_folder) / "checkpoints"
         self._stages, self._optimizer = stages, optimizer
         self._record = dict(record or {})
+        self._initial = initial
         self._check_owner = check_owner
         self._extra_state = {f"{run_state.EXTRA}{name}": tensor for name, tensor in (extra_state or {}).items()}
         self.missing_extra_state: list[str] = list(extra_state or {})
@@ -119,8 +124,27 @@ class Checkpointer:
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         self._history.read_suspects(folders)
         manifest = self._load_asked_for(folders)
+        self._start_from(manifest)
         self._history.begin(folders, None if manifest is None else manifest.step)
         return manifest
+
+    def _start_from(self, manifest: Manifest | None) -> None:
+        """Load the initial weights of a fresh run, and remember what they are; of a resumed run, what they were.
+
+        The weights that LoRA freezes are in no checkpoint: they are loaded again. Raises CheckpointError if they are
+        not those that the checkpoint's low-rank updates were trained on.
+        """
+        initial = self._initial
+        if manifest is not None and "initial" in manifest.record:
+            self._record["initial"] = manifest.record["initial"]
+        if initial is None:
+            return
+        if manifest is None:
+            self._record["initial"] = initial.load(self._stages, self._group)
+        elif not has_low_rank_updates(self._stages):
+            log_on_first(self._group, f"{initial.key} is not read: the run goes on from its checkpoint")
+        else:
+            check_same_source(initial.key, initial.load(self._stages, self._group), self._record.get("initial"))
 
     def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one.
@@ -370,7 +394,7 @@ class Checkpointer:
 
     def _model_parts(self) -> dict[str, Part]:
         """Return this rank's part of the tensors of model and optimizer, by key."""
-        tensors = run_state.model_tensors(self._stages)
+        tensors = run_state.saved_model_tensors(self._stages)
         return run_state.parts_of(tensors | run_state.optimizer_tensors(self._stages, self._optimizer))
 
     def _random_state(self) -> dict[str, Part]:

@@ -124,9 +124,9 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     Raises OSError if the disk fails, or if `final` exists and is not empty: nothing is overwritten.
     """
     write_file(temporary / MANIFEST, _serialize(manifest))
-    _sync_folder(temporary)
+    sync_folder(temporary)
     os.rename(temporary, final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -192,7 +192,7 @@ def hide(folder: Path) -> Path:
     """Rename a step folder that is to be deleted, so that no part of it ever passes for a checkpoint, and return it."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     return temporary
 
 
@@ -216,7 +216,7 @@ def _serialize(manifest: Manifest) -> bytes:
     return json.dumps({**fields, "sha256": digest}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk: without it a rename can be lost in a power failure."""
     if sys.platform == "win32":  # cannot open folders
         return

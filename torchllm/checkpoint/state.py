@@ -2,9 +2,11 @@
 
 Keys do not depend on the layout:
 
-    model.<canonical name>                    parameters and persistent buffers; a tied one once
+    model.<canonical name>                    parameters and persistent buffers; a tied one once; with LoRA only the
+                                              low-rank updates, for frozen weights come from their source again
     optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
     rng.<cpu or cuda>                         states of torch's random generators, a row per rank
+    extra.ema.<canonical name>                moving average of a parameter, with optimizer.ema_decay over 0
     extra.<name>                              what a forked recipe saves besides
 
 Every parameter has its own `step`: AdamW does not count where a parameter has no gradient, so they may differ.
@@ -21,12 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchllm.checkpoint.index import Region
+from torchllm.models.lora import has_low_rank_updates
 from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name
+from torchllm.spec.parameters import canonical_name, is_low_rank_factor
 
+WEIGHTS = "model."
+"""what the keys of the weights begin with; their canonical name follows"""
 EXTRA = "extra."
-"""what the keys of a fork's own state begin with"""
+"""what the keys begin with of state that a run may be without: of the moving average, and of a fork"""
 
 
 class TensorSharding(NamedTuple):
@@ -67,7 +72,20 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of this rank's stages by key; they share the stages' memory."""
-    return {f"model.{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
+    return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
+
+
+def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return those of `model_tensors` that a checkpoint holds: with LoRA the low-rank updates, else all."""
+    tensors = model_tensors(stages)
+    if not has_low_rank_updates(stages):
+        return tensors
+    return {key: tensor for key, tensor in tensors.items() if is_low_rank_factor(key)}
+
+
+def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return those of `model_tensors` that initial weights fill: all but the low-rank updates of LoRA."""
+    return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
 
 
 def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

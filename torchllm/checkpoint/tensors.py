@@ -154,7 +154,7 @@ def load_tensors(
     DamagedCheckpoint on all ranks if anything that is read is not what was written: then some parts are filled.
     """
     _refuse_differences(group, stored, parts, prefix, cast)
-    on_all(group, lambda: _read_parts(stored, parts))
+    on_all(group, lambda: read_parts(stored, parts))
 
 
 def _refuse_differences(
@@ -232,7 +232,7 @@ class _Read(NamedTuple):
     """what it fills, or a part of it"""
 
 
-def _read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
+def read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
     """Read the pieces that fill the parts, in threads that each have one file open."""
     reads = _needed_reads(stored.index, parts)
     batches_per_file = max(1, THREADS // max(1, len(reads)))
@@ -275,8 +275,10 @@ def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit
                 if stored_piece is None:
                     raise DamagedCheckpoint(f"{path}: holds no piece of {read.key}, against the index")
                 with limit.hold(stored_piece.length):
-                    content = read_piece(file.fileno(), stored_piece, path)
-                    _copy_overlap(_unpack(content, read, entry.dtype, path), read)
+                    # The bytes have no name: else they would stay while they are copied, in memory a third time.
+                    piece = _unpack(read_piece(file.fileno(), stored_piece, path), read, entry.dtype, path)
+                    _copy_overlap(piece, read)
+                    del piece  # before the next one is read
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error
 

@@ -11,9 +11,20 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
 from torchllm.checkpoint.manifest import CheckpointError, Manifest
 from torchllm.checkpoint.marks import read_suspects, without_suspects
-from torchllm.checkpoint.state import fill_tied_copies, model_tensors, parts_of
+from torchllm.checkpoint.state import (
+    EXTRA,
+    WEIGHTS,
+    fill_tied_copies,
+    initial_model_tensors,
+    parts_of,
+    saved_model_tensors,
+)
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified
+from torchllm.optim.average import EMA
+
+AVERAGED_WEIGHTS = f"{EXTRA}{EMA}"
+"""what the keys of the moving average of the weights begin with, which runs with optimizer.ema_decay over 0 have"""
 
 
 def load_newest_weights(
@@ -23,7 +34,8 @@ def load_newest_weights(
     *,
     group: Group = None,
     cast: bool = False,
-    prefix: str = "model.",
+    prefix: str = WEIGHTS,
+    as_initial: bool = False,
 ) -> Manifest:
     """Load the weights of a run, and return the manifest of their checkpoint.
 
@@ -32,13 +44,13 @@ def load_newest_weights(
     `load_weights`.
     """
     if resume not in ("auto", "none"):
-        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix)
+        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix, as_initial=as_initial)
     root = Path(run_folder) / "checkpoints"
     folders = on_first(group, lambda: manifests.step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
     suspects = on_first(group, lambda: read_suspects(folders))
     folders = without_suspects(folders, suspects, warn)
-    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix)
+    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix, as_initial=as_initial)
     newest = newest_verified(folders, load, warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
@@ -46,20 +58,28 @@ def load_newest_weights(
 
 
 def load_weights(
-    folder: Path, stages: Sequence[nn.Module], *, group: Group = None, cast: bool = False, prefix: str = "model."
+    folder: Path,
+    stages: Sequence[nn.Module],
+    *,
+    group: Group = None,
+    cast: bool = False,
+    prefix: str = WEIGHTS,
+    as_initial: bool = False,
 ) -> Manifest:
     """Load the weights of a step folder into this rank's part of the model, whatever layout wrote them.
 
-    Only the weights are read and verified, not the optimizer's state. group: a host-side group of the ranks that hold
-    the model; None: this process holds all of it. cast: the model's parameters may have another dtype than the
-    checkpoint's, to which they are rounded one by one. prefix: "extra.NAME." loads averages of the weights, say, that a
-    forked recipe has saved under that name.
+    Only the weights are read and verified, not the optimizer's state. With LoRA that is the low-rank updates, for the
+    frozen weights are not in a checkpoint; as_initial: the frozen weights, from a checkpoint of a run without LoRA.
+    group: a host-side group of the ranks that hold the model; None: this process holds all of it. cast: the model's
+    parameters may have another dtype than the checkpoint's, to which they are rounded one by one. prefix:
+    AVERAGED_WEIGHTS loads their moving average (optimizer.ema_decay), "extra.NAME." what a fork has saved by that name.
 
     Raises on all ranks DamagedCheckpoint if what is read is not what was written, CheckpointError if it is of another
     model.
     """
     stored = open_checkpoint(group, folder)
-    tensors = {prefix + key.removeprefix("model."): tensor for key, tensor in model_tensors(stages).items()}
+    filled = initial_model_tensors(stages) if as_initial else saved_model_tensors(stages)
+    tensors = {prefix + key.removeprefix(WEIGHTS): tensor for key, tensor in filled.items()}
     load_tensors(group, stored, parts_of(tensors), prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest

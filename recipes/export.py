@@ -1,0 +1,39 @@
+"""Writes a checkpoint as a model that the library transformers reads, and all that read its models.
+
+    python recipes/export.py RUN_FOLDER/config.toml --export.folder=FOLDER [--export.dtype=bfloat16]
+        [--export.average=3] [--export.ema=true] [--checkpoint.resume=STEP_FOLDER] [--export.adapter=true]
+
+The newest checkpoint of the run folder that is not suspect is used, unless another is named. The folder then holds
+safetensors files, config.json, generation_config.json, tokenizer files and a model card. It appears when all of it is
+written; an existing folder is never written to. One tensor at a time is in memory.
+
+Of a run with LoRA the model with the updates merged in is written; with export.adapter the updates alone, for peft.
+"""
+
+import sys
+
+from torchllm.config import Config
+from torchllm.preflight import inspect_export
+from torchllm.start import load_run
+
+if __name__ == "__main__":
+    CONFIG = load_run(sys.argv[1:], one_device=True, inspect=inspect_export)
+
+from torchllm.checkpoint.export import export_adapter, export_model
+from torchllm.runtime.error_report import report_errors
+
+
+def main(config: Config) -> None:
+    """Write the model, and say what was written."""
+    report_errors()
+    export = export_adapter if config.export.adapter else export_model
+    exported = export(config, config.export.folder, ema=config.export.ema)
+    steps = exported.facts.steps_in_words
+    kind = f"adapter of {exported.architecture}" if config.export.adapter else exported.architecture
+    print(f"step {steps}: {kind}, weights in {config.export.dtype}, in {exported.folder}")
+    if exported.facts.missing_tokenizer:
+        print(f"without tokenizer files: {exported.facts.missing_tokenizer}")
+
+
+if __name__ == "__main__":
+    main(CONFIG)

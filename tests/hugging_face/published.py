@@ -1,0 +1,112 @@
+"""Tiny configs of each published family, as transformers makes them."""
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from torchllm.config import Model
+from torchllm.hugging_face.config_json import family_to_export, write_config_json
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+WINDOW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""so many that tp 2 leaves each rank of Ulysses with cp 2 a key-value head: a ring has no window"""
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "attention_factor": 1.3,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SIZES),
+    "llama31": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_SCALING, "tie_word_embeddings": True}),
+    "yarn": ("LlamaConfig", SIZES | {"rope_parameters": YARN}),
+    "linear": ("LlamaConfig", SIZES | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "mistral": ("MistralConfig", SIZES | WINDOW_HEADS | {"sliding_window": 9}),
+    "mistral-nemo": ("MistralConfig", SIZES | {"sliding_window": None, "head_dim": 10}),
+    "qwen2": ("Qwen2Config", SIZES),
+    "qwen2-window": (
+        "Qwen2Config",
+        SIZES | WINDOW_HEADS | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+    ),
+    "olmo2": ("Olmo2Config", SIZES | {"pad_token_id": None, "eos_token_id": None}),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5}),
+    "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
+}
+"""name -> class of transformers, and its arguments"""
+
+
+def hub_config(name: str) -> Any:
+    """Return the config of a tiny model, an object of transformers."""
+    kind, arguments = CONFIGS[name]
+    return getattr(transformers, kind)(**arguments)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """Return what transformers writes into config.json, with every key."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def save_published(name: str, folder: Path, max_shard_size: str = "5GB", dtype: str = "float32", **changes: Any) -> Any:
+    """Write a tiny model with random weights as transformers does; return it, an object of transformers."""
+    config = hub_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+            else:
+                parameter.normal_(mean=1.0, std=0.2)
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.float()
+
+
+def write_sparse_model(model: Model, folder: Path, bytes_per_file: int) -> None:
+    """Write a published model of any size, bfloat16 zeros, in sparse files that take no room on a disk."""
+    folder.mkdir(parents=True)
+    family = family_to_export(model)
+    (folder / "config.json").write_text(json.dumps(write_config_json(model, family)))
+    files: list[dict[str, Any]] = [{}]
+    places = {}
+    end = 0
+    for stored in family.stored_tensors(model):
+        begin, end = end, end + 2 * math.prod(stored.shape)
+        if end > bytes_per_file and files[-1]:
+            files.append({})
+            begin, end = 0, end - begin
+        files[-1][stored.key] = {"dtype": "BF16", "shape": list(stored.shape), "data_offsets": [begin, end]}
+        places[stored.key] = f"model-{len(files):05d}.safetensors"
+    for number, table in enumerate(files, 1):
+        header = json.dumps(table).encode()
+        path = folder / f"model-{number:05d}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        os.truncate(path, 8 + len(header) + max(entry["data_offsets"][1] for entry in table.values()))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

@@ -1,0 +1,97 @@
+"""Whole weights of a checkpoint one by one, for a process that never holds the whole model.
+
+checkpoint = WeightReader(folder)
+weight = checkpoint.read("embed_tokens.weight")     verified; raises DamagedCheckpoint
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchllm.checkpoint.data_file import data_file_name, read_piece_table
+from torchllm.checkpoint.index import Region, TensorEntry
+from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.state import WEIGHTS, Part, TensorSharding
+from torchllm.checkpoint.tensors import open_checkpoint, read_parts
+
+
+class Weights(Protocol):
+    """Reads whole weights by canonical name."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight on the host."""
+
+
+class WeightReader:
+    """Reads whole weights of one checkpoint, on the host, in the type in which it holds them.
+
+    It verifies what it reads, by the sum of each piece. While a weight is read, its bytes are in memory twice at most.
+    """
+
+    def __init__(self, folder: Path, prefix: str = WEIGHTS) -> None:
+        """Open a step folder. prefix: AVERAGED_WEIGHTS reads the moving average of the weights.
+
+        Raises DamagedCheckpoint if its manifest, its index, or the size of a file is not what was written.
+        """
+        stored = open_checkpoint(None, folder)
+        entries = stored.index.tensors.items()
+        self.entries: dict[str, TensorEntry] = {
+            key.removeprefix(prefix): entry for key, entry in entries if key.startswith(prefix)
+        }
+        """by canonical name"""
+        self.manifest = stored.manifest
+        self.folder = folder
+        self._prefix = prefix
+        if stored.tables is None:  # once, not for each weight
+            tables = {}
+            for writer in stored.index.writers():
+                name = data_file_name(writer)
+                tables[writer] = read_piece_table(folder / name, stored.manifest.files[name])
+            stored = replace(stored, tables=tables)
+        self._stored = stored
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight. Raises CheckpointError if the checkpoint has none of that name, DamagedCheckpoint if a bit
+        of it is not what was written."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.folder}: holds no {self._prefix}{name}: it is of another model than the config's, or it has no "
+                "moving average"
+            )
+        shape = entry.grid.shape
+        tensor = torch.empty(shape, dtype=getattr(torch, entry.dtype))
+        whole = Region((0,) * len(shape), shape)
+        read_parts(self._stored, {self._prefix + name: Part(tensor, whole, TensorSharding(shape, None, ()))})
+        return tensor
+
+
+class MeanOfWeights:
+    """Reads the means of the weights of one or several checkpoints: computed in float32, a weight at a time."""
+
+    def __init__(self, checkpoints: Mapping[Path, Weights]) -> None:
+        """checkpoints: the weights of each by its step folder, the newest first."""
+        self.checkpoints = checkpoints
+
+    def read(self, name: str) -> Tensor:
+        """Return the mean of a weight, float32; of a single checkpoint the weight itself.
+
+        Raises what the checkpoints' `read` does, and CheckpointError if the shapes differ.
+        """
+        newest, *others = self.checkpoints
+        if not others:
+            return self.checkpoints[newest].read(name)
+        total = self.checkpoints[newest].read(name).float()
+        for folder in others:
+            weight = self.checkpoints[folder].read(name)
+            if weight.shape != total.shape:
+                raise CheckpointError(
+                    f"{name}: {tuple(weight.shape)} in {folder}, {tuple(total.shape)} in {newest}: average checkpoints "
+                    "of one model"
+                )
+            total += weight
+        return total.div_(len(self.checkpoints))

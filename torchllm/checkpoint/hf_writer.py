@@ -1,0 +1,205 @@
+"""Write the weights of a model as Hugging Face does: safetensors files, and an index where there are several.
+
+Tensors are made, written and freed one by one, so that one of them bounds the memory, not a file or the model. All is
+written into a hidden folder, which is renamed when it is whole (`new_folder`): nothing is ever overwritten.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: name -> dtype, shape, first byte and end of its data; padded with blanks to a multiple of 8
+    data        the tensors one after the other, without gaps
+
+torch's HuggingFaceStorageWriter is not used: its files lack {"format": "pt"}, which transformers 4.46 wants, and it
+overwrites what is there (torch 2.13).
+"""
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchllm.checkpoint.by_key import Weights
+from torchllm.checkpoint.hf_reader import DTYPES
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync_folder
+from torchllm.config import Model
+from torchllm.data.tokenizer import Tokenizer
+from torchllm.hugging_face.config_json import write_config_json
+from torchllm.hugging_face.family import HubFamily, StoredTensor
+from torchllm.hugging_face.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
+from torchllm.spec.parameters import rule_of
+
+BYTES_PER_FILE = 5 * 10**9
+"""bytes of tensors in a file, unless a single tensor has more: what transformers 4 writes"""
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_MULTIPLE = 8
+"""bytes that the length of a header is a multiple of, so that tensors are aligned in memory"""
+
+
+class WeightFile(NamedTuple):
+    """A safetensors file that is to be written."""
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+
+
+@contextmanager
+def new_folder(final: Path, needed: int) -> Iterator[Path]:
+    """Yield an empty hidden folder, which becomes `final` at the end of the context; it is removed after an error.
+
+    needed: bytes that will be written. Raises CheckpointError if `final` exists, if the disk has less room than needed,
+    or if it fails.
+    """
+    if os.path.lexists(final):
+        raise CheckpointError(f"export.folder: {final} exists, and nothing is overwritten: name another folder")
+    parent = final.absolute().parent
+    temporary = parent / f".{final.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(parent).free) < needed:
+            raise CheckpointError(
+                f"export.folder: {final} needs {needed} bytes, {free} are free in {parent}: make room, name a folder "
+                "on another disk, or set export.dtype"
+            )
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        sync_folder(parent)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(
+            f"{error}; nothing was exported: name an older checkpoint, --checkpoint.resume=STEP_FOLDER"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"export.folder: {final} cannot be written: {error}; nothing is left of it") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def weight_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
+    """Return the bytes that tensors take in files of a dtype, without headers."""
+    return sum(_bytes_of(tensor, dtype) for tensor in tensors)
+
+
+def plan_files(
+    tensors: Sequence[StoredTensor], dtype: torch.dtype, bytes_per_file: int = BYTES_PER_FILE
+) -> list[WeightFile]:
+    """Return the files that hold tensors, in their order: each has `bytes_per_file` at most, or one tensor."""
+    groups: list[list[StoredTensor]] = []
+    size = 0
+    for tensor in tensors:
+        size += _bytes_of(tensor, dtype)
+        if not groups or size > bytes_per_file:
+            groups.append([])
+            size = _bytes_of(tensor, dtype)
+        groups[-1].append(tensor)
+    if len(groups) == 1:
+        return [WeightFile(WHOLE_MODEL, tuple(groups[0]))]
+    files = []
+    for number, group in enumerate(groups, start=1):
+        files.append(WeightFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group)))
+    return files
+
+
+def write_weights(
+    folder: Path,
+    tensors: Sequence[StoredTensor],
+    weights: Weights,
+    dtype: torch.dtype,
+    bytes_per_file: int = BYTES_PER_FILE,
+) -> None:
+    """Write tensors into the files of a model, each made of the weights that it holds, and the index if there are
+    several files. Raises what `weights` does, and OSError."""
+    files = plan_files(tensors, dtype, bytes_per_file)
+    for file in files:
+        write_safetensors(folder / file.name, file.tensors, lambda tensor: stored_form(tensor, weights), dtype)
+    if len(files) > 1:
+        file_of_key = {tensor.key: file.name for file in files for tensor in file.tensors}
+        index = {"metadata": {"total_size": weight_bytes(tensors, dtype)}, "weight_map": file_of_key}
+        write_json(folder / INDEX_JSON, index)
+
+
+def stored_form(tensor: StoredTensor, weights: Weights) -> Tensor:
+    """Return a tensor as the file holds it, in the dtype of the weights that it is made of.
+
+    Of a vocabulary that was padded only the first rows are taken. Raises CheckpointError if the weights have other
+    shapes than the config says, and what `weights` raises.
+    """
+    parts = []
+    for part in tensor.parts:
+        weight = weights.read(part.name)
+        is_padded = rule_of(part.name).cut == "vocab" and len(weight) > part.rows
+        parts.append(weight[: part.rows] if is_padded else weight)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if tensor.is_transposed:
+        whole = whole.t()
+    if tuple(whole.shape) != tensor.shape:
+        names = ", ".join(part.name for part in tensor.parts)
+        raise CheckpointError(
+            f"{tensor.key}: is {tensor.shape} by the config, {tuple(whole.shape)} in the checkpoint ({names}): use the "
+            "config of the checkpoint"
+        )
+    return whole
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[StoredTensor], make: Callable[[StoredTensor], Tensor], dtype: torch.dtype
+) -> None:
+    """Write a new safetensors file and force it to disk. `make` returns each tensor when its turn comes.
+
+    A tensor is rounded to `dtype` here, and nowhere else.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + _bytes_of(tensor, dtype)
+        header[tensor.key] = {
+            "dtype": SAFETENSORS_DTYPES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % HEADER_MULTIPLE)
+    with path.open("xb") as file:
+        file.write(len(content).to_bytes(8, "little"))
+        file.write(content)
+        for tensor in tensors:
+            _write_tensor(file, make(tensor), dtype)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
+    """Write the elements of a tensor in row-major order, rounded to a dtype."""
+    data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    file.write(data.flatten().view(torch.uint8).numpy().data)
+
+
+def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tokenizer: Tokenizer | None) -> None:
+    """Write config.json and generation_config.json. tokenizer: whose begin and end a text has; None: unknown.
+
+    Raises NoFamily if the family's models cannot be like this one.
+    """
+    special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if tokenizer is not None:
+        special = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
+    spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
+    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | special)
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
+
+
+def _bytes_of(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new JSON file as transformers does, and force it to disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
