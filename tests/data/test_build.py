@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -24,14 +26,14 @@ from tests.launched import children, ends
 from torchllm.config import Data, Source
 from torchllm.data import build, records, tokenize_shard
 from torchllm.data import plan as plan_module
-from torchllm.data.build import shard_size_mib, write_corpus
+from torchllm.data.build import TokenizingProgress, shard_size_mib, write_corpus
 from torchllm.data.cache import plan_corpus
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.pieces import cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.shard import SPLITS, ShardFileWriter, Split
-from torchllm.data.sources import SourceFile
+from torchllm.data.sources import RawSource, ShardRange, SourceFile, open_raw_source, source_files
 from torchllm.data.tokenizer import load_tokenizer
 
 BYTES = TokenizerSpec("bytes", "llama3")
@@ -45,6 +47,39 @@ def write_documents(folder: Path, count: int, size: int = 30) -> Source:
 
 def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settings: Any) -> CorpusPlan:
     return plan_corpus(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
+
+
+def test_progress_is_a_line_in_a_log_without_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    source = write_documents(tmp_path, 100, size=1000)
+    raw = open_raw_source(source, source_files(source))
+    progress = TokenizingProgress("tokenizing jsonl", raw, interval=0.0)
+    progress.add(raw.total // 4)
+    progress.finish(ShardRange(0, 0, raw.total // 2))
+    progress.close()
+    first, second = caplog.messages
+    assert re.fullmatch(r"tokenizing jsonl: 25 %, 0 MB of text, [\d.]+ MB/s", first)
+    assert second.startswith("tokenizing jsonl: 50 %, ")
+    TokenizingProgress("tokenizing jsonl", raw).finish(ShardRange(0, 0, 1))
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_progress_counts_the_text_of_all_processes(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[TokenizingProgress] = []
+
+    class Kept(TokenizingProgress):
+        def __init__(self, name: str, source: RawSource) -> None:
+            super().__init__(name, source)
+            counted.append(self)
+
+    monkeypatch.setattr(build, "TokenizingProgress", Kept)
+    plan = plan_for(write_documents(tmp_path, 300, size=1000), shard_mib=0.05)
+    header = write_corpus(plan, BYTES, tmp_path / "c", processes)
+    (progress,) = counted
+    assert progress.text_bytes == header.text_bytes
 
 
 def documents(corpus: Corpus, split: Split) -> list[str]:
@@ -246,7 +281,9 @@ class RecordingPool:
     """bytes that it gets for a shard"""
 
     def __init__(self, processes: int, context: object, initializer: Callable[..., None], initargs: Any) -> None:
-        self.started.append(len(pickle.dumps((initializer, initargs))))
+        # The counter of bytes is shared memory, which processes inherit.
+        sent = [argument for argument in initargs if not isinstance(argument, Synchronized)]
+        self.started.append(len(pickle.dumps((initializer, sent))))
         initializer(*initargs)
 
     def __enter__(self) -> "RecordingPool":

@@ -28,7 +28,7 @@ from tests.data.many_shards import Calls, counting, descriptors, write_many_shar
 from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
 from tests.launched import ends
-from torchllm.config import Data, Model, Source, Training
+from torchllm.config import Data, MixtureStage, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
 from torchllm.data.checked_file import BLOCK
@@ -36,7 +36,7 @@ from torchllm.data.corpus import Corpus, SequenceSource, Window
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
-from torchllm.data.order import DataOrder
+from torchllm.data.order import DataOrder, StageShares
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.shard import Split
 
@@ -74,6 +74,7 @@ def numbered_loader(
     seed: int = 0,
     weights: Sequence[float] = (),
     held_out: Sequence[int] = (),
+    stages: Sequence[MixtureStage] = (),
 ) -> TrainLoader:
     """The loader of one rank over numbered sources of these sizes; weights are 1 and nothing is held out by default."""
     training = Training(
@@ -83,7 +84,8 @@ def numbered_loader(
     )
     weights = weights or [1.0] * len(sizes)
     held_out = held_out or [0] * len(sizes)
-    data = Data(sources=tuple(Source(kind="synthetic", weight=weight) for weight in weights), workers=workers)
+    settings = tuple(Source(kind="synthetic", weight=weight) for weight in weights)
+    data = Data(sources=settings, workers=workers, stage=tuple(stages))
     sources: list[SequenceSource] = []
     for source, (size, validation) in enumerate(zip(sizes, held_out, strict=True)):
         sources.append(Numbered(source, size, validation))
@@ -186,6 +188,71 @@ def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
     changed = state | {"fingerprint": state["fingerprint"] | {"sequence_length": 7}}
     with pytest.raises(ValueError, match="sequence_length: 7 in the checkpoint, 3 now"):
         numbered_loader([10], seed=1).load_state(changed)
+
+
+ANNEALED = (MixtureStage(3, (1.0, 0.0)), MixtureStage(5, (1.0, 1.0)), MixtureStage(0, (1.0, 3.0)))
+"""stages of a run over two sources"""
+
+
+def stream_of(loaders: Sequence[TrainLoader], steps: int) -> list[tuple[int, ...]]:
+    """The sequences of the next steps of the ranks of a run, in their order in the run."""
+    stream = []
+    for _ in range(steps):
+        for batches in zip(*(next_batches(loader) for loader in loaders), strict=True):
+            stream += [sequence for batch in batches for sequence in sequences_of(batch)]
+    return stream
+
+
+def test_stages_begin_at_their_step_also_on_another_number_of_ranks() -> None:
+    whole = stream_of([numbered_loader([50, 50], accumulation=4, stages=ANNEALED)], 9)
+    assert [sum(source for source, _, _ in whole[4 * step : 4 * step + 4]) for step in range(9)] == [
+        *[0, 0, 0],
+        *[2, 2],
+        *[3, 3, 3, 3],
+    ]
+    for stop in (2, 3, 4):
+        before = numbered_loader([50, 50], accumulation=4, workers=1, stages=ANNEALED)
+        stream = stream_of([before], stop)
+        state = json.loads(json.dumps(before.state()))
+        before.close()
+        resumed = [numbered_loader([50, 50], rank, 2, micro_batch=2, stages=ANNEALED) for rank in range(2)]
+        for loader in resumed:
+            loader.load_state(state)
+        assert stream + stream_of(resumed, 9 - stop) == whole
+
+
+def test_a_stage_that_began_before_another_global_batch_keeps_its_sequences() -> None:
+    before = numbered_loader([50, 50], accumulation=4, stages=ANNEALED)
+    stream = stream_of([before], 4)
+    resumed = numbered_loader([50, 50], accumulation=2, stages=ANNEALED)
+    resumed.load_state(json.loads(json.dumps(before.state())))
+    stream += stream_of([resumed], 3)  # 16 sequences in 4 steps, then 2 per step
+    order = DataOrder(0, [50, 50], [1.0, 3.0], [StageShares(12, [1.0, 0.0]), StageShares(18, [1.0, 1.0])])
+    assert stream == [(location.source, 0, location.number) for location in map(order.locate, range(22))]
+    again = numbered_loader([50, 50], accumulation=8, stages=ANNEALED)
+    again.load_state(json.loads(json.dumps(resumed.state())))
+    (batch,) = next_batches(again)[:1]
+    location = order.locate(22)
+    assert sequences_of(batch) == [(location.source, 0, location.number)]
+
+
+def test_a_run_may_be_given_stages_and_sources_for_its_end() -> None:
+    plain = numbered_loader([50])
+    take_steps(plain, 3)
+    state = json.loads(json.dumps(plain.state()))
+    annealed = numbered_loader([50, 20], stages=ANNEALED)
+    annealed.load_state(state)
+    assert {source for source, _, _ in stream_of([annealed], 4)} == {0, 1}
+    past = (MixtureStage(2, (1.0,)), MixtureStage(0, (1.0,)))
+    message = r"data\.stage\.0\.until: no stage of the checkpoint, which is at step 3, ended at step 2"
+    with pytest.raises(DataError, match=message):
+        numbered_loader([50], stages=past).load_state(state)
+    other = (MixtureStage(4, (1.0, 0.5)), MixtureStage(0, (1.0, 1.0)))
+    with pytest.raises(DataError, match=r"data\.sources: 1 in the checkpoint, 2 now"):
+        numbered_loader([50, 20], stages=other).load_state(state)
+    annealed_state = json.loads(json.dumps(annealed.state()))
+    with pytest.raises(DataError, match=r"data\.stage: up to step 7 .* \[1\.0, 3\.0\] to the end now$"):
+        numbered_loader([50, 20], stages=[MixtureStage(0, (1.0, 3.0))]).load_state(annealed_state)
 
 
 def record_of(*paths: str, tokenizer: str = "bytes") -> dict[str, Any]:

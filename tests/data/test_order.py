@@ -11,6 +11,7 @@ from torchllm.data.order import (
     Location,
     MixtureSlot,
     Permutation,
+    StageShares,
     mixture_counts,
     mixture_shares,
     mixture_table,
@@ -50,9 +51,17 @@ def test_every_element_comes_first_about_as_often() -> None:
     assert np.all(np.abs(counts - 1000) < 150)  # 5 standard deviations
 
 
-@pytest.mark.parametrize(("source_sizes", "weights"), [([40], [1.0]), ([5, 700, 31], [3.0, 5.0, 1.0])])
-def test_the_uses_of_a_sequence_are_found(source_sizes: list[int], weights: list[float]) -> None:
-    order = DataOrder(3, source_sizes, weights)
+STAGES = [StageShares(90, [1.0, 0.0, 2.0]), StageShares(91, [0.0, 1.0, 0.0]), StageShares(300, [1.0, 1.0, 0.0])]
+
+
+@pytest.mark.parametrize(
+    ("source_sizes", "weights", "stages"),
+    [([40], [1.0], []), ([5, 700, 31], [3.0, 5.0, 1.0], []), ([5, 70, 31], [0.0, 5.0, 1.0], STAGES)],
+)
+def test_the_uses_of_a_sequence_are_found(
+    source_sizes: list[int], weights: list[float], stages: list[StageShares]
+) -> None:
+    order = DataOrder(3, source_sizes, weights, stages)
     first, end = 37, 500
     uses: dict[tuple[int, int], list[int]] = {}
     for n in range(first, end):
@@ -63,6 +72,30 @@ def test_the_uses_of_a_sequence_are_found(source_sizes: list[int], weights: list
             assert order.find(source, [number], first, end) == uses.get((source, number), [])
     both = sorted(uses.get((0, 1), []) + uses.get((0, 3), []))
     assert order.find(0, [3, 1], first, end) == both
+
+
+def test_a_stage_goes_on_with_each_source_where_the_one_before_has_left_it() -> None:
+    source_sizes, end = [5, 70, 31], 500
+    order = DataOrder(3, source_sizes, [0.0, 5.0, 1.0], STAGES)
+    alone = [DataOrder(3, source_sizes, weights).locate for weights in np.eye(3).tolist()]
+    used = [0, 0, 0]
+    for n in range(end):
+        location = order.locate(n)
+        assert location == alone[location.source](used[location.source])
+        assert [order.uses(source, n) for source in range(3)] == used
+        used[location.source] += 1
+    first = 0
+    for stage in [*STAGES, StageShares(end, [0.0, 5.0, 1.0])]:
+        length = stage.end - first
+        for source, weight in enumerate(stage.weights):
+            share = order.uses(source, stage.end) - order.uses(source, first)
+            assert abs(share - length * weight / sum(stage.weights)) < 1
+        first = stage.end
+
+
+def test_the_same_weights_in_two_stages_are_one() -> None:
+    whole, cut = DataOrder(3, [5, 7], [3, 1]), DataOrder(3, [5, 7], [3, 1], [StageShares(16, [3, 1])])
+    assert [whole.locate(n) for n in range(60)] == [cut.locate(n) for n in range(60)]
 
 
 def test_the_order_is_fixed() -> None:

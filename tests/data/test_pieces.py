@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.test_tokenizer import CL100K, LLAMA3
+from tests.data.test_tokenizer import CL100K, LLAMA3, some_ranks
 from torchllm.data.pieces import CONTEXT, NoPlaceToCut, cut_pieces, cut_places
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,13 +61,16 @@ def sentence_piece(folder: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=["llama3", "cl100k", "cl100k ids with llama3", "gpt2"])
+@pytest.fixture(scope="module", params=["llama3", "cl100k", "gpt2", "o200k", "gpt2.json"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    if request.param == "gpt2":
-        return load_tokenizer(byte_level(tmp_path_factory.mktemp("gpt2"), GPT2_PATTERN))
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "gpt2.json":
+        return load_tokenizer(byte_level(folder, GPT2_PATTERN))
     if request.param == "llama3":
         return load_tokenizer(LLAMA3, "llama3")
-    return load_tokenizer(CL100K, "cl100k" if request.param == "cl100k" else "llama3")
+    if request.param == "cl100k":
+        return load_tokenizer(CL100K, "cl100k")
+    return load_tokenizer(str(some_ranks(folder, 50_000)), request.param)
 
 
 @settings(deadline=None, max_examples=300)

@@ -2,7 +2,9 @@ import errno
 import io
 import json
 import os
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -15,11 +17,15 @@ from hypothesis import strategies as st
 
 from torchllm.config import Data, Source
 from torchllm.data import records, sources
+from torchllm.data.build import write_corpus
 from torchllm.data.cache import plan_corpus
+from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
+from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.records import TextRecord
-from torchllm.data.sources import ShardRange, open_raw_source, raw_mib, source_files
-from torchllm.data.tokenizer import load_tokenizer
+from torchllm.data.sources import HubRows, ShardRange, open_raw_source, raw_mib, source_files
+from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 
 
 def read(source: Source, shards: int = 1) -> list[TextRecord]:
@@ -106,6 +112,154 @@ def test_the_key_of_a_hub_source_has_its_revision(tmp_path: Path) -> None:
     (folder / "train.jsonl").write_text('{"text": "another"}')
     os.utime(folder / "train.jsonl", (1, 1))
     assert plan_corpus(source, Data(), load_tokenizer("bytes"), 258).key != plan.key
+
+
+def write_hub_set(folder: Path, texts: list[str]) -> None:
+    """Lay out a data set as the hub has it: two configurations, the default one of three files."""
+    (folder / "default").mkdir(parents=True)
+    for number in range(3):
+        write_table(folder / "default" / f"train-{number}.parquet", {"text": texts[number::3], "id": texts[number::3]})
+    (folder / "small").mkdir()
+    write_table(folder / "small" / "only.parquet", {"text": ["of the subset"]})
+    parts = ["- {config_name: default, data_files: default/*.parquet}", "- {config_name: small, data_files: small/*}"]
+    (folder / "README.md").write_text("\n".join(["---", "configs:", *parts, "---"]))
+
+
+class FakeHub:
+    """A hub with one data set, a/b, whose commits are folders on this machine."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+        import huggingface_hub
+
+        self.folder = folder
+        self.branches: dict[str | None, str] = {}
+        """commit of each branch; None is the default one"""
+        self.asked: list[str | None] = []
+        """revisions whose commit was asked for"""
+        self.opened: list[tuple[object, ...]] = []
+        """configuration, revision and whether it is streamed, of each opened set"""
+        load = datasets.load_dataset
+
+        def dataset_info(api: object, path: str, revision: str | None) -> huggingface_hub.DatasetInfo:
+            assert path == "a/b"
+            self.asked.append(revision)
+            return huggingface_hub.DatasetInfo(id=path, sha=self.branches[revision])
+
+        def load_dataset(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+            assert path == "a/b"
+            self.opened.append((name, revision, streaming))
+            return load(str(self.folder / revision), name, split=split, streaming=streaming)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "copies")
+
+    def commit(self, commit: str, texts: list[str], branch: str | None = None) -> None:
+        """Add a commit, and let a branch name it."""
+        write_hub_set(self.folder / commit, texts)
+        self.branches[branch] = commit
+
+
+OLD, NEW = "0" * 40, "1" * 40
+HUB_TEXTS = [f"text {number}" for number in range(10)]
+
+
+def plan_of(source: Source, cache: Path) -> CorpusPlan:
+    return plan_corpus(source, Data(cache=str(cache)), load_tokenizer("bytes"), 258)
+
+
+def written_texts(folder: Path) -> list[list[str]]:
+    """The documents of each shard of a corpus of bytes without held-out ones."""
+    corpus = Corpus(folder)
+    texts = []
+    for number, tokens in enumerate(read_description(folder).columns["train"].tokens.tolist()):
+        ids = corpus.open_shard("train", number).read_ids(0, tokens)
+        text = load_tokenizer("bytes").decode(ids.tolist()).removeprefix(BEGIN)
+        texts.append(text.removesuffix(END).split(END + BEGIN))
+    return texts
+
+
+def test_the_branch_of_a_hub_set_is_the_commit_that_it_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b")
+    plan = plan_of(source, tmp_path)
+    assert plan.source.revision == OLD
+    hub.commit(NEW, ["other texts"] * 3)
+    assert plan_of(source, tmp_path) == plan
+    assert plan_of(replace(source, revision=OLD), tmp_path).key == plan.key
+    assert hub.asked == [None]  # a commit asks nobody, and a restart needs no network
+    hub.branches["v2"] = NEW
+    other = plan_of(replace(source, revision="v2"), tmp_path)
+    assert other.source.revision == NEW
+    assert other.key != plan.key
+    (tmp_path / "revisions" / "a--b@newest").unlink()
+    assert plan_of(source, tmp_path).key == other.key
+    assert hub.asked == [None, "v2", None]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hub_set_streams_into_shards_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    plan = plan_corpus(
+        Source(kind="hub", path="a/b"), Data(cache=str(tmp_path), validation_fraction=0.0), ByteTokenizer(), 258
+    )
+    header = write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "corpus", processes)
+    assert hub.opened == [(None, OLD, True)]
+    assert header.shards == 3
+    assert header.plan["source"]["revision"] == OLD
+    assert written_texts(tmp_path / "corpus") == [HUB_TEXTS[0::3], HUB_TEXTS[1::3], HUB_TEXTS[2::3]]
+    assert not list((tmp_path / "hub" / "copies").rglob("*.arrow"))
+
+
+def test_a_stopped_preparation_goes_on_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b")
+    header = write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus")
+    (tmp_path / "corpus" / HEADER).unlink()
+    (tmp_path / "corpus" / "00001.json").unlink()
+    hub.commit(NEW, ["other texts"] * 3)
+    assert write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus") == header
+    assert hub.opened == 2 * [(None, OLD, True)]
+
+
+def test_the_subset_of_a_hub_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b", subset="small", revision=OLD)
+    assert read_all(source) == [Read("a/b[train] row 0", "of the subset")]
+    assert hub.opened == [("small", OLD, True)]
+    source = Source(kind="hub", path="a/b", revision=OLD)
+    assert read_all(source)[4] == Read("a/b[train] file 1 row 0", "text 1")
+
+
+def test_files_of_a_hub_set_share_a_shard_where_its_size_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    raw = HubRows(Source(kind="hub", path="a/b", revision=OLD), "text")
+    assert (raw.total, raw.mib) == (3, 0.0)
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(2)] == [(0, 1), (1, 2), (2, 3)]
+    raw.mib = 100.0
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(2)] == [(0, 1), (1, 3)]
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(9)] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> None:
+    write_hub_set(tmp_path / "set", HUB_TEXTS)
+    raw = HubRows(Source(kind="hub", path=str(tmp_path / "set")), "text")
+    broken = tmp_path / "set" / "default" / "train-1.parquet"
+    broken.write_bytes(broken.read_bytes()[:-20])
+    first, second, _ = raw.cut_shards(3)
+    assert len(list(raw.records(first))) == 4
+    with pytest.raises(DataError, match=rf"cannot load split 'train' of '{tmp_path}/set': "):
+        list(raw.records(second))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
@@ -292,13 +446,60 @@ def test_a_large_text_file_is_checked_but_not_kept(tmp_path: Path, mark: bytes) 
     assert small.size == len(text.encode())
 
 
-def test_a_folder_is_an_error_that_says_what_to_write(tmp_path: Path) -> None:
-    for kind, pattern in (("text", "*.txt"), ("jsonl", "*.jsonl")):
-        with pytest.raises(DataError) as caught:
-            source_files(Source(kind=kind, path=str(tmp_path)))  # type: ignore[arg-type]
-        assert str(caught.value) == (
-            f"data.sources: '{tmp_path}' is a folder; write '{tmp_path}/{pattern}' for the files in it"
-        )
+def test_a_folder_is_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for name in ("b.jsonl", "deep/er/a.jsonl", "README", ".git/c.jsonl", ".hidden.jsonl"):
+        (tmp_path / name).write_text("{}")
+    lines = source_files(Source(kind="jsonl", path=str(tmp_path)))
+    assert [file.path for file in lines] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/deep/er/a.jsonl"]
+    assert caplog.messages == [
+        f"data.sources: 2 files in '{tmp_path}'; 2 hidden ones and ones of another kind are not read"
+    ]
+    texts = source_files(Source(kind="text", path=str(tmp_path)))
+    assert [Path(file.path).name for file in texts] == ["README", "b.jsonl", "a.jsonl"]
+
+
+def test_json_lines_that_are_read_as_text_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"text": "one"}\n{"text": "two"}\n')
+    source = Source(kind="text", path=str(tmp_path))
+    with pytest.raises(DataError, match=r'holds JSON lines, .* set kind = "jsonl", and text_key to the key'):
+        source_files(source)
+    (tmp_path / "b.txt").write_text('{"a": 1}\n"two"\n')
+    assert len(source_files(source)) == 2
+
+
+DELIMITED = st.lists(st.sampled_from(["a", "bc", "\n", "\n\n", "\n\n\n", "<|s|>", "<", " ", "é"]), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(DELIMITED.map("".join), min_size=1, max_size=3), shards=st.integers(1, 40))
+@pytest.mark.parametrize(("delimiter", "split"), [("\n\n", r"\n\n+"), ("<|s|>", r"<\|s\|>")])
+def test_documents_between_delimiters_do_not_depend_on_the_cut(
+    delimiter: str, split: str, texts: list[str], shards: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, patch.object(sources, "BLOCK", 7):
+        expected = []
+        for number, text in enumerate(texts):
+            Path(folder, f"{number}.txt").write_text(text)
+            found = [document for document in re.split(split, text) if document.strip()]
+            expected += found or ([] if text.strip() else [""])
+        source = Source(kind="text", path=f"{folder}/*.txt", delimiter=delimiter)
+        documents = read(source, shards)
+        assert [document.text for document in documents] == expected
+        for document in documents:
+            if document.text:
+                assert document.origin.byte is not None
+                content = Path(document.origin.name).read_bytes()[document.origin.byte :]
+                assert content.startswith(document.text.encode())
+
+
+def test_a_bad_document_between_delimiters_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n\xff\n\nthree")
+    one, two, three = read(Source(kind="text", path=str(tmp_path), delimiter="\n\n"))
+    assert (one.text, two.fault, three.text) == ("one", "not UTF-8", "three")
+    assert two.origin.describe() == f"{tmp_path}/a.txt:4"
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])

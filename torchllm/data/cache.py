@@ -7,15 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from torchllm.config import Data, Source
+from torchllm.config import Data, Finetune, Source
+from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
 from torchllm.data.build import write_corpus
 from torchllm.data.cache_root import cache_root
+from torchllm.data.chat.plan import plan_chat
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
+from torchllm.data.in_place import InPlaceCorpus, in_place_settings
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.sources import hub_revision, raw_mib, source_files
+from torchllm.data.sources import hub_folder_version, pin_hub_source, raw_mib, source_files
 from torchllm.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -28,29 +31,56 @@ def available_cpus() -> int:
 
 def is_raw(source: Source) -> bool:
     """Return whether a source has to be tokenized."""
-    return source.kind not in ("tokens", "synthetic")
+    return source.kind in RAW_KINDS
 
 
-def plan_corpus(source: Source, data: Data, tokenizer: Tokenizer, vocab: int, shard_mib: float = 0.0) -> CorpusPlan:
+def is_in_place(source: Source) -> bool:
+    """Return whether a source is token files of another program."""
+    return source.kind in IN_PLACE_KINDS
+
+
+def plan_corpus(
+    source: Source,
+    data: Data,
+    tokenizer: Tokenizer,
+    vocab: int,
+    shard_mib: float = 0.0,
+    finetune: Finetune | None = None,
+    sequence_length: int = 0,
+    pins: Path | None = None,
+) -> CorpusPlan:
     """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
+
+    finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
+    remembers the commits of data sets of the hub; None: in the cache.
 
     Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
     """
-    if max(tokenizer.begin, tokenizer.end) >= vocab:
+    if max(tokenizer.begin or 0, tokenizer.end) >= vocab:
         raise DataError(
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
             f"set it to {tokenizer.vocab} or more"
         )
+    chat = None
+    if source.messages_key:
+        if finetune is None:
+            raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
+        chat = plan_chat(data.tokenizer, finetune, sequence_length)
+    revision = ""
+    if source.kind == "hub":
+        source = pin_hub_source(source, pins or cache_root(data) / "revisions")
+        revision = hub_folder_version(source)
     return CorpusPlan(
         source=replace(source, weight=1.0),
         files=source_files(source),
-        revision=hub_revision(source) if source.kind == "hub" else "",
+        revision=revision,
         tokenizer=tokenizer.fingerprint,
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
+        chat=chat,
     )
 
 
@@ -126,7 +156,9 @@ def _find_damage(folder: Path, data: Data) -> str | None:
 
 
 def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
-    """Return an open source; `folder` is the cache folder of a raw source, and `vocab` is model.vocab.
+    """Return an open source; `vocab` is model.vocab.
+
+    folder: in the cache, of the corpus of a raw source; the description of files that are read in place.
 
     `tokenizer` is None only if every source is synthetic, which needs none. Raises DataError if the tokens of the
     source are not of this tokenizer or not under `vocab`.
@@ -135,11 +167,18 @@ def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | 
         return Synthetic(vocab)
     if source.kind == "synthetic":
         return Synthetic(min(vocab, tokenizer.vocab))
+    if is_in_place(source):
+        return InPlaceCorpus(Path(folder), in_place_settings(source, data), vocab)
     corpus = Corpus(folder if is_raw(source) else source.path, _records(data))
-    if corpus.header.tokenizer != tokenizer.fingerprint:
+    if corpus.header.tokenizer not in (tokenizer.fingerprint, tokenizer.earlier_fingerprint):
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
             f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
+        )
+    if corpus.header.sequence_length and not data.document_mask:
+        raise DataError(
+            f"{corpus.folder} holds conversations, several of which share a sequence: set data.document_mask = true, "
+            "or each would read those that stand before it"
         )
     largest = corpus.header.max_token
     if largest >= vocab:

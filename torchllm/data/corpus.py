@@ -4,14 +4,18 @@ A corpus is a folder of shards (`shard.py` has the layout of their files) and a 
 (`corpus_header.py`). The shards of a split, in order, are one stream of tokens, and sequence i of length S is
 stream[i S : i S + S + 1].
 
+A corpus of conversations was packed into sequences of one length when it was prepared: sequence i is stream[i S : i S +
+S], whole examples and padding. What follows its last token is no target.
+
 Opening a corpus reads the description only. The file of a shard is opened when a sequence of it is read, and a process
 holds the last few open, whatever the number of shards, sources and epochs. What is read is checked (`checked_file.py`).
 """
 
 import hashlib
 import zlib
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,11 +45,13 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
     Begins,
+    DocumentsInRange,
     Ids,
     OpenShard,
     ShardSize,
     ShardSplit,
     Split,
+    Targets,
     shard_files,
     shard_of,
 )
@@ -68,6 +74,8 @@ class Window(NamedTuple):
     """which document of the sequence ids[0] belongs to, from 0"""
     position: int = 0
     """of ids[0], counted from where that document begins in the sequence"""
+    targets: Targets | None = None
+    """(L + 1,) which of `ids` are trained; None: all"""
 
 
 class SequenceSource(Protocol):
@@ -86,8 +94,27 @@ class SequenceSource(Protocol):
         """
 
 
+class ReadableShard(Protocol):
+    """One split of a shard that is open; tokens are counted from its begin."""
+
+    def read_ids(self, first: int, end: int) -> Ids:
+        """Return the ids of the tokens first <= i < end."""
+
+    def read_begins(self, first: int, end: int) -> Begins:
+        """Return which of the tokens first <= i < end begin a document, ascending."""
+
+    def read_targets(self, first: int, end: int) -> Targets:
+        """Return which of the tokens first <= i < end are trained; of a stream that is packed."""
+
+    def documents_in(self, first: int, end: int) -> DocumentsInRange:
+        """Return how many documents begin in the tokens first <= i < end, and where the last of them does."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
 class _ShardKey(NamedTuple):
-    corpus: "Corpus"
+    corpus: "ShardStream"
     split: Split
     number: int
 
@@ -97,9 +124,9 @@ class _OpenShards:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._shards: OrderedDict[_ShardKey, OpenShard] = OrderedDict()
+        self._shards: OrderedDict[_ShardKey, ReadableShard] = OrderedDict()
 
-    def get(self, key: _ShardKey) -> OpenShard:
+    def get(self, key: _ShardKey) -> ReadableShard:
         """Return an open shard."""
         shard = self._shards.get(key)
         if shard is None:
@@ -121,7 +148,7 @@ class _OpenShards:
 class _Part(NamedTuple):
     """What one shard holds of a range of the stream."""
 
-    shard: OpenShard
+    shard: ReadableShard
     offset: int
     """index of the shard's first token in the stream"""
     first: int
@@ -138,7 +165,79 @@ def close_shards() -> None:
     _open_shards.close()
 
 
-class Corpus:
+class ShardStream(ABC):
+    """The token streams of the splits of a corpus, each the shards of it one after another."""
+
+    def __init__(self, lengths: Mapping[Split, Sequence[int] | npt.NDArray[np.int64]]) -> None:
+        """`lengths`: tokens of each shard of each split, in order."""
+        self._starts: dict[Split, npt.NDArray[np.int64]] = {}
+        """index in the stream at which each shard starts, and the length of the stream"""
+        for split in SPLITS:
+            self._starts[split] = np.concatenate([[0], np.cumsum(lengths[split])]).astype(np.int64)
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether no document crosses the end of a sequence, and some tokens are not trained."""
+        return False
+
+    @abstractmethod
+    def open_shard(self, split: Split, number: int) -> ReadableShard:
+        """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
+
+    def tokens(self, split: Split) -> int:
+        """Return the number of tokens in a split."""
+        return int(self._starts[split][-1])
+
+    def count(self, split: Split, length: int) -> int:
+        """Return how many sequences of `length` tokens (and the token that follows) a split has."""
+        return max(0, self.tokens(split) - 1) // length
+
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
+        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
+
+        It may cross shards. Of what is before the piece, only the document boundaries nearest to both ends are read.
+        """
+        piece = piece or range(length)
+        first = number * length
+        end = min(piece.stop + 1, length) if self.is_packed else piece.stop + 1
+        ids, begins, targets = [], [], []
+        for part in self._parts(split, first + piece.start, first + end):
+            ids.append(part.shard.read_ids(part.first, part.end))
+            begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first - piece.start))
+            if self.is_packed:
+                targets.append(part.shard.read_targets(part.first, part.end))
+        if end == piece.stop:  # the last token of a packed sequence: another begins behind it
+            ids.append(np.zeros(1, dtype=ids[0].dtype))
+            begins.append(np.array([len(piece)]))
+            targets.append(np.zeros(1, dtype=np.bool_))
+        document, document_begin = 0, 0
+        if piece.start > 0:
+            for part in self._parts(split, first + 1, first + piece.start + 1):
+                documents = part.shard.documents_in(part.first, part.end)
+                if documents.number:
+                    document += documents.number
+                    document_begin = documents.last_begin + part.offset - first
+        return Window(
+            np.concatenate(ids),
+            np.concatenate(begins),
+            document,
+            piece.start - document_begin,
+            np.concatenate(targets) if self.is_packed else None,
+        )
+
+    def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
+        """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
+        starts = self._starts[split]
+        index = int(np.searchsorted(starts, first, side="right")) - 1
+        while index < len(starts) - 1 and starts[index] < end:
+            start, stop = int(starts[index]), int(starts[index + 1])
+            if start < stop:
+                shard = _open_shards.get(_ShardKey(self, split, index))
+                yield _Part(shard, start, max(first, start) - start, min(end, stop) - start)
+            index += 1
+
+
+class Corpus(ShardStream):
     """A corpus folder; `header` is the content of its corpus.json."""
 
     def __init__(self, folder: str | Path, records: Path | None = None) -> None:
@@ -151,11 +250,7 @@ class Corpus:
         self._description = read_description(self.folder)
         self.header = self._description.header
         self.fingerprint = self.header.fingerprint
-        self._starts: dict[Split, npt.NDArray[np.int64]] = {}
-        """index in the stream at which each shard starts, and the length of the stream"""
-        for split in SPLITS:
-            tokens = self._description.columns[split].tokens
-            self._starts[split] = np.concatenate([[0], np.cumsum(tokens)])
+        super().__init__({split: self._description.columns[split].tokens for split in SPLITS})
         record = record_path(records, self.folder, self.fingerprint) if records is not None else None
         self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
         self._checked_blocks: dict[ShardSplit, npt.NDArray[np.bool_]] = {}
@@ -163,6 +258,11 @@ class Corpus:
 
     def __reduce__(self) -> tuple[Callable[[Path, Path | None], "Corpus"], tuple[Path, Path | None]]:
         return Corpus, (self.folder, self._records)  # the columns are read again, not sent
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether it holds conversations, packed into sequences of one length."""
+        return self.header.sequence_length > 0
 
     def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
         """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
@@ -245,7 +345,7 @@ class Corpus:
 
     def _size(self, split: Split, number: int) -> ShardSize:
         tokens, documents = self._description.columns[split]
-        return ShardSize(int(tokens[number]), int(documents[number]), self.header.id_bytes)
+        return self.header.shard_size(int(tokens[number]), int(documents[number]))
 
     def _files(self, split: Split, number: int) -> list[CorpusFile]:
         return shard_files(self.folder, number, split, self._size(split, number), self.header.format)
@@ -278,33 +378,20 @@ class Corpus:
     def _first_blocks(self) -> npt.NDArray[np.int64]:
         return first_blocks(self._description)
 
-    def tokens(self, split: Split) -> int:
-        """Return the number of tokens in a split."""
-        return int(self._starts[split][-1])
-
     def count(self, split: Split, length: int) -> int:
-        """Return how many sequences of `length` tokens (and the token that follows) a split has."""
-        return max(0, self.tokens(split) - 1) // length
+        """Return how many sequences of `length` tokens a split has; unless it is packed, with the token that follows.
 
-    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
-
-        It may cross shards. Of what is before the piece, only the document boundaries nearest to both ends are read.
+        Raises DataError if the corpus was packed into sequences of another length.
         """
-        piece = piece or range(length)
-        first = number * length
-        ids, begins = [], []
-        for part in self._parts(split, first + piece.start, first + piece.stop + 1):
-            ids.append(part.shard.read_ids(part.first, part.end))
-            begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first - piece.start))
-        document, document_begin = 0, 0
-        if piece.start > 0:
-            for part in self._parts(split, first + 1, first + piece.start + 1):
-                earlier, end = part.shard.documents_before(part.first), part.shard.documents_before(part.end)
-                if earlier < end:
-                    document += end - earlier
-                    document_begin = part.shard.read_begin(end - 1) + part.offset - first
-        return Window(np.concatenate(ids), np.concatenate(begins), document, piece.start - document_begin)
+        packed = self.header.sequence_length
+        if not packed:
+            return super().count(split, length)
+        if packed != length:
+            raise DataError(
+                f"{self.folder} holds conversations packed into sequences of {packed} tokens, but "
+                f"training.sequence_length is {length}: set it to {packed}, or prepare the conversations again"
+            )
+        return self.tokens(split) // length
 
     def sequences_with(self, damage: DamagedFile, length: int) -> list[int]:
         """Return which training sequences of `length` tokens depend on the wrong bytes of a file of this corpus.
@@ -331,17 +418,6 @@ class Corpus:
             last_sequence = min(last // length, last_of_split)
             sequences.update(range(first_sequence, last_sequence + 1))
         return sorted(sequences)
-
-    def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
-        """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
-        starts = self._starts[split]
-        index = int(np.searchsorted(starts, first, side="right")) - 1
-        while index < len(starts) - 1 and starts[index] < end:
-            start, stop = int(starts[index]), int(starts[index + 1])
-            if start < stop:
-                shard = _open_shards.get(_ShardKey(self, split, index))
-                yield _Part(shard, start, max(first, start) - start, min(end, stop) - start)
-            index += 1
 
 
 class Synthetic:

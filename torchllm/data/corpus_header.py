@@ -20,7 +20,7 @@ Format 1 (version 0.1) kept a record per shard in `corpus.json` and no sums. It 
 import hashlib
 import json
 from array import array
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +68,20 @@ class CorpusHeader:
     """sha256 of shards.bin; empty in format 1"""
     sums_sha256: str = ""
     """sha256 of sums.bin; empty in format 1"""
+    sequence_length: int = 0
+    """over 0: the corpus holds whole examples, packed into sequences of so many tokens, and says which are trained; it
+    can be read with this training.sequence_length only; 0: documents, for any length"""
+    counts: dict[str, int] = field(default_factory=dict)
+    """what became of conversations (see `chat.write`)"""
 
     @property
     def id_bytes(self) -> int:
         """Return the number of bytes of a token id."""
         return np.dtype(self.dtype).itemsize
+
+    def shard_size(self, tokens: int, documents: int) -> ShardSize:
+        """Return the size of one split of a shard of this corpus."""
+        return ShardSize(tokens, documents, self.id_bytes, has_targets=self.sequence_length > 0)
 
 
 class ShardColumns(NamedTuple):
@@ -113,7 +122,8 @@ def read_description(folder: Path) -> CorpusDescription:
         header = CorpusHeader(**content)
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / HEADER} is damaged ({error}): prepare the corpus again") from None
-    if header.fingerprint != corpus_fingerprint(header.dtype, header.tokenizer, header.table_sha256):
+    fingerprint = corpus_fingerprint(header.dtype, header.tokenizer, header.table_sha256, header.sequence_length)
+    if header.fingerprint != fingerprint:
         raise _changed(folder / HEADER)
     table = folder / SHARD_TABLE
     try:
@@ -159,12 +169,15 @@ def check_fingerprint(folder: Path) -> None:
             raise _changed(folder / name)
 
 
-def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any]) -> str:
+def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any], sequence_length: int = 0) -> str:
     """Return a hash of a corpus: its tokens, their order, splits and document boundaries, but not its folder.
 
     `files` says what is in the files: the sha256 of `shards.bin` or, in format 1, the records of all shards.
     """
-    content = json.dumps([dtype, tokenizer, files], sort_keys=True)
+    parts: list[Any] = [dtype, tokenizer, files]
+    if sequence_length:
+        parts.append(sequence_length)
+    content = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -207,7 +220,7 @@ def first_blocks(description: CorpusDescription) -> Column:
     blocks = np.zeros((header.shards, len(SPLITS)), dtype=np.int64)
     for position, split in enumerate(SPLITS):
         for number, (tokens, documents) in enumerate(zip(*columns[split], strict=True)):
-            file_bytes = ShardSize(int(tokens), int(documents), header.id_bytes).file_bytes
+            file_bytes = header.shard_size(int(tokens), int(documents)).file_bytes
             blocks[number, position] = -(-file_bytes // BLOCK)
     return np.concatenate([[0], np.cumsum(blocks)])
 

@@ -7,6 +7,8 @@ so resuming is O(1) and does not depend on the number of ranks, workers or micro
 import atexit
 import hashlib
 import json
+import logging
+import math
 import os
 import signal
 import sys
@@ -21,19 +23,24 @@ from typing import Any, NamedTuple
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchllm.config import Data, Model, Training, gradient_accumulation
+from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
 from torchllm.data.batch import Batch
-from torchllm.data.cache import is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.data.chat.write import describe_counts
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, close_shards
 from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
+from torchllm.data.in_place import InPlaceCorpus, describe_in_place
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.shard import Split
+from torchllm.data.stages import Progress, continue_stages, order_by_stages, plan_stages, stages_from_state
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
+
+log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
 """steps; no run takes as many"""
@@ -60,12 +67,15 @@ class DataRanks:
     """part of each sequence that this process trains on, and reads; ranks that share a sequence (cp) have others"""
 
 
-def build_loader(data: Data, training: Training, model: Model, seed: int, ranks: DataRanks) -> "TrainLoader":
+def build_loader(
+    data: Data, training: Training, model: Model, seed: int, ranks: DataRanks, finetune: Finetune | None = None
+) -> "TrainLoader":
     """Return a loader at sequence 0, after tokenizing small raw sources that are not cached (one process per node).
 
-    Call it on all ranks: an error on one rank is raised as the same DataError on all.
+    Call it on all ranks: an error on one rank is raised as the same DataError on all. finetune: how conversations
+    become tokens; None: sources of conversations are an error.
     """
-    opened = _open_on_all_ranks(data, training, model, ranks)
+    opened = _open_on_all_ranks(data, training, model, ranks, finetune)
     return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification)
 
 
@@ -75,9 +85,15 @@ class _Opened(NamedTuple):
     """on the rank that prepares for its node"""
 
 
-def _open_on_all_ranks(data: Data, training: Training, model: Model, ranks: DataRanks) -> _Opened:
+def _open_on_all_ranks(
+    data: Data, training: Training, model: Model, ranks: DataRanks, finetune: Finetune | None
+) -> _Opened:
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
-    answers = _on_all_ranks(ranks, lambda: json.dumps(_prepare(data, model)) if ranks.prepares else "")
+
+    def prepare() -> str:
+        return json.dumps(_prepare(data, training, model, finetune)) if ranks.prepares else ""
+
+    answers = _on_all_ranks(ranks, prepare)
     folders: list[str] = json.loads(answers[ranks.preparing_rank])
     preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
     sources: list[SequenceSource] = []
@@ -130,14 +146,21 @@ def _needs_tokenizer(data: Data) -> bool:
     return any(source.kind != "synthetic" for source in data.sources)
 
 
-def _prepare(data: Data, model: Model) -> list[str]:
-    """Return the cache folder of each raw source, "" for other sources; raw sources are tokenized if needed."""
+def _prepare(data: Data, training: Training, model: Model, finetune: Finetune | None) -> list[str]:
+    """Return the cache folder of each raw source, the description of each one that is read in place, else "".
+
+    Raw sources are tokenized, and files described, if they are not in the cache.
+    """
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
     folders = []
     for source in data.sources:
         folder = ""
         if tokenizer is not None and is_raw(source):
-            folder = str(prepare_cached(plan_corpus(source, data, tokenizer, model.vocab), data))
+            length = training.sequence_length
+            plan = plan_corpus(source, data, tokenizer, model.vocab, finetune=finetune, sequence_length=length)
+            folder = str(prepare_cached(plan, data))
+        elif is_in_place(source):
+            folder = str(describe_in_place(source, data, model.vocab))
         folders.append(folder)
     return folders
 
@@ -168,6 +191,7 @@ class _Reader:
         self.length = length
         self.document_mask = document_mask
         self.pieces = pieces.positions(length)
+        self.has_targets = any(isinstance(source, Corpus) and source.header.sequence_length for source in sources)
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
         """Return the pieces of these sequences, in their order, in one array."""
@@ -179,7 +203,7 @@ class _Reader:
 
     def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
         """Return the sequences of `values`, which `read` has read, as so many micro batches."""
-        return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask)
+        return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask, self.has_targets)
 
 
 class _Steps(torch.utils.data.Dataset[Packed | DataError]):
@@ -262,7 +286,9 @@ class TrainLoader:
         self.skipped: dict[str, int] = dict(skipped)
         """records skipped by data.on_bad_record = "skip", by their fault"""
         self._reader = _Reader(sources, length, data.document_mask, ranks.pieces)
-        self._order = DataOrder(seed, sizes, self._weights)
+        self._seed, self._sizes = seed, sizes
+        self._stages = plan_stages(data, training.global_batch_size)
+        self._order = order_by_stages(seed, sizes, self._stages)
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
             "tokenizer": sorted(tokenizers),
@@ -282,6 +308,8 @@ class TrainLoader:
         if isinstance(item, DataError):
             raise self._with_steps(item)
         values = torch.as_tensor(item)
+        if self._consumed in [stage.end for stage in self._stages[:-1]]:
+            log.info("data: from step %d on %s", self._steps + 1, self._describe_shares(self._consumed))
         self._consumed += self._training.global_batch_size
         self._steps += 1
         accumulation = gradient_accumulation(self._training, self._ranks.size)
@@ -324,7 +352,12 @@ class TrainLoader:
         Raises DataError, as `next_step` does, if a file of the data has turned out damaged: nothing is saved then.
         """
         self._check_verification()
-        return {"sequences": self._consumed, "steps": self._steps, "fingerprint": self._fingerprint}
+        return {
+            "sequences": self._consumed,
+            "steps": self._steps,
+            "stages": self._stages,
+            "fingerprint": self._fingerprint,
+        }
 
     def _check_verification(self) -> None:
         """Raise DataError if the verification beside training has found a damaged file."""
@@ -360,13 +393,25 @@ class TrainLoader:
         Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
         """
         settings = (record or {}).get("config", {}).get("data", {})
-        differences = data_differences(state["fingerprint"], self._fingerprint, settings, self._data)
+        batch = self._training.global_batch_size
+        progress = Progress(state.get("steps", state["sequences"] // batch), state["sequences"])
+        saved = stages_from_state(state, len(self._sources))
+        continued = continue_stages(self._data, batch, saved, progress)
+        current = self._fingerprint
+        if self._data.stage and not continued.differences:
+            # Sources that were added since then, for later stages, have no part in the sequences so far.
+            current = current | {"sources": current["sources"][: len(state["fingerprint"]["sources"])]}
+        differences = data_differences(state["fingerprint"], current, settings, self._data)
+        if not differences:  # else the stages may differ because the weights of the sources do
+            differences = continued.differences
         if differences:
             listed = "\n  ".join(differences)
             raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
         self.close()
-        self._consumed = self._first_sequence = state["sequences"]
-        self._steps = state.get("steps", self._consumed // self._training.global_batch_size)
+        self._consumed = self._first_sequence = progress.sequences
+        self._steps = progress.steps
+        self._stages = continued.stages
+        self._order = order_by_stages(self._seed, self._sizes, self._stages)
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again."""
@@ -417,24 +462,51 @@ class TrainLoader:
             batch.labels[len(share) :] = IGNORED
             yield batch
 
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Return how many steps read each training sequence so many times on average, at least 1."""
+        sequences = sum(source.count("train", self._training.sequence_length) for source in self._sources)
+        return max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
+
     def describe_sources(self, steps: int) -> list[str]:
-        """Return a line per source: what it holds, and how much of it a run of `steps` steps reads."""
-        sequences = steps * self._training.global_batch_size
+        """Return lines on each source, what it holds and how much a run of `steps` steps reads of it, and per stage."""
+        sequences = self._consumed + (steps - self._steps) * self._training.global_batch_size
         lines = []
         for index, source in enumerate(self._reader.sources[:_LISTED]):
             content = "random tokens"
             if isinstance(source, Corpus):
                 train, held_out = source.tokens("train"), source.tokens("validation")
                 content = f"{source.header.documents:,} documents, {train:,} tokens to train on, {held_out:,} held out"
+            elif isinstance(source, InPlaceCorpus):
+                content = source.describe()
             epochs = self._order.epochs(index, sequences)
             lines.append(f"{self._names[index]}: {content}; {epochs:.3g} epochs in {steps} steps")
+            if isinstance(source, Corpus):
+                lines += [f"{self._names[index]}: {line}" for line in describe_counts(source.header.counts)]
         if len(self._names) > _LISTED:
             lines.append(f"and {len(self._names) - _LISTED} other sources")
+        first_step = 1
+        for stage in self._stages[:-1]:
+            lines.append(f"steps {first_step} to {stage.until}: {self._describe_shares(stage.end - 1)}")
+            first_step = stage.until + 1
+        if first_step > 1:
+            lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
         return lines
+
+    def _describe_shares(self, n: int) -> str:
+        """Return which shares the sources have at the n-th sequence, and how often each has been gone through then."""
+        stage = next(stage for stage in self._stages if not stage.end or n < stage.end)
+        total = sum(stage.weights)
+        listed = []
+        for index, weight in enumerate(stage.weights[:_LISTED]):
+            epochs = self._order.epochs(index, n)
+            listed.append(f"{weight / total:.3g} of {self._names[index]} ({epochs:.3g} epochs before)")
+        if len(stage.weights) > _LISTED:
+            listed.append(f"and {len(stage.weights) - _LISTED} other sources")
+        return ", ".join(listed)
 
     def describe_rounded_shares(self) -> str:
         """Return which sources have another share of the sequences than their weights ask for; "" if none has."""
-        rounded = rounded_shares(self._weights)
+        rounded = [share for stage in self._stages for share in rounded_shares(stage.weights)]
         listed = []
         for share in rounded[:_LISTED]:
             listed.append(f"{self._names[share.source]}: {share.wanted:.3g} asked, {share.used:.3g} used")

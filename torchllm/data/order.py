@@ -2,13 +2,14 @@
 
 There are two steps. A mixture table, repeated without end, says which source the n-th sequence comes from and how many
 of that source came earlier: in each block of the table every source has exactly its share, spread as evenly as
-possible. Then each pass over a source (an epoch) visits its sequences in an order of its own, by a keyed permutation of
-0 ... size-1.
+possible. A run may have stages, each with a table of its own from a sequence on. Then each pass over a source (an
+epoch) visits its sequences in an order of its own, by a keyed permutation of 0 ... size-1.
 """
 
 import heapq
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -115,11 +116,12 @@ class RoundedShare(NamedTuple):
 
 def rounded_shares(weights: Sequence[float]) -> list[RoundedShare]:
     """Return the sources whose share in a block differs from what the weights ask for by more than `_NOTICEABLE`."""
-    shares = mixture_shares(weights)
+    drawn = [source for source, weight in enumerate(weights) if weight > 0]
+    shares = mixture_shares([weights[source] for source in drawn])
     counts = mixture_counts(shares)
     block = sum(counts)
     rounded = []
-    for source, (share, count) in enumerate(zip(shares, counts, strict=True)):
+    for source, share, count in zip(drawn, shares, counts, strict=True):
         used = Fraction(count, block)
         if abs(used - share) > _NOTICEABLE * share:
             rounded.append(RoundedShare(source, float(share), float(used)))
@@ -184,6 +186,59 @@ def mixture_table(counts: Sequence[int]) -> list[MixtureSlot]:
     return table
 
 
+class Mixture:
+    """Sources drawn by weights, of which 0 draws nothing: one block of entries, repeated without end."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """`weights`: one per source, one of them over 0."""
+        drawn = [source for source, weight in enumerate(weights) if weight > 0]
+        counts = mixture_counts(mixture_shares([weights[source] for source in drawn]))
+        self._block = [slot._replace(source=drawn[slot.source]) for slot in mixture_table(counts)]
+        self._entries: list[list[int]] = [[] for _ in weights]
+        """indices in the block of each source's entries"""
+        for index, slot in enumerate(self._block):
+            self._entries[slot.source].append(index)
+
+    def slot(self, index: int) -> MixtureSlot:
+        """Return the entry at an index; `earlier` counts the entries of all blocks before it."""
+        block, index_in_block = divmod(index, len(self._block))
+        source, earlier = self._block[index_in_block]
+        return MixtureSlot(source, block * len(self._entries[source]) + earlier)
+
+    def uses(self, source: int, end: int) -> int:
+        """Return how many of the first `end` entries are a source's."""
+        blocks, rest = divmod(end, len(self._block))
+        entries = self._entries[source]
+        return blocks * len(entries) + bisect_left(entries, rest)
+
+    def index(self, source: int, use: int) -> int | None:
+        """Return the index of the entry of a source that `use` others come before; None if it has no entries."""
+        entries = self._entries[source]
+        if not entries:
+            return None
+        block, entry = divmod(use, len(entries))
+        return block * len(self._block) + entries[entry]
+
+
+class StageShares(NamedTuple):
+    """The first part of a run's sequences, or the part after an earlier stage, and how it is mixed."""
+
+    end: int
+    """sequences of the run up to its end"""
+    weights: Sequence[float]
+    """one per source, 0: none of it"""
+
+
+class _OrderedStage(NamedTuple):
+    """A stage, and what comes before it."""
+
+    first: int
+    """sequences of the run before it"""
+    mixture: Mixture
+    used: list[int]
+    """sequences of each source before it"""
+
+
 class Location(NamedTuple):
     """Where a sequence of the run is in the data."""
 
@@ -195,56 +250,77 @@ class Location(NamedTuple):
 
 
 class DataOrder:
-    """The order of a run over sources of `sizes` sequences each (all at least 1), drawn by `weights`."""
+    """The order of a run over sources of `sizes` sequences each (all at least 1).
 
-    def __init__(self, seed: int | str, sizes: Sequence[int], weights: Sequence[float]) -> None:
+    A stage continues each source where the stage before has left it, so that no sequence comes again before its epoch
+    ends.
+    """
+
+    def __init__(
+        self, seed: int | str, sizes: Sequence[int], weights: Sequence[float], stages: Sequence[StageShares] = ()
+    ) -> None:
+        """Draw by the weights of each of `stages`, in order, and then by `weights` without end."""
         self._seed = seed
         self._sizes = list(sizes)
-        self._counts = mixture_counts(mixture_shares(weights))
-        self._table = mixture_table(self._counts)
+        self._stages: list[_OrderedStage] = []
+        self._ends = [stage.end for stage in stages]
+        first, used = 0, [0] * len(sizes)
+        for stage in stages:
+            mixture = Mixture(stage.weights)
+            self._stages.append(_OrderedStage(first, mixture, used))
+            used = [count + mixture.uses(source, stage.end - first) for source, count in enumerate(used)]
+            first = stage.end
+        self._stages.append(_OrderedStage(first, Mixture(weights), used))
 
     def locate(self, n: int) -> Location:
         """Return where the n-th sequence of the run is, n >= 0."""
-        block, index = divmod(n, len(self._table))
-        source, earlier = self._table[index]
-        size = self._sizes[source]
-        epoch, i = divmod(block * self._counts[source] + earlier, size)
-        return Location(source, epoch, _permutation(size, self._seed, source, epoch)(i))
+        stage = self._stages[bisect_right(self._ends, n)]
+        source, earlier = stage.mixture.slot(n - stage.first)
+        epoch, i = divmod(stage.used[source] + earlier, self._sizes[source])
+        return Location(source, epoch, _permutation(self._sizes[source], self._seed, source, epoch)(i))
+
+    def uses(self, source: int, end: int) -> int:
+        """Return how many of the first `end` sequences of the run are of a source."""
+        stage = self._stages[bisect_right(self._ends, end)]
+        return stage.used[source] + stage.mixture.uses(source, end - stage.first)
 
     def epochs(self, source: int, sequences: int) -> float:
         """Return how often the first `sequences` sequences of the run go through a source."""
-        return sequences * self._counts[source] / len(self._table) / self._sizes[source]
+        return self.uses(source, sequences) / self._sizes[source]
 
     def find(self, source: int, numbers: Iterable[int], first: int, end: int) -> list[int]:
         """Return which of the sequences first <= n < end of the run are one of `numbers` of a source, ascending."""
-        entries = [index for index, slot in enumerate(self._table) if slot.source == source]
         size = self._sizes[source]
-        first_epoch = first // len(self._table) * len(entries) // size
+        first_epoch = self.uses(source, first) // size
         found = []
         for number in numbers:
             for epoch in itertools.count(first_epoch):
                 i = _permutation(size, self._seed, source, epoch).inverse(number)
-                block, entry = divmod(epoch * size + i, len(entries))
-                n = block * len(self._table) + entries[entry]
-                if n >= end:
+                n = self._sequence(source, epoch * size + i)
+                if n is None or n >= end:
                     break
                 if n >= first:
                     found.append(n)
         return sorted(found)
+
+    def _sequence(self, source: int, use: int) -> int | None:
+        """Return which sequence of the run is the one of a source that `use` others come before; None if none is."""
+        stage = next(stage for stage in reversed(self._stages) if stage.used[source] <= use)
+        index = stage.mixture.index(source, use - stage.used[source])
+        return None if index is None else stage.first + index
 
     def first_epoch(self, count: int) -> list[Location]:
         """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
 
         Only these sequences are visited, not those of later epochs of small sources between them.
         """
-        indices: list[list[int]] = [[] for _ in self._sizes]
-        for index, slot in enumerate(self._table):
-            indices[slot.source].append(index)
-        numbers = heapq.merge(*(self._first_numbers(source, indices[source]) for source in range(len(self._sizes))))
+        numbers = heapq.merge(*(self._first_numbers(source) for source in range(len(self._sizes))))
         return [self.locate(n) for n in itertools.islice(numbers, count)]
 
-    def _first_numbers(self, source: int, indices: Sequence[int]) -> Iterator[int]:
-        """Yield which sequences of the run are epoch 0 of a source, ascending. indices: its entries of the table."""
-        for earlier in range(self._sizes[source]):
-            block, entry = divmod(earlier, len(indices))
-            yield block * len(self._table) + indices[entry]
+    def _first_numbers(self, source: int) -> Iterator[int]:
+        """Yield which sequences of the run are epoch 0 of a source, ascending."""
+        for use in range(self._sizes[source]):
+            n = self._sequence(source, use)
+            if n is None:
+                return
+            yield n

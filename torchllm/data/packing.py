@@ -1,7 +1,8 @@
 """Pack parts of token streams into few bytes, and unpack them on the device into what the model is trained on.
 
 What a worker of the loader sends to its trainer is packed: 4 bytes per token and 4 per document. Labels, positions and
-document ids, 8 bytes per token each, are made on the device, without a loop over documents.
+document ids, 8 bytes per token each, are made on the device, without a loop over documents. A token that is only read,
+never trained, is sent as ~id, a negative number.
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,11 @@ WHOLE_SEQUENCE = SequencePieces(1, (0,))
 def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
     """Return windows, each of L tokens and the token that follows them, in one array (n,).
 
-    It holds the tokens (N, L + 1) of N windows; with `document_mask` the position (N,) and then the document (N,) of
-    the first token of each; and the indices in the tokens at which a document begins, except in first tokens.
+    It holds the tokens (N, L + 1) of N windows, as ~id where a token is not trained; with `document_mask` the position
+    (N,) and then the document (N,) of the first token of each; and the indices in the tokens at which a document
+    begins, except in first tokens.
     """
-    parts: list[npt.NDArray[Any]] = [window.ids for window in windows]
+    parts: list[npt.NDArray[Any]] = [_signed(window) for window in windows]
     if document_mask:
         parts.append(np.array([window.position for window in windows]))
         parts.append(np.array([window.document for window in windows]))
@@ -52,6 +54,14 @@ def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
     for row, window in enumerate(windows):
         parts.append(window.begins[window.begins > 0] + row * width)
     return np.concatenate(parts, dtype=np.int32, casting="unsafe")
+
+
+def _signed(window: Window) -> npt.NDArray[Any]:
+    """Return the ids of a window, (L + 1,), and ~id of the tokens that are not trained."""
+    if window.targets is None:
+        return window.ids
+    ids = window.ids.astype(np.int32)
+    return np.where(window.targets, ids, ~ids)
 
 
 @dataclass(frozen=True)
@@ -65,27 +75,33 @@ class PackedBatches:
     pieces: Sequence[range]
     """where the rank's pieces are in a sequence"""
     document_mask: bool
+    has_targets: bool = False
+    """some tokens are not trained"""
 
     def unpack(self, device: torch.device) -> list[Batch]:
         """Return the M micro batches on a device; every tensor is (B, P x L). From pinned memory nothing waits.
 
         The last token of a document has no label, for another document follows it. Positions count from the start of
         the sequence or, with `document_mask`, from where the document begins in the sequence; document_ids then number
-        the documents of the sequence from 0.
+        the documents of the sequence from 0. A token that is not trained is no label.
         """
         windows = self.micro_batches * self.micro_batch_size * len(self.pieces)
         width = len(self.pieces[0]) + 1
         values = self.values.to(device, non_blocking=True)
         ids = values[: windows * width].view(windows, width)
         rest = values[windows * width :]
+        is_target = None
+        if self.has_targets:
+            is_target = ids >= 0
+            ids = torch.where(is_target, ids, ~ids)
         tokens = self._by_micro_batch(ids[:, :-1].long())
         if not self.document_mask:
-            labels = self._by_micro_batch(_labels(ids, begins=rest.long()))
+            labels = self._by_micro_batch(_labels(ids, rest.long(), is_target))
             positions = self._positions_in_sequence(device)
             return [Batch(*fields, positions, None) for fields in zip(tokens, labels, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
         begins = rest[2 * windows :].long()
-        labels = self._by_micro_batch(_labels(ids, begins))
+        labels = self._by_micro_batch(_labels(ids, begins, is_target))
         positions, document_ids = _within_documents(first_tokens, begins, width)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
         limit = self._document_limit(self.values[len(values) - len(begins) :], windows * width)
@@ -110,9 +126,14 @@ class PackedBatches:
         return torch.cat(pieces).expand(self.micro_batch_size, -1)
 
 
-def _labels(ids: Tensor, begins: Tensor) -> Tensor:
-    """Return the labels (N, L) of windows of ids (N, L + 1); begins: indices in the ids at which a document begins."""
+def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None) -> Tensor:
+    """Return the labels (N, L) of windows of ids (N, L + 1).
+
+    begins: indices in the ids at which a document begins. is_target: (N, L + 1), the ids that are trained; None: all.
+    """
     labels = ids[:, 1:].long().contiguous()
+    if is_target is not None:
+        labels.masked_fill_(~is_target[:, 1:], IGNORED)
     rows = begins // ids.shape[1]
     labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # a row of labels is one shorter, and begins one later
     return labels

@@ -7,9 +7,13 @@ from functools import cached_property
 from typing import Literal
 
 from torchllm.config import Source
+from torchllm.data.chat.plan import ChatPlan
 from torchllm.data.corpus_header import FORMAT
 from torchllm.data.sources import SourceFile
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
+
+_LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
+"""keys of a source that torchllm 0.1 did not have"""
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class CorpusPlan:
     """Everything that decides what is in a corpus. The key of a cached corpus is a hash of these fields."""
 
     source: Source
+    """a data set of the hub has its commit as revision"""
     files: list[SourceFile]
     tokenizer: str
     """fingerprint of the tokenizer"""
@@ -27,7 +32,9 @@ class CorpusPlan:
     shard_mib: float
     """approximate size of the part of the source that becomes a shard, in MiB; 0: see `build.shard_size_mib`"""
     revision: str = ""
-    """of a data set of the hub (see `sources.hub_revision`)"""
+    """of a folder that stands for a data set of the hub (see `sources.hub_folder_version`)"""
+    chat: ChatPlan | None = None
+    """how conversations are written; None: the source is text"""
 
     @cached_property
     def key(self) -> str:
@@ -35,6 +42,11 @@ class CorpusPlan:
         fields = asdict(self)
         if not self.revision:
             del fields["revision"]  # other sources have the key that they had before this field was added
+        if self.chat is None:
+            del fields["chat"]  # as above
+        for name in _LATER_SOURCE_FIELDS:
+            if not fields["source"][name]:
+                del fields["source"][name]
         return hashlib.sha256(json.dumps([FORMAT, fields]).encode()).hexdigest()[:16]
 
 

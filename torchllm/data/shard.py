@@ -6,10 +6,13 @@ A shard has a file for each of its splits that is not empty. The file of T token
     zeros    up to a multiple of 8 bytes
     begins   D x int64                       index in ids at which each document begins, ascending
     index    (ceil(T / 65,536) + 1) x int64  index[k]: number of documents that begin before token 65,536 k
+    targets  ceil(T / 8) bytes               in a corpus of conversations: bit i % 8 of byte i // 8 is 1 if token i is
+                                             trained, 0 if it is only read; padding behind the documents is not
 
 The index finds the documents of a sequence without a search: a sequence anywhere in the file costs one read of its ids
 and one of about 65,536 tokens' worth of begins. Ids and begins are in one file because a sequence drawn at random from
-many shards has to open a file, and on a parallel file system an open costs as much as a read.
+many shards has to open a file, and on a parallel file system an open costs as much as a read. For the same reason the
+targets have no file of their own; the file's sha256, of which the corpus's fingerprint is made, covers them.
 
 Format 1 kept the begins in a file of their own and had no index; it is computed when such a shard is opened.
 """
@@ -32,8 +35,18 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Begins = npt.NDArray[np.int64]
+Targets = npt.NDArray[np.bool_]
+"""of tokens: whether the model is trained to predict them"""
 _INDEX_STRIDE = 2**16
 """tokens between two entries of the index"""
+
+
+class DocumentsInRange(NamedTuple):
+    """The documents that begin in a range of tokens."""
+
+    number: int
+    last_begin: int
+    """where the last of them begins; -1 if there is none"""
 
 
 class ShardSize(NamedTuple):
@@ -43,6 +56,8 @@ class ShardSize(NamedTuple):
     documents: int
     id_bytes: int
     """bytes per token id: 2 or 4"""
+    has_targets: bool = False
+    """the file says of each token whether it is trained"""
 
     @property
     def begins_offset(self) -> int:
@@ -60,9 +75,16 @@ class ShardSize(NamedTuple):
         return -(-self.tokens // _INDEX_STRIDE) + 1
 
     @property
+    def targets_offset(self) -> int:
+        """Return the offset of the targets in bytes."""
+        return self.index_offset + 8 * self.index_entries
+
+    @property
     def file_bytes(self) -> int:
         """Return the size of the file in bytes; without tokens there is no file."""
-        return self.index_offset + 8 * self.index_entries if self.tokens else 0
+        if not self.tokens:
+            return 0
+        return self.targets_offset + (-(-self.tokens // 8) if self.has_targets else 0)
 
 
 class ShardSplit(NamedTuple):
@@ -105,14 +127,19 @@ def _document_index(begins: Begins, tokens: int) -> Begins:
 class ShardFileWriter:
     """Writes the file of one split of a shard, document by document; a split without documents stays empty."""
 
-    def __init__(self, file: IO[bytes], dtype: str) -> None:
-        """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4"."""
+    def __init__(self, file: IO[bytes], dtype: str, has_targets: bool = False) -> None:
+        """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4".
+
+        has_targets: `add_targets` is called with what `extend` is called with, in the same order.
+        """
         self.dtype = dtype
         self.tokens = 0
         self.largest_id = 0
         self._file = file
         self._begins = array("q")
         self._largest_before = 0
+        self._has_targets = has_targets
+        self._targets: list[Targets] = []
 
     @property
     def documents(self) -> int:
@@ -136,6 +163,10 @@ class ShardFileWriter:
             self.tokens += len(ids)
             self.largest_id = max(self.largest_id, int(ids.max()))
 
+    def add_targets(self, targets: Targets) -> None:
+        """Say which of the next ids are trained."""
+        self._targets.append(targets)
+
     def drop_document(self) -> None:
         """Remove what is written of the last document."""
         self.tokens = self._begins.pop()
@@ -153,6 +184,8 @@ class ShardFileWriter:
         self._file.write(bytes(size.begins_offset - self.tokens * size.id_bytes))
         self._file.write(begins.data)
         self._file.write(index.astype("<i8").data)
+        if self._has_targets:
+            self._file.write(np.packbits(np.concatenate(self._targets), bitorder="little").data)
 
 
 class OpenShard:
@@ -200,15 +233,25 @@ class OpenShard:
         low, high = np.searchsorted(begins, [first, end])
         return begins[low:high]
 
-    def documents_before(self, token: int) -> int:
+    def read_targets(self, first: int, end: int) -> Targets:
+        """Return which of the tokens first <= i < end are trained."""
+        first_byte = first // 8
+        packed = self._ids.read("u1", -(-end // 8) - first_byte, self._size.targets_offset + first_byte)
+        bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
+        return bits[first - 8 * first_byte : end - 8 * first_byte]
+
+    def documents_in(self, first: int, end: int) -> DocumentsInRange:
+        """Return how many documents begin in the tokens first <= i < end; reads the boundaries near to both ends."""
+        earlier, document = self._documents_before(first), self._documents_before(end)
+        if earlier == document:
+            return DocumentsInRange(0, -1)
+        return DocumentsInRange(document - earlier, int(self._documents(document - 1, document)[0]))
+
+    def _documents_before(self, token: int) -> int:
         """Return how many documents of the shard begin before a token; reads the boundaries near to it."""
         first = int(self._index[token // _INDEX_STRIDE])
         end = int(self._index[-(-token // _INDEX_STRIDE)])
         return first + int(np.searchsorted(self._documents(first, end), token))
-
-    def read_begin(self, document: int) -> int:
-        """Return where a document begins."""
-        return int(self._documents(document, document + 1)[0])
 
     def _documents(self, first: int, end: int) -> Begins:
         """Return where the documents first <= i < end begin."""

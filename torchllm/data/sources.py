@@ -1,18 +1,22 @@
 """Raw sources of text: their files, how they are cut into shards, and the records of a shard.
 
-A source is one line of positions: the bytes of its files, one file after another, or the rows of a data set of the hub.
-A shard is a range of positions. It holds the records that begin in the range: whole text files, lines of JSON, row
-groups of parquet files. So the cut depends on the files and their sizes alone, nothing has to be read to find it, and
-any process can read any shard of one large file.
+A source is one line of positions: the bytes of its files, one file after another, or the files of a data set of the
+hub. A shard is a range of positions. It holds the records that begin in the range: whole text files, lines of JSON,
+row groups of parquet files, documents between delimiters, all rows of a file of the hub. So the cut depends on the
+files and their sizes alone, nothing has to be read to find it, and any process can read any shard of one large file.
 """
 
+import codecs
 import glob
 import json
+import logging
 import os
+import re
 import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
@@ -22,10 +26,13 @@ import numpy as np
 from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.records import BLOCK, Origin, TextRecord, check_text, not_utf8, read_text_file, unreadable_file
+from torchllm.data.shard import replacing
 
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
     import pyarrow.parquet
+
+log = logging.getLogger(__name__)
 
 _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """folders of the standard library that are not read"""
@@ -53,7 +60,7 @@ class RawSource(Protocol):
     """A source that can be read from any position."""
 
     unit: str
-    """what a position counts: B (bytes) or rows"""
+    """what a position counts: B (bytes) or files"""
     total: int
     """positions are 0 <= position < total"""
     mib: float
@@ -74,18 +81,67 @@ def source_files(source: Source) -> list[SourceFile]:
     if source.kind == "hub":
         return []
     if source.kind == "stdlib":
-        return [_source_file(path) for path in _stdlib_paths()]
+        return [stat_file(path) for path in _stdlib_paths()]
     pattern = os.path.expanduser(source.path)
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
-    paths = sorted(path for path in matches if not os.path.isdir(path))
-    if not paths and os.path.isdir(pattern):
-        suffix = "txt" if source.kind == "text" else source.kind
-        inside = os.path.join(source.path, f"*.{suffix}")
-        raise DataError(f"data.sources: {source.path!r} is a folder; write {inside!r} for the files in it")
+    if matches == [pattern] and os.path.isdir(pattern):
+        paths = _files_in_folder(pattern, source)
+    else:
+        paths = sorted(path for path in matches if not os.path.isdir(path))
     if not paths:
         raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r})")
-    return [_source_file(path) for path in paths]
+    if source.kind == "text":
+        _refuse_json_lines(source, paths)
+    return [stat_file(path) for path in paths]
+
+
+_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+"""names of the files of a folder that are read; all of a folder of text"""
+
+
+def _files_in_folder(folder: str, source: Source) -> list[str]:
+    """Return the files in a folder and in the folders in it, sorted; hidden ones, such as .git, are none of them."""
+    suffixes = _SUFFIXES.get(source.kind, ("",))
+    paths: list[str] = []
+    ignored = 0
+    for inside, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.startswith(".") or not name.endswith(suffixes):
+                ignored += 1
+            else:
+                paths.append(os.path.join(inside, name))
+    others = f"; {ignored:,} hidden ones and ones of another kind are not read" if ignored else ""
+    log.info("data.sources: %s files in %r%s", f"{len(paths):,}", source.path, others)
+    return sorted(paths)
+
+
+_LOOKED_AT = 8
+"""files of text that are looked at for JSON lines"""
+
+
+def _refuse_json_lines(source: Source, paths: Sequence[str]) -> None:
+    """Raise DataError if a source of text has files of JSON lines only: each would be one document in JSON."""
+    places = np.unique(np.linspace(0, len(paths) - 1, _LOOKED_AT).astype(int))
+    if all(_holds_json_lines(paths[place]) for place in places):
+        raise DataError(
+            f"data.sources: {source.path!r} holds JSON lines, which kind 'text' would read with their braces and keys: "
+            'set kind = "jsonl", and text_key to the key of the text'
+        )
+
+
+def _holds_json_lines(path: str) -> bool:
+    """Return whether the first two lines of a file are JSON objects."""
+    try:
+        with open(path, "rb") as file:
+            lines = [file.readline(BLOCK), file.readline(BLOCK)]
+    except OSError:  # a bad record when it is read
+        return False
+    try:
+        return all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _stdlib_paths() -> Iterator[str]:
@@ -98,7 +154,7 @@ def _stdlib_paths() -> Iterator[str]:
                 yield path
 
 
-def _source_file(path: str) -> SourceFile:
+def stat_file(path: str) -> SourceFile:
     """Return size and time of change of a file."""
     try:
         status = os.stat(path)
@@ -113,11 +169,13 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
     Raises DataError if it is a data set of the hub that cannot be loaded.
     """
     if source.kind == "hub":
-        return HubRows(source)
+        return HubRows(source, source.text_key)
     if source.kind == "jsonl":
         return JsonLineFiles(files, source.text_key)
     if source.kind == "parquet":
         return ParquetFiles(files, source.text_key)
+    if source.delimiter:
+        return DelimitedTextFiles(files, source.delimiter)
     return TextFiles(files)
 
 
@@ -141,7 +199,7 @@ class FilePart(NamedTuple):
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file is not as it was listed, for then the shards would not fit together."""
-        if _source_file(self.file.path) != self.file:
+        if stat_file(self.file.path) != self.file:
             raise DataError(f"{self.file.path} was changed after the preparation had begun: start it again")
 
 
@@ -190,6 +248,112 @@ class TextFiles(SourceFiles):
             yield read_text_file(part.file.path)
 
 
+class _ReadAhead:
+    """The bytes of a file from an offset on, of which as many are in memory as were asked for."""
+
+    def __init__(self, file: BinaryIO, offset: int) -> None:
+        file.seek(offset)
+        self.offset = offset
+        """of the first byte in memory"""
+        self.content = bytearray()
+        self._file = file
+
+    def read(self) -> bool:
+        """Read more; return False at the end of the file."""
+        block = self._file.read(BLOCK)
+        self.content += block
+        return bool(block)
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` bytes."""
+        del self.content[:count]
+        self.offset += count
+
+
+class DelimitedTextFiles(SourceFiles):
+    """A source of text files with a delimiter between documents; documents of blanks are none.
+
+    Where delimiters overlap, as blank lines in a row do, a document ends at the first and the next begins after the
+    last. So it does not depend on the cut where a document begins.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], delimiter: str) -> None:
+        """`delimiter`: between two documents, such as a blank line: two line ends."""
+        super().__init__(files)
+        self.delimiter = delimiter.encode()
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per document that begins in a shard."""
+        for part in self.parts(shard):
+            part.check_unchanged()
+            try:
+                with open(part.file.path, "rb", buffering=0) as file:
+                    if part.start == 0 and _is_blank(file):
+                        yield TextRecord(Origin(part.file.path), fault="empty file")
+                    else:
+                        yield from self._records_of(part, _ReadAhead(file, max(0, part.start - len(self.delimiter))))
+            except OSError as error:
+                yield unreadable_file(part.file.path, error)
+
+    def _records_of(self, part: FilePart, ahead: _ReadAhead) -> Iterator[TextRecord]:
+        """Yield a record per document that begins in a part of a file."""
+        if part.start > 0 and not self._drop_to_begin(ahead, part.start, part.stop):
+            return
+        while ahead.offset < part.stop:
+            end = self._find(ahead, 0)
+            content = bytes(ahead.content if end is None else ahead.content[:end])
+            if content and not content.isspace():
+                yield _decoded_record(content, part.file.path, ahead.offset)
+            if end is None:
+                return
+            ahead.drop(end)
+            if not self._drop_to_begin(ahead, ahead.offset + 1, part.stop):
+                return
+
+    def _find(self, ahead: _ReadAhead, start: int) -> int | None:
+        """Return where the first delimiter from `start` on begins, reading as far as that needs; None if there is none.
+
+        The bytes that could be of one that overlaps it are in memory, too.
+        """
+        while True:
+            found = ahead.content.find(self.delimiter, start)
+            if found >= 0 and found + 2 * len(self.delimiter) <= len(ahead.content):
+                return found
+            start = found if found >= 0 else max(start, len(ahead.content) - len(self.delimiter) + 1)
+            if not ahead.read():
+                return found if found >= 0 else None
+
+    def _drop_to_begin(self, ahead: _ReadAhead, start: int, stop: int) -> bool:
+        """Drop what is before the first document that begins at `start` or later; return False if none is before stop.
+
+        The content begins at a delimiter that ends at `start` or later, or before all of these.
+        """
+        size = len(self.delimiter)
+        while ahead.offset + size < stop:
+            found = self._find(ahead, 0)
+            if found is None:
+                ahead.drop(len(ahead.content))
+                return False
+            following = ahead.content.find(self.delimiter, found + 1, found + 2 * size - 1)
+            is_last = following < 0
+            if is_last and ahead.offset + found + size >= start:
+                ahead.drop(found + size)
+                return ahead.offset < stop
+            ahead.drop(found + 1)
+        return False
+
+
+def _decoded_record(content: bytes, path: str, offset: int) -> TextRecord:
+    """Return the record of a document that begins at a byte of a file."""
+    if offset == 0:
+        content = content.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        return not_utf8(path, offset + error.start, content[error.start])
+    return check_text(text, Origin(path, byte=offset))
+
+
 class JsonLineFiles(SourceFiles):
     """A source in which each line is a document in JSON; blank lines are none."""
 
@@ -218,11 +382,23 @@ class JsonLineFiles(SourceFiles):
             line = lines.readline()
             if not line:
                 break
-            record = None if line.isspace() else _json_record(line, part.file.path, offset, self.key)
+            record = None if line.isspace() else self.record(line, part.file.path, offset)
             offset += len(line)
             del line  # may be as large as memory allows
             if record is not None:
                 yield record
+
+    def record(self, line: bytes, path: str, byte: int) -> TextRecord:
+        """Return the record of a line that begins at `byte` of a file."""
+        fields = parse_json_line(line, path, byte)
+        if isinstance(fields, TextRecord):
+            return fields
+        origin = Origin(path, byte=byte)
+        if self.key not in fields:
+            names = ", ".join(fields) or "nothing"
+            detail = f": no {self.key!r}, it has: {names} (data.sources.text_key)"
+            return TextRecord(origin, fault="wrong key", detail=detail)
+        return check_text(fields[self.key], origin)
 
 
 def _is_blank(file: BinaryIO) -> bool:
@@ -253,8 +429,8 @@ def _next_line(file: BinaryIO, start: int, stop: int) -> int:
     return stop
 
 
-def _json_record(line: bytes, path: str, byte: int, key: str) -> TextRecord:
-    """Return the record of a line that begins at `byte` of a file; its text is under `key`."""
+def parse_json_line(line: bytes, path: str, byte: int) -> dict[str, Any] | TextRecord:
+    """Return the object in a line that begins at `byte` of a file, or the record that says what is wrong with it."""
     origin = Origin(path, byte=byte)
     try:
         fields = json.loads(line.decode("utf-8-sig"))
@@ -264,10 +440,7 @@ def _json_record(line: bytes, path: str, byte: int, key: str) -> TextRecord:
         return TextRecord(origin, fault="broken JSON", detail=f" ({error})")
     if not isinstance(fields, dict):
         return TextRecord(origin, fault="not a JSON object", detail=f" but {type(fields).__name__}")
-    if key not in fields:
-        names = ", ".join(fields) or "nothing"
-        return TextRecord(origin, fault="wrong key", detail=f": no {key!r}, it has: {names} (data.sources.text_key)")
-    return check_text(fields[key], origin)
+    return fields
 
 
 _ROWS_PER_BATCH = 1000
@@ -334,34 +507,60 @@ def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:
 
 _REVISION_FOLDERS = 3
 """of the path of the copy of a data set: its configuration (with a hash of local files), its version, its commit"""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _HUB_ROWS = 64
-"""rows of a data set of the hub that are in memory at a time"""
+"""rows of a data set of the hub that are in memory as Python objects at a time"""
 
 
 class HubRows:
-    """The rows of a split of a data set of the hub, memory-mapped by `datasets`."""
+    """The rows of a split of a data set of the hub, read from its files over the network; no copy of it is kept.
 
-    unit = "rows"
+    A position is one of the files: they are the smallest parts that `datasets` reads without those before them.
+    """
 
-    def __init__(self, source: Source) -> None:
-        """Load the data set. Raises DataError if that fails, or the column `source.text_key` is missing."""
+    unit = "files"
+
+    def __init__(self, source: Source, key: str, optional: Sequence[str] = ()) -> None:
+        """Look at the files of a data set of which the column `key` is read, and those of `optional` that it has.
+
+        `source.revision` is the commit (see `pin_hub_source`). Raises DataError if the set or the column is missing.
+        """
+        self.source = source
         self.name = f"{source.path}[{source.split}]"
-        self.dataset = _load_from_hub(source)
-        self.total = len(self.dataset)
-        self.mib = self.dataset.data.nbytes / 2**20
+        self.key = key
+        self.dataset = _stream_from_hub(source, key, optional)
+        self.total = self.dataset.num_shards
+        self.mib = (_split_bytes(self.dataset.info, source) or 0) / 2**20
+        """0 if the set does not say its size"""
 
     def cut_shards(self, count: int) -> list[ShardRange]:
-        """Return ranges of equally many rows."""
-        return _ranges_between(_even_cuts(self.total, count))
+        """Return ranges of files, one for each if there are fewer than `count`, or the set does not say its size."""
+        ranges = min(count, self.total) if self.mib else self.total
+        return _ranges_between(_even_cuts(self.total, ranges))
 
     def records(self, shard: ShardRange) -> Iterator[TextRecord]:
         """Yield a record per row."""
-        for start in range(shard.start, shard.stop, _HUB_ROWS):
-            stop = min(start + _HUB_ROWS, shard.stop)
-            columns: dict[str, list[Any]] = self.dataset[start:stop]
-            (texts,) = columns.values()
-            for row, text in enumerate(texts, start=start):
-                yield check_text(text, Origin(self.name, row=row))
+        for number in range(shard.start, shard.stop):
+            name = f"{self.name} file {number}" if self.total > 1 else self.name
+            for row, fields in enumerate(self._rows_of(number)):
+                yield self.record(fields, Origin(name, row=row))
+
+    def _rows_of(self, number: int) -> Iterator[dict[str, Any]]:
+        """Yield the columns of each row of a file. Raises DataError if it cannot be read."""
+        file = self.dataset.shard(num_shards=self.total, index=number)
+        with _hub_errors(self.source):
+            for columns in file.iter(batch_size=_HUB_ROWS):
+                for values in zip(*columns.values(), strict=True):
+                    yield dict(zip(columns, values, strict=True))
+
+    def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
+        """Return the record of a row."""
+        return check_text(fields[self.key], origin)
+
+
+def _hub_name(source: Source) -> tuple[str, str | None]:
+    """Return the id of a data set and its configuration, as `datasets` takes them."""
+    return source.path, source.subset or None
 
 
 def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
@@ -371,33 +570,77 @@ def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
     import datasets
 
     with _hub_errors(source):
-        splits = datasets.load_dataset_builder(source.path).info.splits or {}
-        return splits[source.split].num_bytes / 2**20 if source.split in splits else None
+        info = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None).info
+    size = _split_bytes(info, source)
+    return None if size is None else size / 2**20
 
 
-def hub_revision(source: Source) -> str:
-    """Return what the data in a data set of the hub depends on: its configuration, version and commit.
+def _split_bytes(info: "datasets.DatasetInfo", source: Source) -> int | None:
+    """Return the size of the source's split in bytes, if the data set says it."""
+    splits = info.splits or {}
+    return splits[source.split].num_bytes if source.split in splits else None
 
-    It is asked of the hub; without network, of the copy that the library `datasets` has. Raises DataError if there is
-    neither.
+
+def pin_hub_source(source: Source, pins: Path) -> Source:
+    """Return a source of the hub with the commit of its revision, which is asked of the hub once.
+
+    pins: folder that remembers the commit, so that every later start reads the same rows, also if the branch has moved
+    on. A folder of files that stands for a data set has no commit. Raises DataError if the hub cannot be asked.
     """
-    import datasets
+    if os.path.exists(source.path) or _COMMIT.fullmatch(source.revision):
+        return source
+    name = f"{source.path}@{source.revision or 'newest'}"
+    pin = pins / name.replace("/", "--")
+    try:
+        if not pin.exists():
+            commit = _ask_commit(source)
+            pins.mkdir(parents=True, exist_ok=True)
+            with replacing([pin]) as (file,):
+                file.write(commit.encode())
+        commit = pin.read_text()
+    except OSError as error:
+        raise DataError(
+            f"{pin} cannot be written: {error.strerror or error}. Set data.cache to another folder"
+        ) from error
+    log.info("data.sources: %s is commit %s; delete %s to take a newer one", name, commit, pin)
+    return replace(source, revision=commit)
+
+
+def _ask_commit(source: Source) -> str:
+    """Return the commit of a data set's revision. Raises DataError if the hub cannot be asked, or has none."""
+    import huggingface_hub
 
     with _hub_errors(source):
-        builder = datasets.load_dataset_builder(source.path)
+        info = huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision or None)
+        if info.sha is None:
+            raise ValueError("the hub names no commit")
+        return info.sha
+
+
+def hub_folder_version(source: Source) -> str:
+    """Return what changes with the files of a folder that stands for a data set of the hub; "" if it is none."""
+    import datasets
+
+    if not os.path.exists(source.path):
+        return ""
+    with _hub_errors(source):
+        builder = datasets.load_dataset_builder(*_hub_name(source))
     return "/".join(Path(builder.cache_dir).parts[-_REVISION_FOLDERS:])
 
 
-def _load_from_hub(source: Source) -> "datasets.Dataset":
-    """Load the text column of a split of a data set of the hub."""
+def _stream_from_hub(source: Source, key: str, optional: Sequence[str]) -> "datasets.IterableDataset":
+    """Open the column `key` of a split of a data set of the hub, and those of `optional` that it has."""
     import datasets
 
     with _hub_errors(source):
-        dataset = datasets.load_dataset(source.path, split=source.split)
-    if source.text_key not in dataset.column_names:
-        columns = ", ".join(dataset.column_names)
-        raise DataError(f"data.sources: {source.path!r} has no column {source.text_key!r}, it has: {columns}")
-    return dataset.select_columns([source.text_key])
+        revision = source.revision or None
+        dataset = datasets.load_dataset(*_hub_name(source), split=source.split, revision=revision, streaming=True)
+        names = dataset.column_names
+        if names is None:  # known from the rows only
+            names = list(next(iter(dataset), {}))
+    if key not in names:
+        raise DataError(f"data.sources: {source.path!r} has no column {key!r}, it has: {', '.join(names)}")
+    return dataset.select_columns([key, *(column for column in optional if column in names)])
 
 
 @contextmanager

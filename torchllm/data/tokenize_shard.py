@@ -6,7 +6,7 @@ complete. What is in them depends on the plan and the records alone.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -28,6 +28,7 @@ _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
 _BYTES_PER_CALL = 2**19
 """text tokenized at a time, but for the last record's"""
+ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
 
@@ -46,6 +47,8 @@ class FinishedShard:
     splits: dict[Split, SplitRecord]
     unreadable: list[str] = field(default_factory=list)
     """files that could not be read; other shards may have them too"""
+    counts: dict[str, int] = field(default_factory=dict)
+    """what became of conversations (see `chat.write`)"""
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,13 @@ class ShardTokenizer:
     """of the plan"""
     tokenizer: TokenizerSpec
     folder: Path
+    writer: "type[ShardWriter]"
+    """what becomes of the records"""
 
-    def write(self, shard: ShardRange) -> FinishedShard:
+    def write(self, shard: ShardRange, report: ReportText = lambda size: None) -> FinishedShard:
         """Write a shard and return the content of its .json; a finished shard is verified and kept.
 
+        `report` is called with the bytes of text that were tokenized since its last call.
         Raises DataError, naming the first bad record, if plan.on_bad_record is "error".
         """
         finished = _finished_shard(self.folder, shard.number, self.key)
@@ -69,7 +75,8 @@ class ShardTokenizer:
             return finished
         paths = [shard_path(self.folder, shard.number, split) for split in SPLITS]
         with replacing(paths) as files:
-            writer = _ShardWriter(files, self.plan, self.tokenizer.load())
+            writer = self.writer(files, self.plan, self.tokenizer.load(), self.folder)
+            writer.report = report
             writer.write(self.source.records(shard))
             writer.finish()
         splits: dict[Split, SplitRecord] = {}
@@ -82,6 +89,7 @@ class ShardTokenizer:
             skipped=dict(writer.skipped),
             splits=splits,
             unreadable=sorted(writer.unreadable),
+            counts=dict(writer.counts),
         )
         with replacing([_marker(self.folder, shard.number)]) as (file,):
             file.write(json.dumps(asdict(content)).encode())
@@ -93,17 +101,21 @@ def id_dtype(tokenizer: Tokenizer) -> str:
     return "<u2" if tokenizer.vocab <= 2**16 else "<u4"
 
 
-class _ShardWriter:
+class ShardWriter:
     """Tokenizes records and writes them into the files of their splits."""
 
-    def __init__(self, files: Sequence[IO[bytes]], plan: CorpusPlan, tokenizer: Tokenizer) -> None:
-        """Write to `files`, one per split in the order of SPLITS."""
-        self.splits = [ShardFileWriter(file, id_dtype(tokenizer)) for file in files]
+    def __init__(self, files: Sequence[IO[bytes]], plan: CorpusPlan, tokenizer: Tokenizer, folder: Path) -> None:
+        """Write to `files`, one per split in the order of SPLITS; `folder` is that of the corpus."""
+        dtype = id_dtype(tokenizer)
+        self.splits = [ShardFileWriter(file, dtype, has_targets=plan.chat is not None) for file in files]
+        self.counts: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.unreadable: set[str] = set()
         self.text_bytes = 0
         self._plan = plan
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.report: ReportText = lambda size: None
+        """is called with the bytes of text that were tokenized since its last call"""
 
     def write(self, records: Iterable[TextRecord]) -> None:
         """Write records in their order: short ones many at a time, a long one in pieces."""
@@ -130,40 +142,42 @@ class _ShardWriter:
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
         beat("tokenizing")
-        encoded = iter(self._tokenizer.encode_documents([record.text for record in batch if not record.fault]))
+        encoded = iter(self.tokenizer.encode_documents([record.text for record in batch if not record.fault]))
         for record in batch:
             if record.fault:
-                self._skip(record)
+                self.skip(record)
                 continue
             ids = next(encoded)
-            if self._over_vocab(ids):
-                self._skip_over_vocab(record, ids)
+            if self.over_vocab(ids):
+                self.skip_over_vocab(record, ids)
                 continue
-            self._split_of(record).add(_between_begin_and_end(ids, self._tokenizer))
+            self.split_of(record).add(_between_begin_and_end(ids, self.tokenizer))
             self.text_bytes += record.size
+        self.report(sum(record.size for record in batch))
 
     def _write_long(self, record: TextRecord) -> None:
         """Tokenize and write a record in pieces; what is written of it is removed if one of them has a fault."""
-        split = self._split_of(record)
+        split = self.split_of(record)
         split.begin_document()
-        split.extend(np.array([self._tokenizer.begin]))
+        split.extend(_begin_of_document(self.tokenizer))
         try:
-            for piece in cut_pieces(record.blocks(), self._tokenizer.find_cut):
-                (ids,) = self._tokenizer.encode_documents([piece])
-                if self._over_vocab(ids):
+            for piece in cut_pieces(record.blocks(), self.tokenizer.find_cut):
+                (ids,) = self.tokenizer.encode_documents([piece])
+                if self.over_vocab(ids):
                     split.drop_document()
-                    self._skip_over_vocab(record, ids)
+                    self.skip_over_vocab(record, ids)
                     return
                 split.extend(ids)
+                self.report(len(piece.encode()))
         except NoPlaceToCut:
             split.drop_document()
-            detail = f" (no blank or line end in {LONGEST:,} characters at which {self._tokenizer.name!r} can cut it)"
-            self._skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
+            detail = f" (no blank or line end in {LONGEST:,} characters at which {self.tokenizer.name!r} can cut it)"
+            self.skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
             return
-        split.extend(np.array([self._tokenizer.end]))
+        split.extend(np.array([self.tokenizer.end]))
         self.text_bytes += record.size
 
-    def _split_of(self, record: TextRecord) -> ShardFileWriter:
+    def split_of(self, record: TextRecord) -> ShardFileWriter:
         """Return the writer of a record's split, which a hash of its text decides.
 
         So the same text is never both in training and in validation data, whatever its file, source or row.
@@ -172,15 +186,16 @@ class _ShardWriter:
         uniform = (record.text_hash >> 11) * 2.0**-53  # 53 bits as a float in [0, 1)
         return validation if uniform < self._plan.validation_fraction else train
 
-    def _over_vocab(self, ids: Ids) -> bool:
+    def over_vocab(self, ids: Ids) -> bool:
+        """Return whether the model lacks one of these tokens."""
         return len(ids) > 0 and int(ids.max()) >= self._plan.vocab
 
-    def _skip_over_vocab(self, record: TextRecord, ids: Ids) -> None:
+    def skip_over_vocab(self, record: TextRecord, ids: Ids) -> None:
         """Skip a record whose tokens the model does not have."""
         detail = f" ({ids.max()}; model.vocab = {self._plan.vocab})"
-        self._skip(record._replace(fault=OVER_VOCAB, detail=detail))
+        self.skip(record._replace(fault=OVER_VOCAB, detail=detail))
 
-    def _skip(self, record: TextRecord) -> None:
+    def skip(self, record: TextRecord) -> None:
         """Count a bad record, or raise DataError."""
         if self._plan.on_bad_record == "skip":
             if record.fault == UNREADABLE:
@@ -188,7 +203,7 @@ class _ShardWriter:
             else:
                 self.skipped[record.fault] += 1
             return
-        advice = _advice(record, self._tokenizer)
+        advice = _advice(record, self.tokenizer)
         raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
 
 
@@ -202,11 +217,17 @@ def _advice(record: TextRecord, tokenizer: Tokenizer) -> str:
     return 'set data.on_bad_record = "skip" to leave such records out and count them'
 
 
+def _begin_of_document(tokenizer: Tokenizer) -> Ids:
+    """Return the begin token, or nothing if the tokenizer has none."""
+    return np.array([] if tokenizer.begin is None else [tokenizer.begin], dtype=id_dtype(tokenizer))
+
+
 def _between_begin_and_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
-    """Return a document: its begin token, its ids, its end token."""
-    document = np.empty(len(ids) + 2, dtype=id_dtype(tokenizer))
-    document[0] = tokenizer.begin
-    document[1:-1] = ids
+    """Return a document: its begin token, if there is one, its ids, its end token."""
+    begin = _begin_of_document(tokenizer)
+    document = np.empty(len(begin) + len(ids) + 1, dtype=id_dtype(tokenizer))
+    document[: len(begin)] = begin
+    document[len(begin) : -1] = ids
     document[-1] = tokenizer.end
     return document
 

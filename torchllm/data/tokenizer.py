@@ -22,7 +22,7 @@ from torchllm.data.error import DataError
 from torchllm.data.pieces import CONTEXT, cut_places
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-Pattern = Literal["llama3", "cl100k"]
+Pattern = Literal["llama3", "cl100k", "gpt2", "o200k"]
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 _LONG_PIECE = 10_000
@@ -36,12 +36,14 @@ class Tokenizer(Protocol):
     """data.tokenizer: "bytes" or a path"""
     vocab: int
     """ids are 0 <= id < vocab, special tokens included"""
-    begin: int
-    """id put before a document"""
+    begin: int | None
+    """id put before a document; None: the tokenizer has none, as Qwen's"""
     end: int
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
+    earlier_fingerprint: str
+    """that of torchllm 0.1, whose documents have the same ids and may have another begin"""
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without begin and end."""
@@ -80,8 +82,9 @@ class ByteTokenizer:
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={BEGIN: 256, END: 257},
         )
-        self.name, self.vocab, self.begin, self.end = "bytes", 258, 256, 257
-        self.fingerprint = "bytes"
+        self.name, self.vocab, self.end = "bytes", 258, 257
+        self.begin: int | None = 256
+        self.fingerprint = self.earlier_fingerprint = "bytes"
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
@@ -120,8 +123,48 @@ class _Vocabulary(NamedTuple):
     """special token that ends a document"""
 
 
+_PATTERN_OF_RANKS: dict[int, Pattern] = {
+    50_256: "gpt2",  # r50k_base
+    50_281: "gpt2",  # p50k_base, whose ranks have a gap for <|endoftext|>
+    100_256: "cl100k",
+    128_000: "llama3",
+    199_998: "o200k",
+}
+"""ranks of a published file -> its pattern"""
+_OTHER_RANKS = {151_643: "Qwen", 163_584: "Kimi K2", 200_000: "Llama 4"}
+"""ranks of a published file whose pattern is not built in -> its model"""
+
+
+def _check_pattern(path: Path, pattern: Pattern, ranks: int) -> None:
+    """Raise DataError if a rank file of `ranks` tokens is a published one that splits text by another pattern."""
+    if ranks in _OTHER_RANKS:
+        raise DataError(
+            f"data.tokenizer: {path} has {ranks:,} ranks, those of {_OTHER_RANKS[ranks]}, whose pattern is not built "
+            "in: use the tokenizer.json of the model"
+        )
+    right = _PATTERN_OF_RANKS.get(ranks, pattern)
+    if right != pattern:
+        raise DataError(
+            f'data.pattern: {path} has {ranks:,} ranks, those of the pattern "{right}", not of "{pattern}", which '
+            f'would give other tokens than its models were trained on: set data.pattern = "{right}"'
+        )
+
+
 def _vocabulary(pattern: Pattern, ranks: int) -> _Vocabulary:
-    """Return what `pattern` adds to a rank file of `ranks` tokens."""
+    """Return what `pattern` adds to a rank file of `ranks` tokens. The patterns are those of tiktoken_ext."""
+    if pattern == "gpt2":
+        split = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+        return _Vocabulary(split, {"<|endoftext|>": min(ranks, 50_256)}, "<|endoftext|>", "<|endoftext|>")
+    if pattern == "o200k":
+        upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+        contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        split = (
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{upper}]*[{lower}]+{contraction}"
+            rf"|[^\r\n\p{{L}}\p{{N}}]?[{upper}]+[{lower}]*{contraction}"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        special = {"<|endoftext|>": ranks + 1, "<|endofprompt|>": ranks + 20}
+        return _Vocabulary(split, special, "<|endoftext|>", "<|endoftext|>")
     if pattern == "cl100k":
         special = {
             "<|endoftext|>": ranks + 1,
@@ -151,22 +194,25 @@ class TiktokenTokenizer:
     """A tiktoken rank file (a base64 token and its rank per line), such as Llama 3's tokenizer.model."""
 
     def __init__(self, path: Path, pattern: Pattern, threads: int) -> None:
-        """Read a rank file. Raises DataError if it is none."""
+        """Read a rank file. Raises DataError if it is none, or a published one of another pattern."""
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         try:
             # tiktoken caches files by path and would return an old copy of a changed file: the hash prevents that
             ranks = load_tiktoken_bpe(str(path), expected_hash=digest)
         except ValueError as error:
             raise DataError(f"data.tokenizer: {path} is not a tiktoken rank file ({error})") from error
-        vocabulary = _vocabulary(pattern, max(ranks.values(), default=0) + 1)
+        count = max(ranks.values(), default=0) + 1
+        _check_pattern(path, pattern, count)
+        vocabulary = _vocabulary(pattern, count)
         self.encoding = tiktoken.Encoding(
             path.name, pat_str=vocabulary.split, mergeable_ranks=ranks, special_tokens=vocabulary.special
         )
         self.name = str(path)
+        self.split = vocabulary.split
         self.vocab = self.encoding.n_vocab
-        self.begin = vocabulary.special[vocabulary.begin]
+        self.begin: int | None = vocabulary.special[vocabulary.begin]
         self.end = vocabulary.special[vocabulary.end]
-        self.fingerprint = f"{path.name}-{pattern}-{digest[:16]}"
+        self.fingerprint = self.earlier_fingerprint = f"{path.name}-{pattern}-{digest[:16]}"
         self.threads = threads
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
@@ -229,7 +275,8 @@ def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json.
 
-    Its begin and end are those of a tokenizer_config.json in the same folder, else the usual names.
+    Its begin and end are those of a tokenizer_config.json in the same folder; without that file, the usual names. A
+    tokenizer without a begin (Qwen's config says `"bos_token": null`) puts none before a document.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -252,16 +299,22 @@ class HuggingFaceTokenizer:
         config_file = path.with_name("tokenizer_config.json")
         config = _read_tokenizer_config(config_file)
         end = self._special_id(config.end, _END_NAMES)
-        begin = self._special_id(config.begin, _BEGIN_NAMES)
+        if config_file.is_file():
+            self.begin = self._special_id(config.begin, ())
+        else:
+            self.begin = self._special_id("", _BEGIN_NAMES)
         if end is None:
             raise DataError(
                 f"data.tokenizer: {path} has none of the usual end-of-text tokens: name its own in {config_file} "
                 "(eos_token)"
             )
         self.end = end
-        self.begin = end if begin is None else begin  # as GPT-2 does
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.fingerprint = f"{path.name}-{self.begin}-{self.end}-{digest[:16]}"
+        earlier_begin = self._special_id(config.begin, _BEGIN_NAMES)
+        if earlier_begin is None:
+            earlier_begin = end
+        self.earlier_fingerprint = f"{path.name}-{earlier_begin}-{self.end}-{digest[:16]}"
 
     def _special_id(self, configured: str, usual_names: Sequence[str]) -> int | None:
         """Return the id of the token that the config names, else of the first usual name that exists."""

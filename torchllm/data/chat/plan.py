@@ -1,0 +1,67 @@
+"""What decides, beside its text, how a conversation is written as tokens."""
+
+import os
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+
+from torchllm.config import Finetune
+from torchllm.data.chat.encoder import load_chat_encoder
+from torchllm.data.chat.examples import ChatFormat
+from torchllm.data.chat.template import ChatTemplate, read_special_tokens, read_template
+
+DAY_FILE = "prepared_on.txt"
+"""of a corpus folder: the day on which its preparation began, as 2026-11-23"""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A part of the plan of a corpus of conversations."""
+
+    sequence_length: int
+    """training.sequence_length, in tokens"""
+    template: str
+    """source of the chat template"""
+    special_tokens: dict[str, str]
+    """that the template knows by name, such as {"eos_token": "</s>"}"""
+
+
+def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
+    """Return the plan for conversations with data.tokenizer. Raises DataError if it or the template cannot be used."""
+    load_chat_encoder(tokenizer)
+    path = Path(tokenizer).expanduser()
+    special_tokens = read_special_tokens(path)
+    template = read_template(path, finetune.chat_template)
+    ChatTemplate(template, special_tokens, date.today())
+    return ChatPlan(sequence_length, template, special_tokens)
+
+
+def chat_format(tokenizer: str, plan: ChatPlan, today: date) -> ChatFormat:
+    """Return how conversations become tokens; today: what the template takes for the date."""
+    return ChatFormat(load_chat_encoder(tokenizer), ChatTemplate(plan.template, plan.special_tokens, today))
+
+
+def preparation_day(folder: Path) -> date:
+    """Return the day on which the preparation of a corpus began, which is today if no process has noted one.
+
+    Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
+    the first notes it in the folder.
+    """
+    path = folder / DAY_FILE
+    if not path.exists():
+        draft = folder / f"{DAY_FILE}.{os.uname().nodename}-{os.getpid()}.tmp"
+        draft.write_text(f"{date.today().isoformat()}\n")
+        try:
+            os.link(draft, path)  # unlike a rename it fails if another process was first
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return date.fromisoformat(path.read_text().strip())
+
+
+@lru_cache(maxsize=1)
+def chat_format_of_run(tokenizer: str, chat_template: str) -> ChatFormat:
+    """Return the format with which a trained model is talked to: today is today."""
+    return chat_format(tokenizer, plan_chat(tokenizer, Finetune(chat_template=chat_template), 0), date.today())

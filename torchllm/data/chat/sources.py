@@ -1,0 +1,78 @@
+"""Conversations in JSON lines or in a data set of the hub, as records.
+
+A record's text is JSON: the messages, and the tools that they may call.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchllm.config import Source
+from torchllm.data.chat.examples import Conversation
+from torchllm.data.records import Origin, TextRecord, check_text
+from torchllm.data.sources import (
+    HubRows,
+    JsonLineFiles,
+    RawSource,
+    SourceFile,
+    parse_json_line,
+)
+
+TOOLS_KEY = "tools"
+"""key or column that may hold descriptions of tools, as in OpenAI's form"""
+
+
+def open_conversations(source: Source, files: Sequence[SourceFile]) -> RawSource:
+    """Return the reader of a source of conversations; `files` are its `source_files`.
+
+    Raises DataError if it is a data set of the hub that cannot be loaded.
+    """
+    if source.kind == "hub":
+        return ConversationRows(source)
+    return ConversationLines(files, source.messages_key)
+
+
+class ConversationLines(JsonLineFiles):
+    """A source in which each line is a conversation in JSON."""
+
+    def record(self, line: bytes, path: str, byte: int) -> TextRecord:
+        """Return the record of a line that begins at `byte` of a file."""
+        fields = parse_json_line(line, path, byte)
+        if isinstance(fields, TextRecord):
+            return fields
+        return check_conversation(fields, self.key, Origin(path, byte=byte))
+
+
+class ConversationRows(HubRows):
+    """A source in which each row of a split of a data set of the hub is a conversation."""
+
+    def __init__(self, source: Source) -> None:
+        """Look at its files. Raises DataError if that fails, or the column `source.messages_key` is missing."""
+        super().__init__(source, source.messages_key, [TOOLS_KEY])
+
+    def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
+        """Return the record of a row."""
+        return check_conversation(fields, self.key, origin)
+
+
+def check_conversation(fields: Mapping[str, Any], key: str, origin: Origin) -> TextRecord:
+    """Return the record of a row whose messages should be under `key`."""
+    if key not in fields:
+        names = ", ".join(fields) or "nothing"
+        detail = f": no {key!r}, it has: {names} (data.sources.messages_key)"
+        return TextRecord(origin, fault="wrong key", detail=detail)
+    messages = fields[key]
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        detail = f": {key!r} must be a list of objects, each with a role"
+        return TextRecord(origin, fault="no messages", detail=detail)
+    content = {"messages": messages, "tools": fields.get(TOOLS_KEY) or None}
+    return check_text(json.dumps(content, ensure_ascii=False, default=str), origin)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def conversation_of(record: TextRecord) -> Conversation:
+    """Return the conversation of a record without a fault."""
+    return Conversation(**json.loads(record.text))

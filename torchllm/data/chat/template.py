@@ -1,0 +1,164 @@
+"""The chat template of a tokenizer: a Jinja program that turns messages into one text.
+
+Templates come with downloaded tokenizers, so they run in Jinja's sandbox, with the settings and names that the library
+transformers gives them (`apply_chat_template`): the same messages become the same text.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchllm.data.chat.marks import GENERATED_BEGIN, GENERATED_END
+from torchllm.data.error import DataError
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""keys of a tokenizer_config.json that templates know as variables"""
+
+Message = dict[str, Any]
+"""of a conversation: its role, its content, and what a template may use besides"""
+
+
+class RefusedConversation(ValueError):
+    """A conversation cannot be trained on, or not with this chat template."""
+
+    def __init__(self, fault: str, detail: str = "") -> None:
+        """`fault`: what is wrong, in the same words for all such conversations. `detail`: the rest of the text."""
+        super().__init__(fault + detail)
+        self.fault = fault
+        self.detail = detail
+
+
+class _GenerationTag(Extension):
+    """Puts marks around what is between `{% generation %}` and `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an attribute of the instance
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return f"{GENERATED_BEGIN}{caller()}{GENERATED_END}"
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """Refuse a conversation; templates call it."""
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON; Jinja's own filter would write characters of HTML as escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled template, and the day that it takes for today."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], today: date) -> None:
+        """Compile `source`. Raises DataError if it is no template.
+
+        special_tokens: names of variables and their texts, such as {"bos_token": "<s>"}. today: some templates write
+        the date of the day on which they run (Llama 3.2), which must not change what a corpus holds.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        noon = datetime.combine(today, time(12))
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = noon.strftime
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template has an error in line {getattr(error, 'lineno', '?')}: {error}"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation, with marks. Raises RefusedConversation.
+
+        add_generation_prompt: end with what stands before the model's answer.
+        """
+        known = []
+        for message in messages:
+            known.append({key: value for key, value in message.items() if value is not None})
+        try:
+            return self._template.render(
+                messages=known,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # whatever the program of somebody does
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise RefusedConversation("the chat template refuses it", f" ({reason})") from error
+
+
+def read_special_tokens(tokenizer: Path) -> dict[str, str]:
+    """Return the special tokens that the tokenizer_config.json beside a tokenizer.json names, by their key."""
+    content = _read_tokenizer_config(tokenizer)
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        token = content.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def read_template(tokenizer: Path, file: str) -> str:
+    """Return the source of the chat template to use with a tokenizer.json.
+
+    file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
+    tokenizer_config.json. Raises DataError if there is none.
+    """
+    path = Path(file).expanduser() if file else tokenizer.with_name(TEMPLATE_FILE)
+    if file or path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
+    template = _read_tokenizer_config(tokenizer).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default")
+    if not isinstance(template, str):
+        raise DataError(
+            f"the tokenizer {tokenizer} has no chat template ({TEMPLATE_FILE} or {TOKENIZER_CONFIG} in its folder): "
+            "name one, finetune.chat_template = FILE"
+        )
+    return template
+
+
+def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
+    """Return the content of the tokenizer_config.json beside a tokenizer.json; {} if there is none."""
+    path = tokenizer.with_name(TOKENIZER_CONFIG)
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.tokenizer: {path} cannot be read ({error}): copy it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"data.tokenizer: {path} is no JSON object: copy it again")
+    return content

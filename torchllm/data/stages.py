@@ -1,0 +1,129 @@
+"""The parts of a run with a mixture of their own, [[data.stage]]: which sequences they are, also after a resume.
+
+A config ends a stage at a step, the order of the data (`order.py`) at a sequence of the run. The two agree as long as
+the global batch stays the same. A checkpoint holds the stages with both, so that a run which resumes with another
+global batch keeps the sequences of what is past, and ends later stages at their step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from torchllm.config import Data, MixtureStage
+from torchllm.data.order import DataOrder, StageShares, mixture_shares
+
+
+class PlannedStage(NamedTuple):
+    """A stage of a run."""
+
+    until: int
+    """last step; 0: to the end of the run"""
+    end: int
+    """sequences of the run up to its end; 0: to the end of the run"""
+    weights: tuple[float, ...]
+    """share of each source"""
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    steps: int = 0
+    sequences: int = 0
+
+
+class ContinuedStages(NamedTuple):
+    """The stages of a run that resumes."""
+
+    stages: list[PlannedStage]
+    differences: list[str]
+    """a line for each stage because of which the sequences so far would not be those of the saved run"""
+
+
+def _configured_stages(data: Data) -> tuple[MixtureStage, ...]:
+    """Return the stages of a config; without any, the one that the weights of the sources make."""
+    return data.stage or (MixtureStage(weights=tuple(source.weight for source in data.sources)),)
+
+
+def plan_stages(data: Data, global_batch_size: int) -> list[PlannedStage]:
+    """Return the stages of a run from its start."""
+    return continue_stages(data, global_batch_size, [], Progress()).stages
+
+
+def continue_stages(
+    data: Data, global_batch_size: int, saved: Sequence[PlannedStage], progress: Progress
+) -> ContinuedStages:
+    """Return the stages of a config for a run that resumes; `saved`: those of its checkpoint, taken at `progress`."""
+    steps, sequences = progress
+    ends = {stage.until: stage.end for stage in saved if 0 < stage.end <= sequences}
+    ends[steps] = sequences
+    configured = _configured_stages(data)
+    stages, differences = [], []
+    for index, stage in enumerate(configured):
+        end = 0
+        if index < len(configured) - 1:
+            if stage.until > steps:
+                end = sequences + (stage.until - steps) * global_batch_size
+            elif stage.until in ends:
+                end = ends[stage.until]
+            else:
+                differences.append(
+                    f"data.stage.{index}.until: no stage of the checkpoint, which is at step {steps}, ended at step "
+                    f"{stage.until}"
+                )
+                continue
+        stages.append(PlannedStage(stage.until if end else 0, end, stage.weights))
+    if not differences and _past(saved, sequences) != _past(stages, sequences):
+        differences.append(
+            f"data.stage: up to step {steps} the sources were mixed {describe_stages(saved)} in the checkpoint, "
+            f"{describe_stages(stages)} now"
+        )
+    return ContinuedStages(stages, differences)
+
+
+class _PastStage(NamedTuple):
+    """What of a stage is past."""
+
+    end: int
+    shares: tuple[Fraction, ...]
+
+
+def _past(stages: Iterable[PlannedStage], sequences: int) -> list[_PastStage]:
+    """Return how the first `sequences` sequences of a run are mixed."""
+    past: list[_PastStage] = []
+    for stage in stages:
+        if past and past[-1].end == sequences:
+            break
+        end = min(stage.end or sequences, sequences)
+        if end:
+            past.append(_PastStage(end, tuple(mixture_shares(stage.weights))))
+    return past
+
+
+def describe_stages(stages: Iterable[PlannedStage]) -> str:
+    """Return how the sources of a run are mixed, in words: [1.0, 0.0] until step 9, [0.5, 0.5] to the end."""
+    listed = []
+    for stage in stages:
+        end = f"until step {stage.until}" if stage.end else "to the end"
+        listed.append(f"{list(stage.weights)} {end}")
+    return ", ".join(listed)
+
+
+def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
+    """Return the stages that the state of a loader holds, for a run that may have more sources by now.
+
+    A state of torchllm 0.1 has the weights of its sources only.
+    """
+    saved = state.get("stages")
+    if saved is None:
+        saved = [[0, 0, [weight for _, weight in state["fingerprint"]["sources"]]]]
+    stages = []
+    for until, end, weights in saved:
+        padding = [0.0] * (sources - len(weights))
+        stages.append(PlannedStage(until, end, (*weights, *padding)))
+    return stages
+
+
+def order_by_stages(seed: int, sizes: Sequence[int], stages: Sequence[PlannedStage]) -> DataOrder:
+    """Return the order of a run over sources of these sizes."""
+    earlier = [StageShares(stage.end, stage.weights) for stage in stages[:-1]]
+    return DataOrder(seed, sizes, stages[-1].weights, earlier)
