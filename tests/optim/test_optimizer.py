@@ -190,6 +190,64 @@ def test_state_exists_from_the_start_and_weights_are_untouched(name: str) -> Non
             assert not tensor.any()
 
 
+ROLES = Optimizer(
+    learning_rate=0.5,
+    weight_decay=0.25,
+    embedding_rate=0.5,
+    embedding_decay=2.0,
+    head_rate=0.25,
+    head_decay=0.5,
+    vector_rate=3.0,
+    vector_decay=0.125,
+)
+RATE_AND_DECAY = {
+    "embed_tokens.weight": (0.25, 0.5),
+    "embed_positions.weight": (0.25, 0.03125),
+    "lm_head.weight": (0.125, 0.125),
+    "layers.0.mlp.up_proj.weight": (0.5, 0.25),
+    "layers.0.mlp.up_proj.bias": (1.5, 0.03125),
+    "layers.0.input_layernorm.weight": (1.5, 0.03125),
+    "norm.bias": (1.5, 0.03125),
+}
+"""of the keys above, by hand: powers of two, so that products are exact"""
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_learning_rate_and_weight_decay_by_role(name: Any) -> None:
+    """A gradient of zero: what is left is the weight decay, of which torch takes rate x decay off a weight."""
+    model = plain()
+    optimizer = build_optimizer([model], replace(ROLES, name=name))
+    initial = {parameter: value.detach().clone() for parameter, value in model.named_parameters()}
+    for value in model.parameters():
+        value.grad = torch.zeros_like(value)
+    apply_if_finite(optimizer, 0.5, torch.tensor(True))
+    for parameter, value in model.named_parameters():
+        if parameter in RATE_AND_DECAY:
+            rate, decay = RATE_AND_DECAY[parameter]
+            torch.testing.assert_close(value.detach(), initial[parameter] * (1 - rate * decay), msg=parameter)
+    rates = {group["lr"] for group in optimizer.param_groups}
+    assert rates == {0.25, 0.125, 0.5, 1.5}
+
+
+def test_a_tied_head_has_the_settings_of_the_embedding() -> None:
+    with torch.device("meta"):
+        decoder = build_model(replace(MODEL, tied_embeddings=True))
+    initialize([decoder], replace(MODEL, tied_embeddings=True), CPU, seed=0)
+    (group,) = (
+        group
+        for group in build_optimizer([decoder], ROLES).param_groups
+        if any(member is decoder.lm_head.weight for member in group["params"])  # type: ignore[union-attr]
+    )
+    assert group["learning_rate_factor"] == ROLES.embedding_rate
+
+
+def test_an_optimizer_of_a_fork_gets_the_learning_rate() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    apply_if_finite(torch.optim.SGD([weight], 1.0, fused=True), 0.25, torch.tensor(True))
+    assert weight.item() == 0.75
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_groups_follow_the_table(family: str, tied: bool) -> None:

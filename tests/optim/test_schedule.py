@@ -65,6 +65,18 @@ def test_wsd_is_constant_and_then_falls_linearly() -> None:
     assert default[90] < PEAK
 
 
+def test_wsd_falls_as_one_minus_the_square_root() -> None:
+    """Equation of the work: 1 - sqrt((n - (N - N_decay)) / N_decay)."""
+    curve = rates(name="wsd", decay_steps=16, decay="1-sqrt", final_fraction=0.0)
+    assert curve[WARMUP - 1 : 84] == [PEAK] * 75  # steps 10 .. 84
+    falling = [PEAK * (1 - math.sqrt(step / 16)) for step in range(1, 17)]
+    assert curve[84:] == pytest.approx(falling, abs=1e-18)
+    assert curve[87] == pytest.approx(PEAK / 2)  # half of the rate is gone after a quarter of the decay
+    above_the_end = rates(name="wsd", decay_steps=16, decay="1-sqrt", final_fraction=0.2)
+    assert above_the_end[87] == pytest.approx(PEAK * 0.6)
+    assert above_the_end[-1] == pytest.approx(PEAK * 0.2)
+
+
 def test_wsd_of_few_steps_decays_in_the_last() -> None:
     """A tenth of the steps is none, but the last rate is the final one."""
     rate = LearningRate(Schedule(name="wsd", warmup_steps=0, final_fraction=0.0), PEAK, 9)

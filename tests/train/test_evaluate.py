@@ -21,7 +21,7 @@ from torchllm.train.evaluate import evaluate
 CPU = torch.device("cpu")
 SMALL: Settings = {"model.layers": 2, "data.document_mask": True}
 LAYOUTS: dict[str, Settings] = {
-    "fsdp2": {"parallel.dp_shard": 2},
+    "fsdp2, last block freed": {"parallel.dp_shard": 2, "parallel.keep_last_block": False},
     "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
     "tp2+sp": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "pp2": {"parallel.pp": 2},

@@ -53,7 +53,7 @@ class Rig:
         self.mesh: Mesh = build_mesh(self.config.parallel, CPU)
         config = self.config
         with torch.device("meta"):
-            model = build_model(config.model)
+            model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
         self.stages: list[Decoder] = parallelize(
             model, self.mesh, config.parallel, config.recompute, config.compile, config.float8, torch.float32, 32
         )
@@ -359,3 +359,50 @@ def test_the_policy_skip_gives_up_after_too_many_in_a_row() -> None:
     assert three_in_a_row.is_lost
     with pytest.raises(UserError, match=r"3 steps in a row up to step 20, the limit of training.max_consecutive_nonf"):
         three_in_a_row.check()
+
+
+PENALIZED: Settings = {"training.z_loss": 0.02}
+WITH_Z_LOSS: dict[int, list[Settings]] = {
+    2: [
+        {**PENALIZED, "parallel.dp_shard": 2},
+        {**PENALIZED, "parallel.dp_shard": 2, "training.loss_chunk": 5},
+        {**PENALIZED, "parallel.tp": 2},
+        {**PENALIZED, "parallel.pp": 2, "training.micro_batch_size": 4, "model.layers": 2},
+    ],
+    4: [{**PENALIZED, "parallel.dp_shard": 2, "parallel.tp": 2, "training.loss_chunk": 5}],
+}
+
+
+def losses_of_two_steps(several: list[Settings]) -> list[list[tuple[float, float]]]:
+    losses = []
+    for settings in several:
+        rig = Rig(settings)
+        results = [rig.step(1, rig.batches(1)), rig.step(2, rig.batches(1))]
+        losses.append([(result.loss.item(), result.z_loss.item()) for result in results])  # type: ignore[union-attr]
+    return losses
+
+
+@pytest.mark.parametrize("ranks", WITH_Z_LOSS)
+def test_the_z_loss_of_all_ranks_is_beside_the_loss(ranks: int) -> None:
+    """Each is the mean over all target tokens of one plain process; the sum of a step is not in that of the next."""
+    for losses_of_layouts in run(losses_of_two_steps, ranks, WITH_Z_LOSS[ranks]):
+        for settings, (first, second) in zip(WITH_Z_LOSS[ranks], losses_of_layouts, strict=True):
+            config = tiny({**SMALL, **settings})
+            model = build_model(config.model)
+            initialize([model], config.model, CPU, config.run.seed)
+            batch = step_batch(config, 1, ragged=False)
+            logits = model(batch.tokens, batch.positions).flatten(0, 1).double()
+            loss = torch.nn.functional.cross_entropy(logits, batch.labels.flatten())
+            z_loss = 0.02 * logits.logsumexp(-1).square().mean()
+            assert first == pytest.approx((loss.item(), z_loss.item()), rel=1e-5), settings
+            assert second[1] == pytest.approx(z_loss.item(), rel=0.2), settings
+            assert second[1] < first[1], settings  # it is minimized
+
+
+def test_without_z_loss_a_step_has_none() -> None:
+    assert run(has_z_loss, 2) == [False, False]
+
+
+def has_z_loss() -> bool:
+    rig = Rig({"parallel.dp_shard": 2})
+    return rig.step(1, rig.batches(1)).z_loss is not None

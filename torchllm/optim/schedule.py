@@ -10,6 +10,8 @@ class LearningRate:
 
     The rate of step `warmup_steps` is the peak; that of the last step is `final_fraction` of it ("constant": the peak).
     "wsd" (warm-up, stable, decay) stays at the peak until the last `decay_steps` steps, by default a tenth of the run.
+    There it falls linearly, or as 1 - the square root of the share of them that is done (Hägele et al. 2024, arXiv
+    2405.18392).
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:
@@ -37,6 +39,8 @@ class LearningRate:
         match self.schedule.name:
             case "cosine":
                 return 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "wsd" if self.schedule.decay == "1-sqrt":
+                return 1.0 - math.sqrt(progress)
             case "linear" | "wsd":
                 return 1.0 - progress
             case "constant":

@@ -11,7 +11,7 @@ from torchllm.config import Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
-from torchllm.models.head import IGNORED
+from torchllm.models.head import IGNORED, take_squares
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
@@ -30,12 +30,14 @@ class StepResult(NamedTuple):
     tokens: Tensor
     """target tokens of all ranks, int64 ()"""
     pairs: Tensor
-    """(query, key) pairs that the causal and document masks allow, of all ranks, int64 ()"""
+    """(query, key) pairs that causal mask, window and document mask allow, of all ranks, int64 ()"""
     learning_rate: float
     skipped: Tensor
     """steps since the start of this process that were not applied, for loss or gradient was not finite, int64 ()"""
     consecutive: Tensor
     """longest run of such steps since the start of this process, int64 ()"""
+    z_loss: Tensor | None = None
+    """training.z_loss times the mean squared log-sum-exp of the target tokens' logits, float32 (); None: z_loss is 0"""
 
 
 class TrainStep:
@@ -52,6 +54,7 @@ class TrainStep:
         device: torch.device,
     ) -> None:
         self.stages = stages
+        self.window = stages[0].model.window
         self.forward_backward = forward_backward
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -67,9 +70,7 @@ class TrainStep:
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        # Summed over all ranks, tp ranks too, which hold the same loss: a nan on one of them must stop its peers.
-        dist.all_reduce(loss)
-        loss = loss / self.mesh.tp.size()
+        loss, z_loss = self._over_all_ranks(loss, tokens)
         norm = grad_norm(self.stages, self.device)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
@@ -80,7 +81,22 @@ class TrainStep:
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
-        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run)
+        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss)
+
+    def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of all ranks, and the z-loss beside it if there is one; `loss`: this rank's part.
+
+        Summed over tp ranks too, which hold the same values: a nan on one of them must stop its peers.
+        """
+        if not self.training.z_loss:
+            dist.all_reduce(loss)
+            return loss / self.mesh.tp.size(), None
+        squares = take_squares(self.stages)
+        z_loss = torch.zeros_like(loss) if squares is None else self.training.z_loss * squares / tokens.clamp(min=1)
+        sums = torch.stack((loss, z_loss))
+        dist.all_reduce(sums)
+        loss, z_loss = sums / self.mesh.tp.size()
+        return loss, z_loss
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().
@@ -92,7 +108,10 @@ class TrainStep:
         counts = []
         for batch in batches:
             tokens = (batch.labels != IGNORED).sum()
-            pairs = (batch.positions + 1).sum()
+            keys = batch.positions + 1  # that each token sees
+            if self.window:
+                keys = keys.clamp(max=self.window)
+            pairs = keys.sum()
             counts.append(torch.stack((tokens, pairs)))
         sums = torch.stack(counts).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)

@@ -1,0 +1,243 @@
+"""The moving average of the weights: a hand loop, every axis, steps that are skipped, checkpoints on other layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.parity import Settings, build, my_batches, tiny
+from tests.workers import run
+from torchllm import config as c
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
+from torchllm.config import Config
+from torchllm.models.decoder import Decoder
+from torchllm.optim.average import EMA, WeightAverage
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.spec.parameters import canonical_name
+from torchllm.train.step import TrainStep
+
+CPU = torch.device("cpu")
+DECAY = 0.8
+STEPS = 10
+SMALL: Settings = {
+    "model.layers": 2,
+    "model.hidden": 32,
+    "training.sequence_length": 8,
+    "optimizer.learning_rate": 0.02,
+    "optimizer.ema_decay": DECAY,
+    "training.steps": STEPS,
+}
+TIED: Settings = {"model.tied_embeddings": True}
+LAYOUTS: dict[int, list[Settings]] = {
+    2: [
+        {"parallel.dp_shard": 2},
+        {"parallel.dp_shard": 2, "parallel.zero_stage": 0},
+        {"parallel.tp": 2, **TIED},
+        {"parallel.cp": 2},
+        {"parallel.pp": 2, **TIED},
+        {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4, **TIED},
+    ],
+    4: [{"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, {"parallel.dp_shard": 2, "parallel.tp": 2}],
+}
+
+
+class Run:
+    """A run of few steps on this rank."""
+
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
+        config = tiny({**SMALL, **settings})
+        self.config: Config = config
+        self.mesh, self.stages = build(config)
+        self.optimizer = build_optimizer(self.stages, config.optimizer)
+        self.average = WeightAverage(self.stages, config.optimizer.ema_decay)
+        self.average.follow(self.optimizer)
+        forward_backward = build_forward_backward(
+            self.stages, self.mesh, config.parallel, config.training, torch.float32
+        )
+        rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+        self.step = TrainStep(self.stages, forward_backward, self.optimizer, rate, self.mesh, config.training, CPU)
+        if folder is not None:
+            self.checkpoints = Checkpointer(
+                c.Checkpoint(asynchronous=False),
+                folder,
+                self.stages,
+                self.optimizer,
+                host_group=dist.group.WORLD,
+                extra_state=self.average.tensors,
+            )
+
+    def take(self, first: int, last: int) -> None:
+        """Take the steps from `first` to `last`."""
+        for step in range(first, last + 1):
+            self.step(step, my_batches(self.config, self.mesh, step, ragged=False))
+
+    def resume(self) -> None:
+        """Resume as the recipe does."""
+        self.checkpoints.resume()
+        self.average.restart(self.checkpoints.missing_extra_state)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Return the whole weights of this rank's stages."""
+        return {canonical_name(name): whole(value) for stage in self.stages for name, value in stage.named_parameters()}
+
+    def averages(self) -> dict[str, np.ndarray]:
+        """Return the whole averages of this rank's stages."""
+        return {name.removeprefix(EMA): whole(value) for name, value in self.average.tensors.items()}
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    """Return a tensor, gathered."""
+    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered.detach().numpy().copy()
+
+
+def error_of_layouts(layouts: list[Settings]) -> list[float]:
+    """Return by how much the averages after ten steps differ from those of a loop over the whole weights."""
+    errors = []
+    for settings in layouts:
+        trained = Run(settings)
+        expected = trained.weights()
+        for step in range(1, STEPS + 1):
+            trained.take(step, step)
+            for name, weight in trained.weights().items():
+                expected[name] = DECAY * expected[name] + (1.0 - DECAY) * weight
+        averages = trained.averages()
+        assert averages.keys() == expected.keys()
+        distances = [np.abs(averages[name] - trained.weights()[name]).max() for name in averages]
+        assert max(distances) > 1e-3  # it is behind the weights
+        errors.append(max(float(np.abs(averages[name] - value).max()) for name, value in expected.items()))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_ten_steps_are_those_of_a_hand_loop(ranks: int) -> None:
+    for errors in run(error_of_layouts, ranks, LAYOUTS[ranks]):
+        for settings, error in zip(LAYOUTS[ranks], errors, strict=True):
+            assert error <= 1e-6, settings
+
+
+def plain_run() -> tuple[Decoder, torch.optim.Optimizer, WeightAverage]:
+    """Return a model on this process alone, with gradients, its optimizer and its average."""
+    from torchllm.models.decoder import build_model
+    from torchllm.parallel.initialize import initialize
+
+    config = tiny(SMALL)
+    model = build_model(config.model)
+    initialize([model], config.model, CPU, seed=0)
+    optimizer = build_optimizer([model], config.optimizer)
+    average = WeightAverage([model], DECAY)
+    average.follow(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, optimizer, average
+
+
+def test_a_step_that_is_skipped_changes_no_bit() -> None:
+    _, optimizer, average = plain_run()
+    apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    copies = {name: tensor.clone() for name, tensor in average.tensors.items()}
+    apply_if_finite(optimizer, 0.1, torch.tensor(False))
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in average.tensors.items())
+    apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    assert not any(torch.equal(tensor, copies[name]) for name, tensor in average.tensors.items())
+
+
+def test_in_place_of_the_weights_and_back() -> None:
+    model, optimizer, average = plain_run()
+    apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    weights = {f"{EMA}{name}": value.detach().clone() for name, value in model.named_parameters()}
+    averages = {name: tensor.clone() for name, tensor in average.tensors.items()}
+
+    def has(expected: dict[str, Tensor]) -> bool:
+        return all(torch.equal(value, expected[f"{EMA}{name}"]) for name, value in model.named_parameters())
+
+    with average.in_place_of_weights(False):
+        assert has(weights)
+    with average.in_place_of_weights(True):
+        assert has(averages)
+    assert has(weights)
+    assert all(torch.equal(tensor, averages[name]) for name, tensor in average.tensors.items())
+
+
+def averaged_copies(settings: Settings) -> int:
+    """Return how many parameters of this rank's stages have their average in place, both copies of a tied one too."""
+    trained = Run(settings)
+    trained.take(1, 1)
+    averages = trained.averages()
+    count = 0
+    with trained.average.in_place_of_weights(True):
+        for stage in trained.stages:
+            for name, parameter in stage.named_parameters():
+                np.testing.assert_array_equal(whole(parameter), averages[canonical_name(name)], name)
+                count += 1
+    assert count == sum(len(copies) for copies in trained.average.weights.values())
+    return count - len(averages)
+
+
+def test_both_copies_of_a_tied_embedding_are_replaced_where_a_rank_has_two() -> None:
+    assert run(averaged_copies, 2, PIPELINE) == [1, 0]
+
+
+def test_without_a_decay_there_is_none() -> None:
+    model, optimizer, _ = plain_run()
+    average = WeightAverage([model], 0.0)
+    average.follow(optimizer)
+    average.restart(["ema.norm.weight"])
+    with average.in_place_of_weights(False):
+        assert average.tensors == {}
+
+
+def save_on(settings: Settings, folder: Path) -> dict[str, np.ndarray]:
+    first = Run(settings, folder)
+    first.resume()
+    first.take(1, 3)
+    first.checkpoints.save(3, {})
+    first.checkpoints.close()
+    return first.averages()
+
+
+def resume_on(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Return the averages of this rank after resuming, its weights, and those that `evaluate.ema` would load."""
+    resumed = Run(settings, folder)
+    resumed.resume()
+    resumed.checkpoints.close()
+    averages, weights = resumed.averages(), resumed.weights()
+    evaluated = {}
+    if resumed.average.tensors and not resumed.checkpoints.missing_extra_state:
+        load_weights(
+            folder / "checkpoints" / "step-00000003", resumed.stages, group=dist.group.WORLD, prefix=AVERAGED_WEIGHTS
+        )
+        evaluated = resumed.weights()
+    return {"averages": averages, "weights": weights, "evaluated": evaluated}
+
+
+FSDP_AND_TP: Settings = {"parallel.dp_shard": 2, "parallel.tp": 2, **TIED}
+PIPELINE: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4, **TIED}
+
+
+def test_averages_resume_on_another_layout_to_the_bit(tmp_path: Path) -> None:
+    saved = run(save_on, 4, {**FSDP_AND_TP, "model.layers": 4}, tmp_path)[0]
+    for of_rank in run(resume_on, 2, PIPELINE, tmp_path):
+        for name, value in of_rank["averages"].items():
+            np.testing.assert_array_equal(value, saved[name], name)
+        for name, value in of_rank["evaluated"].items():
+            np.testing.assert_array_equal(value, saved[name], name)
+
+
+def test_an_average_is_added_to_a_run_and_dropped_from_it(tmp_path: Path) -> None:
+    without: Settings = {"optimizer.ema_decay": 0.0}
+    run(save_on, 2, {"parallel.dp_shard": 2, **without}, tmp_path / "without")
+    (added,) = run(resume_on, 1, {}, tmp_path / "without")
+    for name, value in added["averages"].items():
+        np.testing.assert_array_equal(value, added["weights"][name], name)  # it begins with the weights
+    run(save_on, 2, {"parallel.dp_shard": 2}, tmp_path / "with")
+    (dropped,) = run(resume_on, 1, without, tmp_path / "with")
+    assert dropped["averages"] == {}

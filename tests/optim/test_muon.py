@@ -1,0 +1,405 @@
+"""Muon against torch's, every layout against one process, and a resumed run, to the bit; what is sent, by counts."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.optim.test_optimizer import bits, gradient, shard_like
+from tests.parity import Settings, tiny, train_config
+from tests.workers import run
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.config import Checkpoint, Compile, Config, Float8, Model, Optimizer, Parallel, Recompute
+from torchllm.dry_run.trace import fake_ranks
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.muon import Muon, OwnedMatrix, deal, orthogonalize, rate_factor
+from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.parallelize import parallelize
+from torchllm.proof.layouts import with_settings
+from torchllm.spec.parameters import canonical_name, rule_of
+
+CPU = torch.device("cpu")
+# over 4 ranks, or 2 x 2, the rows of most matrices are not shared evenly
+MODEL = Model(
+    family="gpt", layers=2, hidden=20, heads=4, kv_heads=2, head_dim=5, ffn=18, vocab=16, max_sequence_length=6
+)
+MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
+RATES = [0.1, 0.05, 0.2, 0.02]
+SKIPPED = 2  # index of a step that is not finite
+
+LAYOUTS: dict[int, dict[str, Settings]] = {
+    1: {"one": {}},
+    2: {
+        "fsdp2": {"parallel.dp_shard": 2},
+        "zero2": {"parallel.dp_shard": 2, "parallel.zero_stage": 2},
+        "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
+        "zero0": {"parallel.dp_shard": 2, "parallel.zero_stage": 0},
+        "cp2": {"parallel.cp": 2},
+        "tp2": {"parallel.tp": 2},
+        "pp2": {"parallel.pp": 2},
+    },
+    4: {
+        "fsdp4": {"parallel.dp_shard": 4},
+        "hsdp2x2": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2},
+        "fsdp2xtp2": {"parallel.dp_shard": 2, "parallel.tp": 2},
+        "cp2xtp2+sp": {"parallel.cp": 2, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        "pp2xtp2": {"parallel.pp": 2, "parallel.tp": 2},
+        "pp2xfsdp2": {"parallel.pp": 2, "parallel.dp_shard": 2},
+    },
+}
+
+
+def build(settings: Settings) -> list[Decoder]:
+    """Return this rank's stages of the model in a layout."""
+    parallel = with_settings(Config(model=MODEL, parallel=Parallel(dp_shard=1)), settings).parallel
+    mesh = build_mesh(parallel, CPU)
+    with torch.device("meta"):
+        model = build_model(MODEL)
+    stages = parallelize(model, mesh, parallel, Recompute(), Compile(), Float8(), torch.float32, 8)
+    initialize(stages, MODEL, CPU, seed=0)
+    return stages
+
+
+def give_gradients(stages: list[Decoder], step: int, factor: float = 1.0) -> None:
+    """Give every parameter this rank's part of a gradient that no layout changes."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            whole = gradient(canonical_name(name), parameter.shape, step) * factor
+            parameter.grad = shard_like(parameter, whole) if isinstance(parameter, DTensor) else whole
+
+
+def train(stages: list[Decoder], config: Optimizer) -> torch.optim.Optimizer:
+    """Take all steps, one of them not finite: it must change no bit."""
+    optimizer = build_optimizer(stages, config)
+    for step, rate in enumerate(RATES):
+        skipped = step == SKIPPED
+        give_gradients(stages, step, math.nan if skipped else 1.0)
+        initial_bits = [bits(stage, optimizer) for stage in stages]
+        apply_if_finite(optimizer, rate, torch.tensor(not skipped))
+        assert ([bits(stage, optimizer) for stage in stages] == initial_bits) == skipped, step
+    return optimizer
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    """Return a tensor, gathered."""
+    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered.detach().numpy().copy()
+
+
+def matrices_and_momenta(stages: list[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Return the whole matrices of this rank's stages and their momenta, by name."""
+    tensors = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if rule_of(canonical_name(name)).role == "matrix":
+                tensors[canonical_name(name)] = whole(parameter)
+                tensors[f"momentum of {canonical_name(name)}"] = whole(optimizer.state[parameter]["momentum_buffer"])
+    return tensors
+
+
+def trained(layouts: dict[str, Settings]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the whole matrices of this rank's stages and their momenta, by layout and name."""
+    results = {}
+    for layout, settings in layouts.items():
+        stages = build(settings)
+        optimizer = train(stages, MUON)
+        results[layout] = matrices_and_momenta(stages, optimizer)
+    return results
+
+
+def test_from_the_same_gradients_every_layout_takes_the_same_step_to_the_bit() -> None:
+    (expected,) = run(trained, 1, LAYOUTS[1])
+    assert "momentum of layers.1.mlp.down_proj.weight" in expected["one"]
+    for ranks in (2, 4):
+        of_ranks = run(trained, ranks, LAYOUTS[ranks])
+        for layout in LAYOUTS[ranks]:
+            names = set()
+            for results in of_ranks:
+                for name, value in results[layout].items():
+                    names.add(name)
+                    np.testing.assert_array_equal(value, expected["one"][name], f"{layout} {name}")
+            assert names == expected["one"].keys(), layout
+
+
+# -- checkpoints
+
+HOPS = ["fsdp2", "tp2", "hsdp2x2", "pp2xfsdp2"]
+"""layouts of a run that changes at every step, by name"""
+
+
+def steps_of_one_process() -> list[dict[str, np.ndarray]]:
+    """Return the matrices and momenta after each step of a run that never stops."""
+    stages = build({})
+    optimizer = build_optimizer(stages, MUON)
+    results = []
+    for step, _ in enumerate(HOPS):
+        results.append(take(stages, optimizer, step))
+    return results
+
+
+def take(stages: list[Decoder], optimizer: torch.optim.Optimizer, step: int) -> dict[str, np.ndarray]:
+    """Take a step; return the matrices and momenta after it."""
+    give_gradients(stages, step)
+    apply_if_finite(optimizer, RATES[step], torch.tensor(True))
+    return matrices_and_momenta(stages, optimizer)
+
+
+def resume_and_take(settings: Settings, step: int, folder: Path) -> dict[str, np.ndarray]:
+    """Take a step from the newest checkpoint of a folder, if it has one, and save."""
+    stages = build(settings)
+    optimizer = build_optimizer(stages, MUON)
+    checkpoints = Checkpointer(Checkpoint(asynchronous=False), folder, stages, optimizer, host_group=dist.group.WORLD)
+    manifest = checkpoints.resume()
+    assert (manifest.step if manifest else 0) == step
+    results = take(stages, optimizer, step)
+    checkpoints.save(step + 1, {})
+    checkpoints.close()
+    return results
+
+
+def test_momenta_resume_on_another_layout_and_the_next_update_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    (uninterrupted,) = run(steps_of_one_process, 1)
+    for step, layout in enumerate(HOPS):
+        ranks = 2 if layout in LAYOUTS[2] else 4
+        of_ranks = run(resume_and_take, ranks, LAYOUTS[ranks][layout], step, tmp_path)
+        for results in of_ranks:
+            for name, value in results.items():
+                np.testing.assert_array_equal(value, uninterrupted[step][name], f"{layout} {name}")
+        assert set().union(*of_ranks) == uninterrupted[step].keys()
+
+
+# -- the formulas
+
+
+def torchs_steps(weight: Tensor, gradients: list[Tensor], adjust_lr_fn: str, nesterov: bool = True) -> Tensor:
+    """Return the weight after steps of torch's own Muon."""
+    parameter = nn.Parameter(weight.clone())
+    optimizer = torch.optim.Muon(
+        [parameter], lr=RATES[0], weight_decay=0.3, momentum=0.95, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
+    )
+    for step_gradient in gradients:
+        parameter.grad = step_gradient
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (12, 12)])
+def test_steps_are_those_of_torch_but_for_its_rounding(shape: tuple[int, int], adjust_lr_fn: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, *gradients = (torch.randn(shape, generator=generator) for _ in range(4))
+    parameter = nn.Parameter(weight.clone())
+    group = {"params": [parameter], "weight_decay": 0.3, "orthogonalized": True}
+    optimizer = Muon([group], replace(MUON, adjust_lr_fn=adjust_lr_fn))
+    for step_gradient in gradients:
+        parameter.grad = step_gradient
+        apply_if_finite(optimizer, RATES[0], torch.tensor(True))
+    expected = torchs_steps(weight, gradients, adjust_lr_fn)
+    moved = (expected - weight).norm()
+    assert (parameter.detach() - expected).norm() < 0.02 * moved  # its iterations are in bfloat16
+    wrong = torchs_steps(weight, gradients, adjust_lr_fn, nesterov=False)
+    assert (parameter.detach() - wrong).norm() > 0.04 * moved
+
+
+def test_rate_factors() -> None:
+    assert rate_factor((400, 100), "original") == 2.0
+    assert rate_factor((100, 400), "original") == 1.0
+    assert rate_factor((400, 100), "match_rms_adamw") == rate_factor((100, 400), "match_rms_adamw") == 4.0
+
+
+@pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
+def test_singular_values_come_close_to_one_and_vectors_stay(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    result = orthogonalize(matrix)
+    assert result.shape == matrix.shape
+    values = left.T @ result @ right.T
+    assert values.diagonal().min() > 0.6
+    assert values.diagonal().max() < 1.3
+    off_diagonal = values - values.diagonal().diag()
+    assert off_diagonal.abs().max() < 1e-5
+    assert not orthogonalize(torch.zeros(shape)).any()  # zero, not nan
+
+
+def test_matrices_have_momentum_and_all_others_the_state_of_adamw() -> None:
+    (stage,) = run(state_entries, 1)
+    for name, entries in stage.items():
+        is_matrix = rule_of(name).role == "matrix"
+        assert entries == ({"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"}), name
+
+
+def state_entries() -> dict[str, set[str]]:
+    (stage,) = build({})
+    optimizer = build_optimizer([stage], MUON)
+    return {name: set(optimizer.state[parameter]) for name, parameter in stage.named_parameters()}
+
+
+def test_a_matrix_without_a_gradient_stays() -> None:
+    weights = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = Muon([{"params": weights, "weight_decay": 0.3, "orthogonalized": True}], MUON)
+    weights[1].grad = torch.ones(3, 2)
+    apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    assert torch.equal(weights[0].detach(), torch.ones(3, 2))
+    assert not torch.equal(weights[1].detach(), torch.ones(3, 2))
+
+
+# -- end to end
+
+STEPS_OF_LAYOUTS: dict[int, list[Settings]] = {
+    2: [{"parallel.dp_shard": 2}, {"parallel.tp": 2}, {"parallel.pp": 2}, {"parallel.cp": 2}],
+    4: [
+        {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 2},
+    ],
+}
+TRAINED: Settings = {"optimizer.name": "muon", "optimizer.learning_rate": 0.02, "model.layers": 2}
+
+
+def weights_after_three_steps(settings: list[Settings]) -> list[dict[str, np.ndarray]]:
+    """Return the whole weights of each layout, on rank 0."""
+    weights = []
+    for one in settings:
+        recorded = train_config(tiny({**TRAINED, **one}), False)
+        weights.append({} if recorded is None else recorded.parameters)
+    return weights
+
+
+def test_three_steps_of_every_layout_are_those_of_one_process() -> None:
+    (expected,) = run(weights_after_three_steps, 1, [{}])[0]
+    config = tiny(TRAINED)
+    model = build_model(config.model)
+    initialize([model], config.model, CPU, config.run.seed)
+    updates = {}
+    for name, parameter in model.named_parameters():
+        updates[name] = np.linalg.norm(expected[name] - parameter.detach().numpy())
+    for ranks, layouts in STEPS_OF_LAYOUTS.items():
+        for settings, weights in zip(layouts, run(weights_after_three_steps, ranks, layouts)[0], strict=True):
+            assert weights.keys() == expected.keys()
+            for name, weight in weights.items():
+                error = np.linalg.norm(weight - expected[name]) / updates[name]
+                assert error <= 1e-4, (settings, name, error)
+
+
+# -- what is sent
+
+
+class Sent(NamedTuple):
+    """All-to-alls of a rank in one step."""
+
+    calls: int
+    messages: int
+    """to another rank, of more than nothing"""
+    elements: int
+    """of these messages"""
+    held: int
+    """elements of the matrices that the rank holds"""
+    owned: int
+    """multiplications of one iteration, of the matrices that the rank owns"""
+
+
+@contextmanager
+def counted(sent: list[Sent]) -> Iterator[None]:
+    """Count the all-to-alls of a context."""
+    real = dist.all_to_all_single
+
+    def count(output: Tensor, given: Tensor, received: Any, sizes: list[int], group: Any) -> None:
+        others = [size for rank, size in enumerate(sizes) if rank != dist.get_rank(group) and size]
+        sent.append(Sent(1, len(others), sum(others), 0, 0))
+        real(output, given, received, sizes, group=group)
+
+    with mock.patch.object(dist, "all_to_all_single", count):
+        yield
+
+
+def sent_in_a_step(settings: Settings) -> Sent:
+    """Take one step and count."""
+    stages = build(settings)
+    optimizer = build_optimizer(stages, MUON)
+    assert isinstance(optimizer, Muon)
+    give_gradients(stages, 0)
+    events: list[Sent] = []
+    products: list[int] = []
+
+    def noting(matrix: Tensor) -> Tensor:
+        fewer, other = sorted(matrix.shape)
+        products.append(2 * fewer * fewer * other + fewer**3)
+        return orthogonalize(matrix)
+
+    with counted(events), mock.patch("torchllm.optim.muon.orthogonalize", noting):
+        apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    held = 0
+    for matrices in optimizer.rounds:
+        for matrix in matrices:
+            parameter = matrix.parameter
+            held += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+    totals = [sum(counts) for counts in zip(*events, strict=True)] or [0] * 5
+    return Sent(totals[0], totals[1], totals[2], held, sum(products))
+
+
+def test_a_rank_sends_its_shards_once_there_and_once_back_per_process_group() -> None:
+    matrices = 12  # of two blocks
+    for settings, groups in (
+        ({"parallel.dp_shard": 4}, 1),
+        ({"parallel.dp_shard": 2, "parallel.tp": 2}, 2),
+        ({"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, 1),
+        ({"parallel.dp_shard": 4, "parallel.zero_stage": 0}, 0),
+    ):
+        of_ranks: list[Sent] = run(sent_in_a_step, 4, settings)
+        sharing = 2 if "parallel.dp_replicate" in settings else 4
+        rounds = matrices // sharing
+        for sent in of_ranks:
+            assert sent.calls == 2 * groups * rounds
+        held = sum(sent.held for sent in of_ranks)
+        # there and back, less what stays where it is
+        assert sum(sent.elements for sent in of_ranks) <= 2 * groups * held
+        if groups == 1:
+            assert sum(sent.elements for sent in of_ranks) == pytest.approx(2 * held * (sharing - 1) / sharing, rel=0.2)
+        if groups:
+            owned = [sent.owned for sent in of_ranks]
+            assert max(owned) <= 1.2 * sum(owned) / len(owned)  # the work is shared
+
+
+def test_matrices_of_a_round_cost_alike() -> None:
+    group: dict[str, Any] = {}
+    shapes = [(4, 4), (64, 64), (4, 6), (64, 80)] * 2
+    matrices = [OwnedMatrix(torch.empty(shape), group, shape, ()) for shape in shapes]
+    rounds = [[matrix.shape for matrix in matrices_of_round] for matrices_of_round in deal(matrices, 2)]
+    assert rounds == [[(64, 80)] * 2, [(64, 64)] * 2, [(4, 6)] * 2, [(4, 4)] * 2]
+
+
+def sent_by_first_rank(ranks: int) -> Sent:
+    """Count what the first of many ranks sends in a step for 16 matrices, under a process group that sends nothing."""
+    with fake_ranks(0, ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        parameters = []
+        for _ in range(16):
+            parameter = nn.Parameter(DTensor.from_local(torch.ones(256 // ranks, 8), mesh, [Shard(0)], run_check=False))
+            parameter.grad = torch.ones_like(parameter)
+            parameters.append(parameter)
+        optimizer = Muon([{"params": parameters, "weight_decay": 0.0, "orthogonalized": True}], MUON)
+        events: list[Sent] = []
+        with counted(events):
+            apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    return Sent(*(sum(counts) for counts in zip(*events, strict=True)))
+
+
+def test_what_a_rank_sends_does_not_grow_with_the_ranks() -> None:
+    """Of 16 matrices the first rank owns one, on 64 ranks as on 16."""
+    few, many = sent_by_first_rank(16), sent_by_first_rank(64)
+    assert few.calls == many.calls == 2
+    assert few.messages == 15 + 15  # to the owners; of its own matrix, to all others
+    assert many.messages == 15 + 63
+    assert many.elements <= 1.1 * few.elements

@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights, kept beside them and sharded as they are.
+
+While the learning rate is high, averages of weights generalize better than the weights of any one step (Izmailov et
+al. 2018, arXiv 1803.05407). Nothing is sent for them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.optim.fused import local_tensor
+from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
+from torchllm.spec.parameters import canonical_name
+
+EMA = "ema."
+"""what the names of the averages begin with: `ema.<canonical parameter name>`"""
+
+
+class WeightAverage:
+    """The average of this rank's weights: after each step that is applied, decay x average + (1 - decay) x weight.
+
+    With a decay of 0 there is none: it has no tensors, and its methods do nothing.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], decay: float) -> None:
+        """Begin with the weights of `stages`. Call it before the first step, while FSDP's weights are sharded."""
+        self.decay = decay
+        self.stages = stages
+        self.tensors: dict[str, Tensor] = {}
+        """averages by name, for `Checkpointer(extra_state=...)`; they have the sharding of the weights"""
+        self.weights: dict[str, list[Tensor]] = {}
+        """by the same names; two where a rank holds both copies of a tied embedding"""
+        if not decay:
+            return
+        for stage in stages:
+            for name, weight in stage.named_parameters():
+                if not weight.requires_grad:  # frozen (LoRA), so that it is its own average
+                    continue
+                self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(weight)
+        self.tensors = {name: torch.zeros_like(copies[0]).detach() for name, copies in self.weights.items()}
+        self.restart(list(self.tensors))
+
+    @torch.no_grad()
+    def restart(self, names: Sequence[str]) -> None:
+        """Begin anew with the present weights. names: the averages that a checkpoint did not have."""
+        for name in names:
+            if name in self.tensors:
+                local_tensor(self.tensors[name]).copy_(local_tensor(self.weights[name][0]))
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the averages after each step of an optimizer, which has `found_inf` as in `apply_if_finite`."""
+        if self.tensors:
+            optimizer.register_step_post_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, optimizer: Any, *_: object) -> None:
+        """Move the averages towards the weights; nothing changes where the step was not applied.
+
+        Each operation rounds once, where a fused one would round by the place of an element in a shard.
+        """
+        share = (optimizer.found_inf == 0) * (1.0 - self.decay)
+        for name, average in self.tensors.items():
+            local = local_tensor(average)
+            local.add_((local_tensor(self.weights[name][0]) - local).mul_(share))
+
+    @contextmanager
+    def in_place_of_weights(self, wanted: bool) -> Iterator[None]:
+        """Return a context in which the model has the averages for weights, if that is wanted."""
+        if not wanted:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange averages and weights, one tensor at a time."""
+        for name, average in self.tensors.items():
+            local = local_tensor(average)
+            former_weight = local_tensor(self.weights[name][0]).clone()
+            for copy in self.weights[name]:
+                local_tensor(copy).copy_(local)
+            local.copy_(former_weight)
+        if any(is_gathered_as_float8(weight) for copies in self.weights.values() for weight in copies):
+            scale_gathered_weights(self.stages)

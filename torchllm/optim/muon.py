@@ -1,0 +1,260 @@
+"""Muon: the matrices of the blocks are updated by their orthogonalized momentum, all other parameters by AdamW.
+
+The formulas are those of torch.optim.Muon: momentum, Newton-Schulz iterations and adjust_lr_fn "original" of Jordan et
+al. 2024 (https://kellerjordan.github.io/posts/muon/); "match_rms_adamw" of Liu et al. 2025 (Muon is Scalable for LLM
+Training, arXiv 2502.16982, section 2.2), by which learning rate and weight decay are those of AdamW.
+
+The iterations need a whole matrix. The ranks that share the weights (dp_shard x cp x tp) take turns: of as many
+matrices as there are ranks each owns one. An owner gets all parts of its matrix, iterates alone, and sends each rank
+its part of the result. So the update is the same in every layout, to the bit, and no rank computes what another one
+does. Ranks that hold copies of the same shards (dp_replicate, zero_stage 0) each do all of it.
+
+Sent, in each such round: an all-to-all over the ranks of FSDP and one over those of tp, there and back. A rank sends
+its own shards once per all-to-all, whatever the number of ranks; in 16 bits on a GPU, where the iterations are in
+bfloat16, and in float32 on a CPU.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchllm.config import Optimizer as OptimizerConfig
+from torchllm.optim.fused import Group, local_tensor, start_adamw, update_by_adamw
+
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""of the quintic polynomial: the steepest at zero that still brings singular values to about 1 (0.7 to 1.2)"""
+SMALLEST_NORM = 1e-7
+"""a matrix is divided by its norm, or by this if that is smaller"""
+
+
+class Cut(NamedTuple):
+    """How a matrix is cut over the ranks of a process group."""
+
+    dimension: int
+    """0: by rows; 1: by columns"""
+    sizes: tuple[int, ...]
+    """rows or columns of each rank"""
+
+
+class OwnedMatrix(NamedTuple):
+    """A matrix that some rank orthogonalizes."""
+
+    parameter: Tensor
+    group: Group
+    """of the optimizer, with its settings"""
+    shape: tuple[int, int]
+    """of the whole matrix"""
+    cuts: tuple[Cut, ...]
+    """by process group, in the order in which its parts are gathered"""
+
+    @property
+    def products(self) -> int:
+        """Multiplications of one iteration, with m rows or columns, whichever are fewer, and n of the other: the Gram
+        matrix, its square, and the product with the matrix."""
+        fewer, other = sorted(self.shape)
+        return 2 * fewer * fewer * other + fewer**3
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over this rank's shards of the groups that are `orthogonalized`; AdamW over those that are not.
+
+    Where `found_inf` is not 0 a step changes nothing.
+    """
+
+    found_inf: Tensor
+
+    def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
+        """groups: as torch's optimizers take them, each with `orthogonalized`, a bool, and its weight_decay."""
+        settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
+        super().__init__(groups, settings)
+        self.momentum = config.muon_momentum
+        self.adjust_lr_fn = config.adjust_lr_fn
+        matrices = []
+        for group in self.param_groups:
+            if not group["orthogonalized"]:
+                start_adamw(group, self.state)
+                continue
+            for parameter in group["params"]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                matrices.append(OwnedMatrix(parameter, group, tuple(parameter.shape), cuts_of(parameter)))
+        self.process_groups: list[dist.ProcessGroup] = []
+        """over which matrices are cut: of FSDP, then of tp; one of a single rank is omitted"""
+        if matrices and isinstance(matrices[0].parameter, DTensor):
+            mesh = matrices[0].parameter.device_mesh
+            self.process_groups = [mesh.get_group(axis) for axis in cut_axes(matrices[0].parameter)]
+        self.rounds = deal(matrices, math.prod(map(dist.get_world_size, self.process_groups)))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            if not group["orthogonalized"]:
+                update_by_adamw(group, self.state, self.found_inf)
+        for matrices in self.rounds:
+            with_gradient = [matrix for matrix in matrices if matrix.parameter.grad is not None]
+            if with_gradient:
+                self._update(with_gradient)
+
+    def _update(self, matrices: Sequence[OwnedMatrix]) -> None:
+        """Update matrices of which each rank owns at most one."""
+        directions = [self._direction(matrix) for matrix in matrices]
+        cuts = [matrix.cuts for matrix in matrices]
+        orthogonal = orthogonalize_parts(directions, cuts, self.process_groups)
+        for matrix, part in zip(matrices, orthogonal, strict=True):
+            self._apply(matrix, part)
+
+    def _direction(self, matrix: OwnedMatrix) -> Tensor:
+        """Take a gradient into the momentum; return this rank's part of what is orthogonalized (Nesterov's momentum).
+
+        Each operation rounds once, where a fused one would round by the place of an element in a shard.
+        """
+        assert matrix.parameter.grad is not None
+        new_part = local_tensor(matrix.parameter.grad) * (1.0 - self.momentum)
+        buffer = local_tensor(self.state[matrix.parameter]["momentum_buffer"])
+        updated = (buffer * self.momentum).add_(new_part)
+        direction = (updated * self.momentum).add_(new_part)
+        self._write(buffer, updated)
+        return direction.to(iteration_dtype(direction.device))
+
+    def _apply(self, matrix: OwnedMatrix, direction: Tensor) -> None:
+        """Move this rank's part of a matrix against its part of the orthogonalized direction."""
+        rate = matrix.group["lr"]
+        weight = local_tensor(matrix.parameter)
+        moved = weight * (1.0 - rate * matrix.group["weight_decay"])
+        moved.sub_(direction.to(weight.dtype) * (rate * rate_factor(matrix.shape, self.adjust_lr_fn)))
+        self._write(weight, moved)
+
+    def _write(self, tensor: Tensor, value: Tensor) -> None:
+        """Write a value into a tensor unless the step is skipped; the decision stays on the device."""
+        tensor.copy_(torch.where(self.found_inf > 0, tensor, value))
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of the iterations, and of what is sent for them.
+
+    In bfloat16 on a CPU, whose products take another way for other shapes, two layouts differ by 3e-3 of an update.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def rate_factor(shape: tuple[int, int], adjust_lr_fn: Literal["original", "match_rms_adamw"]) -> float:
+    """Return the learning rate of a matrix as a multiple of the scheduled one."""
+    rows, columns = shape
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return about U Vᵀ of a matrix U S Vᵀ (R, C), by Newton-Schulz iterations in its type."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def deal(matrices: Sequence[OwnedMatrix], ranks: int) -> list[list[OwnedMatrix]]:
+    """Return the matrices in rounds of at most one per rank, those of a round of like cost; equal on all ranks."""
+    by_cost = sorted(matrices, key=lambda matrix: matrix.products, reverse=True)
+    return [by_cost[first : first + ranks] for first in range(0, len(by_cost), ranks)]
+
+
+def orthogonalize_parts(
+    parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], process_groups: Sequence[dist.ProcessGroup]
+) -> list[Tensor]:
+    """Return this rank's parts of orthogonalized matrices.
+
+    parts: this rank's, one per matrix. cuts: of each matrix, one per process group. The matrices are dealt out over
+    the ranks of the first group, which join the parts of theirs, then over those of the next one. A rank that has a
+    matrix whole orthogonalizes it, and all goes the same way back.
+    """
+    if not process_groups or not parts:
+        return [orthogonalize(part) for part in parts]
+    group, *inner_groups = process_groups
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own_parts, own_cuts = parts[rank::ranks], cuts[rank::ranks]
+    outgoing = [parts[receiver::ranks] for receiver in range(ranks)]
+    incoming = [[_shape_on(sender, *own) for own in zip(own_parts, own_cuts, strict=True)] for sender in range(ranks)]
+    received = exchange(outgoing, incoming, group, parts[0])
+    joined = []
+    for position, (cut, *_) in enumerate(own_cuts):
+        joined.append(torch.cat([of_sender[position] for of_sender in received], dim=cut.dimension))
+    results = orthogonalize_parts(joined, [inner for _, *inner in own_cuts], inner_groups)
+    answers: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for result, (cut, *_) in zip(results, own_cuts, strict=True):
+        for receiver, piece in enumerate(result.split(cut.sizes, dim=cut.dimension)):
+            answers[receiver].append(piece)
+    answered = exchange(answers, [[part.shape for part in of_owner] for of_owner in outgoing], group, parts[0])
+    orthogonal = list(parts)
+    for sender, of_owner in enumerate(answered):
+        orthogonal[sender::ranks] = of_owner
+    return orthogonal
+
+
+def _shape_on(rank: int, part: Tensor, cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a matrix. part, cuts: this rank's part, and the cuts that are left."""
+    shape = list(part.shape)
+    shape[cuts[0].dimension] = cuts[0].sizes[rank]
+    return tuple(shape)
+
+
+def exchange(
+    outgoing: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    group: dist.ProcessGroup,
+    like: Tensor,
+) -> list[list[Tensor]]:
+    """Send outgoing[r] to rank r of a group, in one all-to-all; return what each rank sent, of its `shapes`.
+
+    like: has the type and device of all these tensors, of which there may be none.
+    """
+    flat = [tensor.flatten() for of_receiver in outgoing for tensor in of_receiver]
+    sent = torch.cat([like.new_empty(0), *flat])
+    sent_sizes = [sum(tensor.numel() for tensor in of_receiver) for of_receiver in outgoing]
+    sizes = [[math.prod(shape) for shape in of_sender] for of_sender in shapes]
+    received_sizes = list(map(sum, sizes))
+    received = sent.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
+    tensors = []
+    for of_sender, elements in zip(shapes, received.split(received_sizes), strict=True):
+        pieces = elements.split([math.prod(shape) for shape in of_sender])
+        tensors.append([piece.view(shape) for piece, shape in zip(pieces, of_sender, strict=True)])
+    return tensors
+
+
+def cut_axes(parameter: Tensor) -> list[int]:
+    """Return the axes of a parameter's mesh over which it is cut: FSDP's, then that of tp."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and not parameter.placements[axis].is_replicate()]
+
+
+def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
+    """Return how a matrix is cut over the ranks of each of its `cut_axes`.
+
+    FSDP cuts what tensor parallelism has left to a rank, as torch.chunk does: the last ranks may have fewer rows.
+    """
+    cuts: list[Cut] = []
+    left = list(parameter.shape)
+    for axis in reversed(cut_axes(parameter)):
+        assert isinstance(parameter, DTensor)
+        # Shard, or the strided one of FSDP over tp, which has no public name
+        dimension = parameter.placements[axis].dim  # type: ignore[attr-defined]
+        ranks = parameter.device_mesh.size(axis)
+        length = left[dimension]
+        per_rank = math.ceil(length / ranks)
+        sizes = tuple(min(per_rank, max(0, length - per_rank * rank)) for rank in range(ranks))
+        cuts.insert(0, Cut(dimension, sizes))
+        left[dimension] = sizes[parameter.device_mesh.get_local_rank(axis)]
+    return tuple(cuts)
