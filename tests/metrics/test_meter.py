@@ -86,8 +86,9 @@ def result(loss: float = 2.5, document: int = 16) -> StepResult:
 
 
 def unread() -> StepResult:
-    """A step of which nothing may be read; its pairs are only added up, on the device."""
-    return StepResult(**dict.fromkeys(StepResult._fields) | {"pairs": result().pairs})  # type: ignore[arg-type]
+    """A step of which nothing may be read; its pairs and targets are only added up, on the device."""
+    summed = {"pairs": result().pairs, "tokens": result().tokens}
+    return StepResult(**dict.fromkeys(StepResult._fields) | summed)  # type: ignore[arg-type]
 
 
 def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
@@ -116,6 +117,7 @@ def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
         "learning_rate": 1e-3,
         "tokens": (80 + 6 * 8) * 16,
         "tokens_per_second": rate,
+        "targets_per_second": rate,
         "step_seconds": 2.0,
         "data_seconds": 0.25,
         "mfu": rate * palm / 4e9,
@@ -123,6 +125,14 @@ def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
         "hfu": rate * (palm + recomputed) / 4e9,
         "skipped_steps": 2,
     }
+
+
+def test_the_z_loss_is_beside_the_loss_where_there_is_one() -> None:
+    sink = RecordingSink()
+    meter = make(sink)
+    meter.log(1, result()._replace(z_loss=torch.tensor(0.25)))
+    assert sink.records[0]["z_loss"] == 0.25
+    assert sink.records[0]["loss"] == 2.5
 
 
 def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
@@ -186,6 +196,7 @@ def test_every_key_is_described_and_has_its_curve(clock: Clock) -> None:
     assert record is not None
     text = meter_module.__doc__ or ""
     keys = record.keys() | {"memory_reserved_gib", "allocation_retries"}  # these two are of a GPU
+    keys |= {"z_loss"}  # with training.z_loss
     assert all(re.search(rf"\n    {key}\s", text) for key in keys)
     assert keys - {"step"} == TensorBoard.TAGS.keys()
 

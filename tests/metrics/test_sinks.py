@@ -30,6 +30,7 @@ RECORD: Record = {
     "learning_rate": 3e-4,
     "tokens": 81920,
     "tokens_per_second": 12345.6,
+    "targets_per_second": 12345.6,
     "step_seconds": 0.5,
     "data_seconds": 0.001,
     "mfu": 0.312,
@@ -166,7 +167,7 @@ def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path
 
 
 def test_every_key_has_a_curve() -> None:
-    assert TensorBoard.TAGS.keys() == RECORD.keys() - {"step"} | {"validation_loss"}
+    assert TensorBoard.TAGS.keys() == RECORD.keys() - {"step"} | {"validation_loss", "z_loss"}
 
 
 @pytest.mark.parametrize("tensorboard", [True, False])

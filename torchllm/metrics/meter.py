@@ -6,14 +6,19 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     step               the step, from 1
     loss               nats per target token, the mean over all target tokens of this step on all ranks
     validation_loss    the same over the held-out sequences; only in steps with an evaluation
+    z_loss             training.z_loss times the mean squared log-sum-exp of the target tokens' logits, which the loss
+                       does not contain; only with that key
     grad_norm          global norm of this step's gradient, before clipping
     learning_rate      learning rate of this step
     tokens             input tokens consumed since step 1 of the run, resumed or not
     tokens_per_second  input tokens of all ranks per second, over the interval
+    targets_per_second target tokens of all ranks per second, over the interval: in fine-tuning, what is trained
     step_seconds       mean over the interval, without evaluation and checkpoints
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
     mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM);
-                       with [float8] the peak is float8's, twice that of bfloat16
+                       N are all parameters, and of experts those that a token uses;
+                       with [float8] the peak is float8's, twice that of bfloat16; with [lora] 4 N + 6 n instead of
+                       6 N, n being the trained parameters
     mfu_unmasked       the same, counting only the attention that the causal and document masks leave
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
@@ -40,7 +45,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.config import Lora, Metrics, Model, Recompute, Training
 from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.goodput import Goodput
@@ -49,7 +54,7 @@ from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.spec.flops import device_peak_flops, flops_per_token, recomputed_flops_per_token
+from torchllm.spec.flops import WITHOUT_LORA, device_peak_flops, flops_per_token, recomputed_flops_per_token
 
 if TYPE_CHECKING:
     from torchllm.train.step import StepResult
@@ -80,9 +85,10 @@ class Meter:
         planned_mfu: float | None = None,
         sequences: int = 0,
         has_logits_again: bool = False,
+        lora: Lora = WITHOUT_LORA,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
-        has_logits_again: of `spec.flops.recomputes_logits`.
+        has_logits_again: of `spec.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written.
         sinks and console: rank 0's; none of them raises (`TolerantSink`).
@@ -101,6 +107,7 @@ class Meter:
         self.gpu = device_meter(device) if sinks else None
         self.gpu_tolerance = Tolerance("the GPU's driver")
         length = training.sequence_length
+        self.lora = lora
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.has_described_a_step = False
         self.first = True
@@ -110,6 +117,7 @@ class Meter:
         self.charges: dict[str, float] = {}
         """seconds by cause that `goodput` was not told yet"""
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
+        self.targets = torch.zeros((), dtype=torch.float64, device=device)
         self.step = 0
         self.total_data_wait = 0.0
         self.start_interval()
@@ -171,6 +179,7 @@ class Meter:
         self.steps += 1
         self.sequences += self.training.global_batch_size
         self.pairs = self.pairs + result.pairs
+        self.targets = self.targets + result.tokens
         due = step % self.config.log_interval == 0 or step == self.training.steps
         if not (due or self.first or validation_loss is not None or force):
             return None
@@ -194,7 +203,8 @@ class Meter:
         self._write(profiled.step, {"step": profiled.step} | parts)
         if not self.has_described_a_step:
             tokens = self.training.global_batch_size * self.training.sequence_length
-            mfu = self._utilization(tokens / seconds * flops_per_token(self.model, self.training.sequence_length))
+            flops = flops_per_token(self.model, self.training.sequence_length, lora=self.lora)
+            mfu = self._utilization(tokens / seconds * flops)
             log.info("%s", profiled.describe(mfu, self.planned_mfu))
         self.has_described_a_step = True
         if profiled.slow:
@@ -239,14 +249,17 @@ class Meter:
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all values: this is where a logged step waits for the device, so the clock is read after it.
-        tensors = [result.loss, result.grad_norm, result.skipped, self.pairs]
-        loss, grad_norm, skipped, pairs = torch.stack([tensor.double() for tensor in tensors]).tolist()
+        z_losses = [] if result.z_loss is None else [result.z_loss]
+        tensors = [result.loss, result.grad_norm, result.skipped, self.pairs, self.targets, *z_losses]
+        loss, grad_norm, skipped, pairs, targets, *z_loss = torch.stack(
+            [tensor.double() for tensor in tensors]
+        ).tolist()
         seconds = time.perf_counter() - self.interval_started - self.paused_seconds
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
         tokens_per_second = tokens / seconds
-        model_flops = flops_per_token(self.model, length)
-        unmasked_flops = flops_per_token(self.model, length, pairs / tokens)
+        model_flops = flops_per_token(self.model, length, lora=self.lora)
+        unmasked_flops = flops_per_token(self.model, length, pairs / tokens, self.lora)
         record: Record = {
             "step": step,
             "loss": loss,
@@ -254,6 +267,7 @@ class Meter:
             "learning_rate": result.learning_rate,
             "tokens": self.sequences * length,
             "tokens_per_second": tokens_per_second,
+            "targets_per_second": targets / seconds,
             "step_seconds": seconds / self.steps,
             "data_seconds": self.data_wait_seconds / self.steps,
             "mfu": self._utilization(tokens_per_second * model_flops),
@@ -262,6 +276,8 @@ class Meter:
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
+        if z_loss:
+            record["z_loss"] = z_loss[0]
         if self.device.type == "cuda":
             record |= allocator_record(self.device)
         if self.gpu is not None:
@@ -274,6 +290,7 @@ class Meter:
         """Start the clock of the steps up to the next logged one."""
         self.steps = 0
         self.pairs = torch.zeros_like(self.pairs)
+        self.targets = torch.zeros_like(self.targets)
         self.data_wait_seconds = 0.0
         self.paused_seconds = 0.0
         self.interval_started = time.perf_counter()
@@ -284,6 +301,11 @@ class Meter:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def memory_gib(device: torch.device) -> float:

@@ -31,11 +31,13 @@ from torchllm.metrics.bottlenecks import (
 )
 from torchllm.metrics.console import Console
 from torchllm.metrics.goodput import Goodput
-from torchllm.metrics.meter import Meter, peak_flops
+from torchllm.metrics.meter import Meter, device_name, peak_flops
 from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_sinks
 from torchllm.metrics.step_profiler import ProfiledStep, StepProfiler
+from torchllm.metrics.task_processes import TaskProcesses
 from torchllm.metrics.trace import TraceWriter, parse_steps
 from torchllm.models.decoder import Decoder
+from torchllm.models.lora import check_trained
 from torchllm.parallel.mesh import Mesh
 from torchllm.planner.search.auto import planned
 from torchllm.runtime.on_event import call_on_event
@@ -43,7 +45,7 @@ from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
 from torchllm.spec.cluster import tensor_parallel_warning
-from torchllm.spec.flops import parameter_count, recomputes_logits
+from torchllm.spec.flops import active_parameter_count, parameter_count, recomputes_logits, update_parameter_count
 from torchllm.spec.stages import stage_of_rank
 from torchllm.train.step import StepResult
 
@@ -97,11 +99,16 @@ class Monitor:
         self.next_config: Config | None = None
         """set by `wants_change`: with which to go on from the last checkpoint"""
         self.change_reason = ""
+        self.task_processes: TaskProcesses | None = None
         self.seconds_before_change: float | None = None
         """of a step; None once the steps after the change were compared with it"""
 
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
-        """Start the clocks, right before step `start` + 1, the first with this config."""
+        """Start the clocks, right before step `start` + 1, the first with this config.
+
+        Raises UserError if it does not train what the config says (`check_trained`).
+        """
+        check_trained(stages, config.lora)
         runtime, device, training = self.runtime, self.runtime.device, config.training
         runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
@@ -122,13 +129,14 @@ class Monitor:
             device=device,
             world_size=runtime.world_size,
             peak_flops=peak,
-            sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
+            sinks=open_sinks(runtime.folder, config, start, device_name(device)) if runtime.is_main else [],
             console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
             goodput=self.goodput,
             planned_mfu=prediction.mfu if prediction else None,
             sequences=data.state()["sequences"],
             has_logits_again=recomputes_logits(training, config.parallel),
+            lora=config.lora,
         )
         traces = TraceWriter(runtime.folder, parse_steps(config.metrics.profile_steps), runtime.rank)
         interval = config.metrics.breakdown_interval
@@ -138,6 +146,9 @@ class Monitor:
         if config.parallel.rebalance and mesh.pp.size() > 1:
             indices = stage_of_rank(config.parallel, mesh.pp.get_local_rank())
             self.stage_clock = StageClock(stages, indices, device)
+        if runtime.is_main and config.evaluate.tasks_interval and self.task_processes is None:
+            self.task_processes = TaskProcesses(runtime.folder, config.evaluate.tasks_interval, start)
+        self.last_step = start
         self.step_seconds: deque[float] = deque(maxlen=TIMED_STEPS + 2)
         self.steps = 0
         self.start_up.close()
@@ -151,6 +162,19 @@ class Monitor:
         """Log what is trained, on what."""
         training, model = config.training, config.model
         log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
+        if model.experts:
+            log.info(
+                "experts: %d of %d for a token, in %d blocks; it uses %s of the parameters",
+                model.top_k,
+                model.experts,
+                model.layers - model.dense_layers,
+                f"{active_parameter_count(model):,}",
+            )
+        if config.lora.is_on:
+            trained = update_parameter_count(model, config.lora)
+            log.info(
+                "LoRA of rank %d: %s parameters are trained, the others are frozen", config.lora.rank, f"{trained:,}"
+            )
         for line in data.describe_sources(training.steps):
             log.info("%s", line)
         tokens_per_step = training.global_batch_size * training.sequence_length
@@ -200,6 +224,8 @@ class Monitor:
         self.step_seconds.append(ended - self.step_ended)
         self.step_ended = ended
         self.steps += 1
+        self.last_step = n
+        self._evaluate_tasks()
         if self.steps == TIMED_STEPS + 1:
             self._compare_with_before()
         if self.profiler.latest is not None:
@@ -252,13 +278,19 @@ class Monitor:
         return True
 
     def end(self) -> None:
-        """End what `begin` started."""
+        """End what `begin` started; checkpoints are written by now."""
+        self._evaluate_tasks()
         self.meter.close()
 
     def close(self) -> None:
         """Log what the run's time went to."""
         if self.goodput is not None:
             log.info("%s", self.goodput.summary())
+
+    def _evaluate_tasks(self) -> None:
+        """Start the evaluation of a checkpoint's tasks if one is due, on rank 0."""
+        if self.task_processes is not None:
+            self.task_processes.start_due(self.last_step)
 
     def _bottlenecks(self) -> Bottlenecks:
         data_wait = self.data_wait_clock.longest(self.meter.total_data_wait)

@@ -1,4 +1,4 @@
-"""Where logged steps go: a file of JSON lines, TensorBoard, the console. Only rank 0 has sinks.
+"""Where logged steps go: a file of JSON lines, TensorBoard, experiment trackers, the console. Only rank 0 has sinks.
 
 A fork adds one by writing a class with `write` and `close` and giving an instance to `monitor.add_sink`, after
 `monitor.begin`. A sink that raises ends no training: see `TolerantSink`.
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from torchllm.config import Config
 from torchllm.config.write import dump_toml
 from torchllm.metrics.appended_file import AppendedFile
+from torchllm.metrics.trackers import TrackerSink, environment_facts
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
@@ -84,13 +85,19 @@ class TolerantSink:
             self.sink.close()
 
 
-def open_sinks(folder: Path, config: Config, start: int = 0) -> list[Sink]:
-    """Return the sinks of a run that has done `start` steps; for rank 0. They open their files at the first record."""
+def open_sinks(folder: Path, config: Config, start: int = 0, device: str = "cpu") -> list[Sink]:
+    """Return the sinks of a run that has done `start` steps; for rank 0. They open their files at the first record.
+
+    device: name of what the run computes on, for trackers.
+    """
     lines = folder / "metrics.jsonl"
     sinks: list[Sink] = [TolerantSink(str(lines), JsonLines(lines, start))]
     if config.metrics.tensorboard:
         board = TensorBoard(folder / "tensorboard", start, dump_toml(config))
         sinks.append(TolerantSink(str(board.file.path), board))
+    for name in config.metrics.trackers:  # after metrics.jsonl, which their helpers read
+        tracker = TrackerSink(folder, name, environment_facts(config, device))
+        sinks.append(TolerantSink(f"metrics.{name}", tracker))
     return sinks
 
 
@@ -188,6 +195,7 @@ class TensorBoard:
         "loss": "at_a_glance/1_loss",
         "validation_loss": "at_a_glance/2_validation_loss",
         "tokens_per_second": "at_a_glance/3_tokens_per_second",
+        "targets_per_second": "performance/targets_per_second",
         "memory_gib": "at_a_glance/4_memory_gib",
         "mfu": "performance/mfu",
         "mfu_unmasked": "performance/mfu_unmasked",
@@ -197,6 +205,7 @@ class TensorBoard:
         "tokens": "progress/tokens",
         "grad_norm": "update/grad_norm",
         "learning_rate": "update/learning_rate",
+        "z_loss": "update/z_loss",
         "memory_reserved_gib": "system/memory_reserved_gib",
         "allocation_retries": "system/allocation_retries",
         "skipped_steps": "update/skipped_steps",

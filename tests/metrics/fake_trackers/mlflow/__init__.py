@@ -1,0 +1,1 @@
+"""The calls of MLflow that torchllm makes."""
