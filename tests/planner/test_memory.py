@@ -108,6 +108,10 @@ TRACED = {
     "1B, tied, ZeRO 1": layout("llama_1b", dp_shard=8, zero_stage=1, micro=4, mode="full"),
     "1B, tied, short": layout("llama_1b", dp_shard=8, length=512),
     "Qwen3, norms of q and k": layout("qwen3_0.6b", dp_shard=8, micro=4),
+    "OLMo 2, norms after, sequence parallel, half of the products": layout(
+        "olmo2_1b", tp=4, dp_shard=4, micro=2, mode="selective_half", **SP
+    ),
+    "OLMo 2, norms after, selective": layout("olmo2_1b", dp_shard=8, micro=2, mode="selective"),
     "Qwen3, sequence parallel, selective": layout("qwen3_0.6b", tp=4, dp_shard=4, micro=2, mode="selective", **SP),
     "8B, all forwards first": layout("llama3_8b", pp=2, dp_shard=2, count=4, schedule="GPipe"),
     "1B, zero bubble, V": layout("llama_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
@@ -117,7 +121,7 @@ TRACED = {
         "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
     ),
 }
-"""33 layouts of 8 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
+"""35 layouts of 9 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
 ON_A_CPU = (
@@ -207,7 +211,14 @@ def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
             split=(each - 1, *[each] * (stages - 2), each - 1),
         )
         model = c.Model(
-            "gpt", layers, hidden, heads, ffn=4 * hidden, vocab=32000, tied_embeddings=True, max_sequence_length=1024
+            family="gpt",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            ffn=4 * hidden,
+            vocab=32000,
+            tied_embeddings=True,
+            max_sequence_length=1024,
         )
         training = c.Training(micro_batch_size=micro, global_batch_size=micro * 24, sequence_length=1024)
         one = Layout(model, parallel, training, c.Recompute())
@@ -237,7 +248,7 @@ def test_true_peaks_of_steps() -> None:
 @pytest.mark.parametrize(("tp", "spread", "expected"), [(1, 1, 34.0), (8, 1, 10 + 24 / 8), (8, 8, 34 / 8)])
 def test_a_block_keeps_what_korthikanti_et_al_count(tp: int, spread: int, expected: float) -> None:
     """Bytes over s b h, of a GPT block with dropout, and 5 a s / h more with scores (arXiv 2205.05198, table 2)."""
-    model = c.Model("gpt", hidden=6144, heads=64, ffn=4 * 6144)
+    model = c.Model(family="gpt", hidden=6144, heads=64, ffn=4 * 6144)
     piece, software = Piece(4, 4 * 2048, 2048, tp, spread), STACKS["megatron-2022"]
     flash = block_activations(model, piece, c.Parallel(), Kernels("flash2"), software)
     scores = block_activations(model, piece, c.Parallel(), Kernels("fused_softmax"), software)

@@ -113,5 +113,5 @@ def test_the_ends_keep_what_is_planned(name: str) -> None:
 
 def test_a_layer_that_the_planner_does_not_know_shows() -> None:
     model = load("qwen3_0.6b")
-    without = planned_bytes(replace(model, qk_norm=False), MIDDLE)
+    without = planned_bytes(replace(model, qk_norm="none"), MIDDLE)
     assert without < (1 - 4 * TOLERANCE) * traced_bytes(model, MIDDLE)

@@ -7,6 +7,8 @@ import torch
 from torchllm.config import Config, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.context import sequence_pieces
@@ -32,10 +34,12 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
     dtype = compute_dtype(training, device)
     length = training.sequence_length
     with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk)
+        model = build_model(config.model, training.loss_chunk, training.z_loss)
+    apply_lora(model, config.lora, dtype)
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)
+    WeightAverage(stages, config.optimizer.ema_decay).follow(optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, training, dtype)
     step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, training, device)

@@ -73,14 +73,16 @@ def block_activations(
     exchanged = 2.0 * wide * (parallel.cp > 1 and parallel.cp_method == "ulysses")  # the result in both arrangements
     dropped = here * software.dropout  # a mask of a byte
     of_core = core(model, piece, kernels, software)
-    fused_head_norm = kernels.fused_norm or kernels.compiled
-    head_norms = (2.0 if fused_head_norm else 8.0) * (wide + narrow) * model.qk_norm  # as `norm`, of q and of k
-    attention = norm + feeds + dropped + head_norms + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
+    fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
+    qk_norms = 0.0
+    if model.qk_norm != "none":
+        qk_norms = (2.0 if fused_qk_norm else 8.0) * (wide + narrow)  # as `norm`, of q and of k
+    attention = norm + feeds + dropped + qk_norms + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
     inner = (6.0 if kernels.compiled else 8.0) * ffn if gated else 4.0 * ffn
     gates = 4.0 * ffn if gated else 2.0 * ffn
     shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
-    if model.qk_norm and fused_head_norm:
-        shared += head_norms  # results of products, which the norms keep as their inputs
+    if model.qk_norm != "none" and fused_qk_norm:
+        shared += qk_norms  # results of products, which the norms keep as their inputs
     results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
     if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
         results = 2 * (wide + narrow) + 2 * hidden + gates / 2
@@ -90,8 +92,11 @@ def block_activations(
         half_shared += 2 * ffn
     else:
         half += 2 * hidden  # down
-    if model.qk_norm and fused_head_norm:
+    if model.qk_norm != "none" and fused_qk_norm:
         half_shared += 2.0 * narrow  # k, which its norm keeps
+    if model.norm_position == "after" and fused_norm:  # results of o and down, which the norms keep as their inputs
+        shared += 4 * here
+        half_shared += 2 * here if gated else 4 * here
     sent = 0.0  # under tensor parallelism it can make selective recomputation keep more than everything
     if software.saves_collectives and piece.spread > 1:
         sent = 4 * hidden + 4 * here  # gathered before attention and the feed-forward layer, scattered after them
@@ -104,7 +109,7 @@ def block_activations(
     read, given = 4 * hidden + 2 * wide + 2 * ffn, 2 * (wide + 2 * narrow) + 4 * hidden + gates
     whole = attention + norm + feeds + dropped + inner
     of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
-    sizes, count = matrices(model), piece.tokens
+    sizes, count = matrices(model, layer=0), piece.tokens
     phases = [
         Phase(count * (2 * hidden + gates), sizes.down / piece.tp, False),  # through the gates
         Phase(count * (of_norm - inner - feeds), sizes.ffn / piece.tp, False),  # the second norm

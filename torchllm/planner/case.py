@@ -1,19 +1,34 @@
 """The input of every prediction: one layout of one model on one cluster, under one framework. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.config import Lora, Model, Optimizer, Parallel, Recompute, Training
+from torchllm.config.errors import UserError
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.spec.cluster import Hardware
+from torchllm.spec.flops import WITHOUT_LORA
 from torchllm.spec.software import Software
 
 PP, REPLICATE, SHARD, CP, TP = range(5)
 """dimensions of `Case.mesh`"""
 
 
+class UnknownModel(UserError):
+    """A model that the planner cannot predict."""
+
+
+def check_known(model: Model) -> None:
+    """Raise UnknownModel if the planner, to which all blocks are alike, cannot predict a model."""
+    if model.experts:
+        raise UnknownModel(
+            "model.experts: the planner does not know mixtures of experts yet: set the degrees of [parallel] yourself, "
+            'with parallel.layout = "manual"'
+        )
+
+
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model on one cluster, degrees resolved."""
+    """One layout of one model on one cluster, degrees resolved. UnknownModel if the planner cannot predict it."""
 
     model: Model
     training: Training
@@ -22,6 +37,13 @@ class Case:
     kernels: Kernels
     hardware: Hardware
     software: Software
+    lora: Lora = WITHOUT_LORA
+    """`software` is `frozen_weights.with_frozen_weights` of it"""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """`software` is `optimizer_states.with_optimizer_states` of it"""
+
+    def __post_init__(self) -> None:
+        check_known(self.model)
 
     @property
     def data_ranks(self) -> int:

@@ -48,6 +48,10 @@ class Kernels(NamedTuple):
     """blocks compiled: elementwise work is fused"""
     float8: bool = False
 
+    def fuses_qk_norm(self, model: Model, tp: int) -> bool:
+        """Return whether norms of q and k are one kernel each: over a width of which a rank has a part, if compiled."""
+        return self.compiled or (self.fused_norm and (model.qk_norm == "head" or tp == 1))
+
 
 def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
     """Return the seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline, lower for few or shallow tiles."""
@@ -100,10 +104,10 @@ def block_backward(
     core = attention(model, piece, kernels, software, hardware, backward=True)
     around = elementwise(model, piece, kernels, software, hardware, True)
     added = (2 + 2 * software.gradients) * sum(outs * ins for outs, ins in shapes)
-    return (
-        Seconds(inputs, 0.0, 0.0, len(shapes)).plus(core).plus(around),
-        Seconds(weights, 0.0, _moving(added, hardware), 2 * len(shapes)),
-    )
+    of_weights = Seconds(weights, 0.0, _moving(added, hardware), 2 * len(shapes))
+    if software.trained < 1:
+        of_weights = Seconds()
+    return Seconds(inputs, 0.0, 0.0, len(shapes)).plus(core).plus(around), of_weights
 
 
 def _moving(bytes: float, hardware: Hardware) -> float:
@@ -115,12 +119,13 @@ def attention(
 ) -> Seconds:
     """Return the time of scores, softmax and their product with the values, of this rank's heads.
 
-    Flash kernels compute half of a causal mask's pairs, and in the backward 5 products for the forward's 2 (Dao et al.,
-    arXiv 2205.14135 and 2307.08691); the others move every score through memory several times, counted here in bytes.
+    Flash kernels compute the pairs that causal mask and window leave, half of all without a window, and in the backward
+    5 products for the forward's 2 (Dao et al., arXiv 2205.14135 and 2307.08691); the others compute all, and move every
+    score through memory several times, counted here in bytes.
     """
-    pairs = piece.tokens * piece.keys * model.heads / piece.tp
-    operations = 4.0 * pairs * model.head_width
     if kernels.attention in ("eager", "fused_softmax"):
+        pairs = piece.tokens * piece.keys * model.heads / piece.tp
+        operations = 4.0 * pairs * model.head_width
         unfused = kernels.attention == "eager"
         moved = {(True, False): 34.0, (True, True): 42.0, (False, False): 4.0, (False, True): 6.0}[unfused, backward]
         moved += 5.0 * software.dropout
@@ -128,9 +133,12 @@ def attention(
         products = max(products, _moving(pairs * (8.0 if backward else 4.0), hardware))
         count = (9 if unfused else 3) + 2 * backward
         return Seconds(0.0, products, _moving(pairs * moved * software.constants.traffic, hardware), count)
-    rate = getattr(hardware.attention, kernels.attention) * piece.keys / (piece.keys + SHORT)
+    window = model.window_within(piece.keys)
+    seen = window * (1.0 - window / (2 * piece.keys))  # by a query on average: the first ones have fewer before them
+    operations = 4.0 * piece.tokens * seen * model.heads / piece.tp * model.head_width
+    rate = getattr(hardware.attention, kernels.attention) * window / (window + SHORT)
     rate *= min(1.0, NARROW + (1 - NARROW) * model.head_width / 128)
-    return Seconds(0.0, operations / 2 * (2.5 / BACKWARD_RATE if backward else 1.0) / rate, 0.0, 3 if backward else 1)
+    return Seconds(0.0, operations * (2.5 / BACKWARD_RATE if backward else 1.0) / rate, 0.0, 3 if backward else 1)
 
 
 NARROW = 0.98
@@ -164,13 +172,13 @@ def elementwise(
         if features.gated_ffn
         else ((6.0 if fused else 10.0) + 2.0 * backward)
     )
-    if model.qk_norm:
-        rotary += FUSED_NORM[backward] if kernels.fused_norm or kernels.compiled else UNFUSED_NORM[backward]
+    if model.qk_norm != "none":
+        rotary += (FUSED_NORM if kernels.fuses_qk_norm(model, piece.tp) else UNFUSED_NORM)[backward]
     copies = 4.0 * 2 * width
     moved = piece.tokens * (2 * (norm + residual) * model.hidden / piece.spread + rotary * width + copies + act * ffn)
     count = 12.0 if kernels.compiled else (36.0 if unfused else 22.0)
-    if model.qk_norm and not kernels.compiled:
-        count += 2 if kernels.fused_norm else 16
+    if model.qk_norm != "none" and not kernels.compiled:
+        count += 2 if kernels.fuses_qk_norm(model, piece.tp) else 16
     if backward:
         count *= 1.5
     return Seconds(0.0, 0.0, _moving(moved * software.constants.traffic, hardware), count)
@@ -225,6 +233,6 @@ def recomputed(
         case "selective":
             return core if software.recomputes_attention_only else around
         case "selective_half":
-            share = half_of_products(model) / sum(product_sizes(model))
+            share = half_of_products(model, layer=0) / sum(product_sizes(model, layer=0))
             return around.plus(Seconds(matmul=forward.matmul * share, kernels=3))
     return none

@@ -21,7 +21,7 @@ from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.planner.activations import BlockActivations, StageActivations, block_activations, stage_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.moments import Moment, totals
-from torchllm.spec.flops import matrices, recomputes_logits
+from torchllm.spec.flops import head_size, matrices, recomputes_logits
 from torchllm.spec.schedules import Kind
 from torchllm.spec.software import Software
 
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     """Bytes of a rank at its peak."""
 
     weights: float = 0.0
-    """float32 shards, or the 16-bit copy of a framework that keeps one"""
+    """float32 shards, 16-bit ones of frozen weights, or the 16-bit copy of a framework that keeps one"""
     gradients: float = 0.0
     optimizer: float = 0.0
     """moments, and the float32 weights of a framework that has 16-bit ones beside them"""
@@ -76,15 +76,19 @@ class StageSize(NamedTuple):
 
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
-    sizes = matrices(model)
+    sizes = matrices(model, layer=0)
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
     found = stage.blocks * ((sizes.attention + sizes.ffn) / tp + 2 * norm)
-    if model.qk_norm:
+    if model.qk_norm == "head":
         found += stage.blocks * 2 * model.head_width
+    if model.qk_norm == "width":
+        found += stage.blocks * (model.heads + model.kv) * model.head_width / tp
+    if model.has_qkv_bias:
+        found += stage.blocks * (model.heads + 2 * model.kv) * model.head_width / tp
     if features.biases:  # those after a sum are whole on every rank
-        found += stage.blocks * (((model.heads + 2 * model.kv) * model.head_width + model.ffn) / tp + 2 * model.hidden)
-    table = sizes.head / (tp if vocab_parallel else 1)
+        found += stage.blocks * (model.ffn / tp + 2 * model.hidden)
+    table = head_size(model) / (tp if vocab_parallel else 1)
     found += table * (stage.first + (stage.last and not (model.tied_embeddings and stage.first))) + stage.last * norm
     return found + (stage.first and features.learned_positions) * model.max_sequence_length * model.hidden
 
@@ -223,7 +227,8 @@ def stands(rank: Rank, parameters: float, shards: int) -> Memory:
         if parallel.pp == 1 and rank.micro_batches > 1:
             gradients = software.gradients * (parameters / shards if zero >= 2 else parameters)
         whole = 0.0 if rank.per_use else software.gathered * parameters
-        return Memory(4.0 * parameters / shards, gradients, (software.states - 4.0) * parameters / shards, whole)
+        moments = software.states - software.shards
+        return Memory(software.shards * parameters / shards, gradients, moments * parameters / shards, whole)
     weights = software.weights * parameters / (shards if zero >= 3 else 1)
     gradients = software.gradients * parameters / (shards if zero >= 2 else 1)
     copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)

@@ -14,6 +14,7 @@ from torchllm.planner.case import CP, REPLICATE, SHARD, Case
 from torchllm.planner.compute import MEMORY_RATE
 from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parameters
 from torchllm.planner.moments import of_rank
+from torchllm.planner.muon_time import muon_seconds
 from torchllm.planner.simulate import StageTimes, played, simulate_played
 from torchllm.planner.stage import StageCost, boundary, cost_of_block, exposed, stage_cost
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
@@ -102,7 +103,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     )
     tokens = case.training.global_batch_size * case.training.sequence_length
     peak = case.ranks * case.hardware.peak.bfloat16
-    mfu = tokens * flops_per_token(case.model, case.training.sequence_length) / total / peak
+    mfu = tokens * flops_per_token(case.model, case.training.sequence_length, lora=case.lora) / total / peak
     hfu = tokens * hardware_flops(case) / total / peak
     return Prediction(total, terms, memory, mfu, hfu, memory.total <= case.hardware.memory)
 
@@ -110,8 +111,8 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
 def hardware_flops(case: Case) -> float:
     """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
-    sizes = matrices(model)
-    core = 4 * model.heads * model.head_width * length
+    sizes = matrices(model, layer=0)
+    core = 4 * model.heads * model.head_width * model.window_within(length)
     block = 2 * (sizes.attention + sizes.ffn) + core
     share = {"none": 0.0, "full": 1.0, "segment": 1.0, "every_k": 1 / recompute_interval(case.recompute, model.layers)}
     again = share.get(case.recompute.mode, 0.0) * block
@@ -120,8 +121,8 @@ def hardware_flops(case: Case) -> float:
     if case.recompute.mode == "selective" and case.software.recomputes_attention_only:
         again = core
     if case.recompute.mode == "selective_half":
-        again = 2 * half_of_products(model)
-    return flops_per_token(model, length) + model.layers * again
+        again = 2 * half_of_products(model, layer=0)
+    return flops_per_token(model, length, lora=case.lora) + model.layers * again
 
 
 def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str, float]:
@@ -154,12 +155,13 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     if software.overlaps_reduction:
         last_backward = sum(cost.times.input_gradient + cost.times.weight_gradient for cost in costs)
         reduced = exposed(reduced, last_backward, constants.exposed)
+    blocks = sum(size.blocks for size in sizes)
     local = parameters / (shards if zero >= 1 else 1)
     moved = local * (2 * software.states + 2 * software.gradients + software.weights)
     return {
         "gradient reduction": reduced,
         "weight gather": gathered,
-        "optimizer": moved / (hardware.memory_bandwidth * MEMORY_RATE),
+        "optimizer": moved / (hardware.memory_bandwidth * MEMORY_RATE) + muon_seconds(case, blocks),
     }
 
 

@@ -14,6 +14,7 @@ from torchllm.planner.compute import (
     head_seconds,
     recomputed,
 )
+from torchllm.planner.frozen_weights import update_seconds
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.simulate import StageTimes
 
@@ -52,7 +53,15 @@ class BlockCost(NamedTuple):
 def computed(case: Case) -> Computed:
     """Return what a GPU computes; it depends on case.piece and case.kernels, not on what is recomputed or sent."""
     of = case.model, case.piece, case.kernels, case.software, case.hardware
-    return Computed(block_forward(*of), *block_backward(*of), attention(*of, False), elementwise(*of, False))
+    inputs, weights = block_backward(*of)
+    updates = update_seconds(case.model, case.lora, case.piece, case.hardware)
+    return Computed(
+        block_forward(*of).plus(updates.forward),
+        inputs.plus(updates.backward),
+        weights,
+        attention(*of, False),
+        elementwise(*of, False),
+    )
 
 
 def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
@@ -106,7 +115,8 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
 
     Two all-reduces of the hidden states per pass (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
     parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
-    hides them, but the backward's where a framework computes the weights' gradients meanwhile.
+    hides them, but the backward's where a framework computes the weights' gradients meanwhile. Norms of q and k over
+    the whole width all-reduce a float32 per token each.
     """
     if case.parallel.tp == 1:
         return 0.0, 0.0, 0.0
@@ -114,6 +124,8 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
     hidden = 2.0 * case.piece.tokens * case.model.hidden
     one = 2 * over_tp.gather(hidden) if case.parallel.sequence_parallel else over_tp.reduce(hidden)
     each = 2 * (one + constants.wait)
+    if case.model.qk_norm == "width":
+        each += 2 * (over_tp.reduce(4.0 * case.piece.tokens) + constants.wait)
     overlaps = case.software.overlaps_tensor_parallel
     again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
     backward = exposed(each, weight_gradients, constants.exposed) if overlaps else each
@@ -174,16 +186,17 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, 
     model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
     launch = software.constants.launch
     forward = inputs = weights = sent = 0.0
+    trains = software.trained == 1  # LoRA freezes both ends
     if size.first:
         looked_up, scattered = embedding_seconds(model, piece, software, hardware)
         forward += looked_up.total(launch) + over_tp
-        weights += scattered.total(launch)
+        weights += scattered.total(launch) * trains
         sent += over_tp
     if size.last:
         of_head = head_seconds(model, piece, kernels, software, hardware)
         forward += of_head[0].total(launch)
         inputs += of_head[1].total(launch)
-        weights += of_head[2].total(launch)
+        weights += of_head[2].total(launch) * trains
         if software.vocab_parallel:
             inputs += over_tp
             sent += over_tp

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.parity import Settings, tiny
+from torchllm.config import Model
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.evidence.rows import measurement_of
 
@@ -12,7 +13,9 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "pipeline": (2, {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "training.micro_batch_size": 1}),
     "context": (4, {"parallel.cp": 4, "parallel.cp_method": "ulysses", "model.attention": "eager"}),
     "grouped heads": (1, {"model.kv_heads": 2, "model.tied_embeddings": True}),
-    "heads as in Qwen3": (1, {"model.kv_heads": 2, "model.head_dim": 32, "model.qk_norm": True}),
+    "as OLMo 2": (1, {"model.qk_norm": "width", "model.norm_position": "after"}),
+    "biases and window": (1, {"model.qkv_bias": True, "model.window": 8}),
+    "heads as in Qwen3": (1, {"model.kv_heads": 2, "model.head_dim": 32, "model.qk_norm": "head"}),
 }
 
 
@@ -37,7 +40,10 @@ def test_a_row_is_the_layout(name: str) -> None:
         "heads",
         "kv",
         "head_width",
+        "qkv_bias",
         "qk_norm",
+        "norm_position",
+        "window",
         "ffn",
         "vocab",
         "tied_embeddings",
@@ -48,12 +54,15 @@ def test_a_row_is_the_layout(name: str) -> None:
     assert case.recompute.mode == config.recompute.mode
 
 
-def test_a_table_without_head_dim_and_qk_norm_is_read() -> None:
-    """Measurements taken before there were these columns, and published tables."""
+def test_a_table_without_columns_for_parts_of_the_model_is_read() -> None:
+    """Measurements taken before there were columns for them, and published tables."""
     config = tiny({})
     cells = {**measurement_of(config, 1), "cluster": "this_cpu"}
-    del cells["head_dim"], cells["qk_norm"]
+    for column in ("head_dim", "qkv_bias", "qk_norm", "norm_position", "window"):
+        del cells[column]
     row = read_row(cells)
     assert row.case is not None, row.problem
     assert row.case.model.head_width == config.model.hidden // config.model.heads
-    assert not row.case.model.qk_norm
+    defaults = Model()
+    for key in ("qkv_bias", "qk_norm", "norm_position", "window"):
+        assert getattr(row.case.model, key) == getattr(defaults, key)

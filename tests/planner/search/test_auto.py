@@ -10,7 +10,7 @@ from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Cluster, Compile, Config, Float8, Model, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
-from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device
+from torchllm.planner.search.auto import choose_layouts, cluster_with_gpu, device, planned, why_unplanned
 from torchllm.start import load_configs
 
 CONFIG = Config(
@@ -48,6 +48,19 @@ def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None
     for written in ({"parallel.pp", "parallel.schedule"}, {"parallel.tp"}):
         with pytest.raises(UserError):
             choose_layouts(float8, 16, written)
+
+
+def test_experts_are_not_planned_and_not_predicted() -> None:
+    sparse = replace(CONFIG, model=replace(CONFIG.model, experts=8))
+    with pytest.raises(UserError, match=r"^model\.experts: the planner does not know "):
+        choose_layouts(sparse, 16, ())
+    for config in (sparse, replace(sparse, parallel=Parallel(dp_shard=16))):
+        assert planned(config) is None
+        assert why_unplanned(config).startswith("model.experts: the planner does not know ")
+    assert why_unplanned(replace(CONFIG, parallel=Parallel(dp_shard=16))) == ""
+    unknown = replace(CONFIG, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks
+    assert why_unplanned(unknown) == "no cluster file describes this machine"
+    assert planned(unknown) is None
 
 
 def test_two_ranks_come_to_the_same() -> None:

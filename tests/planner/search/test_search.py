@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from torchllm.config import SCHEDULES, Cluster, Config, Model, Parallel, Recompute, Training
+from torchllm.config import SCHEDULES, Cluster, Config, Model, Optimizer, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.planner.predict import pipeline_seconds, predict
 from torchllm.planner.search.bounds import Bounds, at_least
@@ -111,12 +111,13 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
     "of",
     [
         job(gpus=4, batch=8),
+        job(gpus=4, batch=8, optimizer=Optimizer(name="muon")),
         job(LARGE, gpus=4, batch=8, length=2048),
         job(LARGE, batch=16, length=4096, fixed={"micro_batch_size": 1}, hardware=cluster(memory=40e9)),
         job(WIDE, gpus=16, batch=16, length=1024, fixed={"cp": 1, "sequence_parallel": True}),
         job(DEEP, gpus=64, batch=2048, length=2048, fixed={"pp": 4, "tp": 4, "cp": 1, "micro_batch_size": 2}),
     ],
-    ids=["small", "large", "tight", "wide", "deep"],
+    ids=["small", "muon", "large", "tight", "wide", "deep"],
 )
 def test_the_best_ten_are_those_of_predicting_everything(of: Job) -> None:
     predicted = [(predict(of.case(layout), at_least), layout) for layout in every(of)]
@@ -144,6 +145,7 @@ def test_bounds_hold() -> None:
         job(LARGE, gpus=8, batch=8, length=2048),
         job(WIDE, gpus=16, batch=16, length=1024),
         job(DEEP, gpus=8, batch=64, length=1024, hardware=waits),
+        job(LARGE, gpus=8, batch=8, length=2048, optimizer=Optimizer(name="muon")),
     ):
         bounds = Bounds(of)
         for layout in random.Random(1).sample(every(of), 400):

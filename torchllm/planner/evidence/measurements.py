@@ -8,7 +8,7 @@ import csv
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from torchllm.config import FAMILIES, SCHEDULES, Model, Parallel, Recompute, Training
 from torchllm.planner.case import Case
@@ -223,12 +223,26 @@ def _hardware(cells: dict[str, str], assumed: list[str]) -> Hardware:
 _CLUSTERS: dict[str, Hardware] = {}
 
 
+def _own_parts(cells: dict[str, str]) -> dict[str, Any]:
+    """Return the keys of [model] for which tables may have no column; an empty cell is the default.
+
+    Raises ValueError if a cell is no value of its key.
+    """
+    parts: dict[str, Any] = {"qkv_bias": cells.get("qkv_bias", "") == "1", "window": number(cells, "window", 0)}
+    for key in ("qk_norm", "norm_position"):
+        parts[key] = cells.get(key) or getattr(Model(), key)
+        choices = get_args(Model.__annotations__[key])
+        if parts[key] not in choices:
+            raise ValueError(f"{key} = {parts[key]!r} is not one of {', '.join(choices)}")
+    return parts
+
+
 def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Model:
     layers, hidden, heads = (number(cells, key) for key in ("layers", "hidden", "heads"))
     length = number(cells, "seq_len")
     kv = number(cells, "kv_heads", 0)
     head_dim = number(cells, "head_dim", 0)  # 0: hidden / heads, as in tables without this column
-    qk_norm = cells.get("qk_norm", "") == "1"
+    own_parts = _own_parts(cells)
     vocab = number(cells, "vocab", 0)
     if not vocab:
         vocab = default_vocab
@@ -243,13 +257,13 @@ def _model(cells: dict[str, str], assumed: list[str], default_vocab: int) -> Mod
         is_tied = tied == "1" if tied else not features.gated_ffn  # as those of the time were
         candidates.append(
             Model(
-                family,
+                family=family,
                 layers=layers,
                 hidden=hidden,
                 heads=heads,
                 kv_heads=kv,
                 head_dim=head_dim,
-                qk_norm=qk_norm,
+                **own_parts,
                 ffn=width,
                 vocab=vocab,
                 tied_embeddings=is_tied,

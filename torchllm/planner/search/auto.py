@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.planner.case import Case
+from torchllm.planner.case import Case, UnknownModel, check_known
 from torchllm.planner.evidence.stacks import STACKS
+from torchllm.planner.frozen_weights import with_frozen_weights
+from torchllm.planner.optimizer_states import with_optimizer_states
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.planner.search.layouts import Job, Layout, kernels_of
@@ -56,17 +58,30 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
 
 
 def planned(config: Config) -> Prediction | None:
-    """Predict a run whose layout is resolved. None if no cluster file describes the machine."""
+    """Predict a run whose layout is resolved. None if `why_unplanned` says why it cannot be predicted."""
+    if why_unplanned(config):
+        return None
+    hardware = read_cluster(_cluster_of_run(config), [])
+    assert hardware is not None
+    return predict(case_of(config, hardware))
+
+
+def why_unplanned(config: Config) -> str:
+    """Return why a run whose layout is resolved cannot be predicted; "" if it can."""
+    try:
+        check_known(config.model)
+    except UnknownModel as error:
+        return str(error)
+    unknown_machine = "no cluster file describes this machine"
     try:
         name = _cluster_of_run(config)
     except UserError:
-        return None
+        return unknown_machine
     hardware = read_cluster(name, [])
-    if hardware is None:
-        return None
-    case = case_of(config, hardware)
     # FOOTGUN: the CPU's figures hold for the number of ranks that shared it when they were measured.
-    return None if name == CPU and case.ranks != hardware.gpus_per_node else predict(case)
+    if hardware is None or (name == CPU and config.parallel.ranks != hardware.gpus_per_node):
+        return unknown_machine
+    return ""
 
 
 def _cluster_of_run(config: Config) -> str:
@@ -76,8 +91,20 @@ def _cluster_of_run(config: Config) -> str:
 def case_of(config: Config, hardware: Hardware) -> Case:
     """Return a run as the planner sees it: torchllm, with the cluster's constants."""
     software = replace(STACKS["torchllm"], constants=hardware.constants)
+    software = with_optimizer_states(software, config.model, config.optimizer)
+    software = with_frozen_weights(software, config.model, config.lora)
     kernels = kernels_of(config.model, config.compile, software, hardware)
-    return Case(config.model, config.training, config.parallel, config.recompute, kernels, hardware, software)
+    return Case(
+        config.model,
+        config.training,
+        config.parallel,
+        config.recompute,
+        kernels,
+        hardware,
+        software,
+        config.lora,
+        config.optimizer,
+    )
 
 
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
@@ -90,7 +117,15 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         if f"{section}.{field}" in written and value != -1 and (key, value) != ("virtual_stages", 0):
             fixed[key] = value
     return Job(
-        config.model, config.training, hardware, world_size, compile=config.compile, float8=config.float8, fixed=fixed
+        config.model,
+        config.training,
+        hardware,
+        world_size,
+        compile=config.compile,
+        float8=config.float8,
+        lora=config.lora,
+        optimizer=config.optimizer,
+        fixed=fixed,
     )
 
 

@@ -18,7 +18,9 @@ from torchllm.config import (
     Compile,
     Config,
     Float8,
+    Lora,
     Model,
+    Optimizer,
     Parallel,
     PipelineSchedule,
     Recompute,
@@ -32,10 +34,13 @@ from torchllm.config.checks import (
     unfit_for_float8,
 )
 from torchllm.config.schema import RecomputeMode
-from torchllm.planner.case import Case
+from torchllm.planner.case import Case, check_known
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
+from torchllm.planner.frozen_weights import with_frozen_weights
+from torchllm.planner.optimizer_states import with_optimizer_states
 from torchllm.spec.cluster import Hardware
+from torchllm.spec.flops import WITHOUT_LORA
 from torchllm.spec.software import Software
 
 C = TypeVar("C", bound=Config)
@@ -118,7 +123,10 @@ class DegreeMesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What to plan: a model, a batch, machines, and the keys that are already decided."""
+    """What to plan: a model, a batch, machines, and the keys that are already decided.
+
+    UnknownModel if the planner cannot predict the model.
+    """
 
     model: Model
     training: Training
@@ -129,13 +137,20 @@ class Job:
     """where it is "auto", the blocks are compiled if the layout allows it; None: whatever the layout allows"""
     float8: Float8 = field(default_factory=Float8)
     """rules layouts out; products are costed in bfloat16"""
+    lora: Lora = WITHOUT_LORA
+    optimizer: Optimizer = field(default_factory=Optimizer)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
+
+    def __post_init__(self) -> None:
+        check_known(self.model)
 
     @cached_property
     def software(self) -> Software:
         """torchllm, with the constants of the cluster file."""
-        return replace(STACKS["torchllm"], constants=self.hardware.constants)
+        software = replace(STACKS["torchllm"], constants=self.hardware.constants)
+        software = with_optimizer_states(software, self.model, self.optimizer)
+        return with_frozen_weights(software, self.model, self.lora)
 
     def allowed(self, key: str, values: list[Any]) -> list[Any]:
         """Return the `values` that agree with `fixed`."""
@@ -177,6 +192,8 @@ class Job:
             kernels_of(self.model, self.compile_of(layout), self.software, self.hardware),
             self.hardware,
             self.software,
+            self.lora,
+            self.optimizer,
         )
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:

@@ -1,0 +1,66 @@
+"""LoRA as the planner and the dry run see it: frozen weights have two bytes, no gradient and no moments."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.dry_run import apart
+from tests.parity import tiny
+from tests.planner.test_predict import LLAMA, case
+from torchllm.config import Lora
+from torchllm.dry_run.replay import Traced
+from torchllm.dry_run.trace import trace
+from torchllm.planner.case import Case
+from torchllm.planner.frozen_weights import with_frozen_weights
+from torchllm.planner.predict import predict
+from torchllm.spec.flops import parameter_count, update_parameter_count
+
+LORA = Lora(rank=16)
+
+
+def with_updates(plain: Case) -> Case:
+    return replace(plain, lora=LORA, software=with_frozen_weights(plain.software, plain.model, LORA))
+
+
+def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
+    plain = case(dp_shard=8, zero_stage=3, global_batch_size=8)
+    of = predict(with_updates(plain)).memory
+    shards = plain.parallel.dp_shard
+    trained = update_parameter_count(LLAMA, LORA) / shards
+    assert of.weights == pytest.approx(2 * parameter_count(LLAMA) / shards + 4 * trained, rel=1e-3)
+    assert of.optimizer == pytest.approx(8 * trained, rel=1e-3)
+    saved = predict(plain).memory.total - of.total
+    assert saved > 0.98 * (12 - 2) * parameter_count(LLAMA) / shards
+
+
+def test_a_step_lacks_the_gradients_of_weights_but_has_the_updates() -> None:
+    plain = case(dp_shard=8, zero_stage=3, global_batch_size=64, tp=2, pp=2)
+    whole, updated = predict(plain), predict(with_updates(plain))
+    assert 0.55 < updated.step / whole.step < 0.9
+    assert updated.terms["gradient reduction"] < 0.1 * whole.terms["gradient reduction"]
+    free = predict(replace(with_updates(plain), lora=replace(LORA, targets=())))
+    assert free.terms["matmul"] < updated.terms["matmul"]
+
+
+def test_without_it_nothing_changes() -> None:
+    plain = case()
+    assert with_frozen_weights(plain.software, plain.model, Lora()) == plain.software
+
+
+def traced(rank: int) -> dict[str, int]:
+    """Bytes of parameters and moments, in a step of fake tensors on one of two ranks that share the weights."""
+    import torch
+
+    config = tiny({"lora.rank": rank, "parallel.dp_shard": 2})
+    step: Traced = trace(config, torch.bfloat16, 0, 2, 1, 0)
+    begin = step.spans[0]
+    return {purpose: begin.end[purpose] for purpose in ("parameters", "optimizer")}
+
+
+def test_the_dry_run_holds_what_the_planner_counts() -> None:
+    model = tiny({}).model
+    trained, frozen = update_parameter_count(model, Lora(rank=4)), parameter_count(model)
+    held = apart(traced, 4)
+    moments = 8 * trained / 2
+    assert held["parameters"] == pytest.approx((2 * frozen + 4 * trained) / 2, rel=0.01)
+    assert moments <= held["optimizer"] <= 1.02 * moments + 4 * 2 * 7 * model.layers * 4

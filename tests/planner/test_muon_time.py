@@ -1,0 +1,86 @@
+"""Muon's time at the end of a step: operations and bytes by hand, and by the optimizer's own order."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.planner.test_comms import dgx_a100
+from tests.planner.test_predict import case
+from torchllm.config import Lora, Model, Optimizer
+from torchllm.optim import muon
+from torchllm.planner import muon_time
+from torchllm.planner.case import Case
+from torchllm.planner.compute import matmul_seconds
+from torchllm.planner.muon_time import iteration_seconds, muon_seconds, orthogonalization_flops
+from torchllm.planner.predict import predict
+from torchllm.spec.flops import MatrixShape, target_shapes
+
+MODEL = Model(layers=3, hidden=1024, heads=8, kv_heads=2, ffn=4096, vocab=512)
+SHAPES = [(4096, 1024)] * 2 + [(1024, 4096)] + [(1024, 1024)] * 2 + [(256, 1024)] * 2
+"""of a block, the most costly first: gate, up, down, q, o, k, v"""
+ELEMENTS = 3 * (3 * 4096 + 2 * 1024 + 2 * 256) * 1024
+"""of the matrices of all blocks"""
+
+
+def muon_case(**layout: Any) -> Case:
+    """A layout of the model, trained by Muon on machines whose links have no latency."""
+    hardware = dgx_a100()
+    links = tuple(replace(link, latency=0.0) for link in hardware.links)
+    of = case(model=MODEL, hardware=replace(hardware, links=links), **layout)
+    return replace(of, optimizer=Optimizer(name="muon"))
+
+
+def seconds_of(shape: tuple[int, int]) -> float:
+    """By hand: five iterations of three products."""
+    m, n = sorted(shape)
+    hardware = dgx_a100()
+    products = [(m, m, n), (m, m, m), (m, n, m)]
+    return 5 * sum(matmul_seconds(*product, hardware) for product in products)
+
+
+@pytest.mark.parametrize("shape", [MatrixShape(4096, 14336), MatrixShape(14336, 4096)])
+def test_operations_are_those_counted_by_hand(shape: MatrixShape) -> None:
+    assert orthogonalization_flops(shape) == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3)
+    matrix = muon.OwnedMatrix(torch.empty(0), {}, tuple(shape), ())
+    assert orthogonalization_flops(shape) == muon.ITERATIONS * 2 * matrix.products
+    assert muon_time.ITERATIONS == muon.ITERATIONS
+
+
+@pytest.mark.parametrize("owners", [1, 2, 4, 16, 32])
+def test_a_round_takes_as_long_as_its_largest_matrix(owners: int) -> None:
+    group: dict[str, Any] = {}
+    shapes = [shape for _ in range(MODEL.layers) for shape in target_shapes(MODEL).values()]
+    assert sorted(shapes) == sorted(SHAPES * MODEL.layers)
+    matrices = [muon.OwnedMatrix(torch.empty(0), group, tuple(shape), ()) for shape in shapes]
+    rounds = muon.deal(matrices, owners)
+    expected = sum(max(seconds_of(matrix.shape) for matrix in of_round) for of_round in rounds)
+    assert iteration_seconds(MODEL, MODEL.layers, owners, dgx_a100()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp(zero_stage: int) -> None:
+    of = muon_case(dp_replicate=2, dp_shard=8, tp=4, zero_stage=zero_stage)
+    in_node, between = of.hardware.links[:2]
+    sent = 2 * 2 * ELEMENTS / 32  # there and back, in 16 bits, of a rank's shards
+    over_tp = 3 / 4 * sent / (in_node.bandwidth * in_node.efficiency)
+    # 8 ranks in pairs on 4 nodes: each pair sends over the cards of both
+    over_shards = 7 / 8 * sent / (2 * between.bandwidth * between.efficiency)
+    expected = iteration_seconds(MODEL, 3, 32, of.hardware) + over_tp + over_shards
+    assert muon_seconds(of, 3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_whole_weights_are_not_shared() -> None:
+    """zero_stage 0: all data-parallel ranks do all of the work of their tp rank, and send over tp alone."""
+    of = muon_case(dp_shard=8, zero_stage=0)
+    assert muon_seconds(of, 3) == iteration_seconds(MODEL, 3, 1, of.hardware)
+
+
+def test_a_step_with_muon_takes_so_much_longer_but_for_its_smaller_state() -> None:
+    of = muon_case(dp_shard=8)
+    without = replace(of, optimizer=Optimizer())
+    longer = predict(of).step - predict(without).step
+    assert longer == pytest.approx(muon_seconds(of, 3), rel=1e-6)
+    assert muon_seconds(without, 3) == 0.0
+    assert muon_seconds(replace(of, lora=Lora(rank=4)), 3) == 0.0  # no matrix is trained

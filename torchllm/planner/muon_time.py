@@ -1,0 +1,75 @@
+"""What Muon adds to the end of a step: the products of its iterations, and what is sent for them. No torch.
+
+As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns, those of a round of
+like cost, and all of a round wait for its largest.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchllm.config import Model
+from torchllm.planner import comms
+from torchllm.planner.case import CP, SHARD, TP, Case
+from torchllm.planner.compute import matmul_seconds
+from torchllm.spec.cluster import Hardware
+from torchllm.spec.flops import MatrixShape, target_shapes
+
+ITERATIONS = 5
+"""of Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)"""
+SENT = 2.0
+"""bytes per element of what is sent, and type of the iterations: 16 bits on a GPU"""
+
+
+class MatrixProduct(NamedTuple):
+    """A matrix product (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Operations; a multiply-add is two."""
+        return 2 * self.m * self.n * self.k
+
+
+def iteration_products(shape: MatrixShape) -> list[MatrixProduct]:
+    """Return the products of one iteration: the Gram matrix, its square, and the product with the matrix."""
+    m, n = sorted(shape)
+    return [MatrixProduct(m, m, n), MatrixProduct(m, m, m), MatrixProduct(m, n, m)]
+
+
+def orthogonalization_flops(shape: MatrixShape) -> int:
+    """Return the operations for a matrix of m rows or columns, whichever are fewer, and n of the other:
+    5 (4 m² n + 2 m³)."""
+    return ITERATIONS * sum(product.flops for product in iteration_products(shape))
+
+
+@lru_cache(maxsize=1024)
+def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
+    """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
+    shapes = sorted(target_shapes(model).values(), key=orthogonalization_flops, reverse=True)
+    each = [sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes]
+    seconds = 0.0
+    for first in range(0, blocks * len(shapes), owners):
+        seconds += ITERATIONS * each[first // blocks]  # as many matrices as blocks have each shape
+    return seconds
+
+
+def muon_seconds(case: Case, blocks: int) -> float:
+    """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 with another optimizer, or LoRA.
+
+    Each round sends all parts of its matrices there and back over the ranks of FSDP, and over those of tp.
+    """
+    if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
+        return 0.0
+    parallel = case.parallel
+    over_shards = comms.group(case.mesh, [SHARD, CP] if parallel.zero_stage else [], case.hardware)
+    over_tp = comms.group(case.mesh, [TP], case.hardware)
+    owners = over_shards.size * over_tp.size
+    shapes = target_shapes(case.model).values()
+    rounds = math.ceil(blocks * len(shapes) / owners)
+    held = blocks * sum(math.prod(shape) for shape in shapes) / owners
+    one_way = over_shards.exchange(SENT * held / rounds) + over_tp.exchange(SENT * held / rounds)
+    return iteration_seconds(case.model, blocks, owners, case.hardware) + 2 * rounds * one_way

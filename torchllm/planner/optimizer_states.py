@@ -1,0 +1,26 @@
+"""What the optimizer changes in a prediction: the bytes that it keeps per parameter. No torch.
+
+They are a mean over the whole model, also for a pipeline's ends, whose tables Muon leaves to AdamW.
+"""
+
+from dataclasses import replace
+
+from torchllm.config import Model, Optimizer
+from torchllm.spec.flops import matrices, parameter_count
+from torchllm.spec.software import Software
+
+ENTRY = 4.0
+"""bytes per parameter of one moment, or of the moving average"""
+
+
+def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer) -> Software:
+    """Return torchllm's sizes per parameter for an optimizer. software: has those of AdamW, which keeps two moments."""
+    entries = 0.0
+    if optimizer.name == "sgd":
+        entries = -1.0 if optimizer.momentum else -2.0
+    if optimizer.name == "muon":  # one moment of each matrix of the blocks
+        sizes = matrices(model, layer=0)
+        entries = -model.layers * (sizes.attention + sizes.ffn) / parameter_count(model)
+    if optimizer.ema_decay:
+        entries += 1.0
+    return replace(software, states=software.states + ENTRY * entries)
