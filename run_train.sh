@@ -25,9 +25,8 @@ say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
 
 # A signal becomes a file in the run folder, which rank 0 looks for: unlike a signal, the file is still there when ranks
 # that are starting are ready. A terminal and Slurm signal the child processes too, which therefore ignore it.
-child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT signals=0
+child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT
 on_signal() { # NAME
-    signals=$((signals + 1))
     if ! is_owner; then
         trap '' TERM INT HUP USR1 USR2
         if [ -n "$child" ]; then { kill -KILL "$child" && wait "$child"; } 2>/dev/null || true; fi
@@ -62,11 +61,15 @@ is_owner() {
     done
     return 1
 }
-trap 'on_signal TERM' TERM
-trap 'on_signal INT' INT
-trap 'on_signal HUP' HUP
-trap 'on_signal USR1' USR1
-trap 'on_signal USR2' USR2
+handle_signals() {
+    trap 'on_signal TERM' TERM
+    trap 'on_signal INT' INT
+    trap 'on_signal HUP' HUP
+    trap 'on_signal USR1' USR1
+    trap 'on_signal USR2' USR2
+    trap - QUIT
+}
+handle_signals
 
 # Start a command in the background, as $child. It ignores the signals from its first instruction, and ends with this
 # script, even if that is killed (torchllm/runtime/parent.py).
@@ -75,13 +78,15 @@ start() {
     child=$!
 }
 
-# Wait for $child and set $status. A signal ends `wait`, not the child.
+# Wait for $child and set $status. FOOTGUN: `wait` is called only when the child has ended and signals are ignored. Bash 5.2
+# confuses the status of a child with that of a `wait` that a signal ends, and loses it if both happen at once.
 wait_for_child() {
-    local signals_before=-1
-    while [ "$signals_before" != "$signals" ]; do
-        signals_before=$signals status=0
-        wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do
+        (trap '' TERM INT HUP USR1 USR2 && exec sleep 0.2) || true
     done
+    trap '' TERM INT HUP QUIT USR1 USR2
+    status=0
+    wait "$child" || status=$?
 }
 
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
@@ -150,6 +155,7 @@ trap 'rm -f "$report"' EXIT
 start env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check >"$report" 2>&1
 wait_for_child
 child=""
+handle_signals
 if [ "$status" != 0 ]; then
     cat "$report" >&2 || true
     exit "$status"
@@ -219,8 +225,7 @@ fi
 is_training=1
 start "${command[@]}"
 trap 'on_signal QUIT' QUIT
-wait_for_child
-trap '' TERM INT HUP QUIT USR1 USR2 # they ended the training; what follows takes seconds
+wait_for_child # and ignore signals from here on: what follows takes seconds
 if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
 if [ -n "$is_spare" ]; then # it has looked at the marker itself
     [ "$status" != 3 ] || status=$stopped_exit_status
@@ -235,4 +240,4 @@ fi
 if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
 trap - TERM INT HUP QUIT
-exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto
+exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto </dev/null # a chat reads it

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.tiny_run import DEBUG, ROOT, free_port
 
-SCRIPT = str(ROOT / "run_train.sh")
+SCRIPT_NAME = "run_train.sh"
+SCRIPT = str(ROOT / SCRIPT_NAME)
 PATIENCE = 120.0
 """seconds that a run may take"""
 
@@ -76,6 +77,20 @@ def children(pid: int) -> list[int]:
         if parent == str(pid):
             pids.append(int(child))
     return pids
+
+
+def launcher_of(pid: int) -> int:
+    """Return the one process that a run_train.sh waits for: its torchrun, or its python where no torchrun is needed."""
+    (launcher,) = [child for child in children(pid) if not is_pause(child)]
+    return launcher
+
+
+def is_pause(pid: int) -> bool:
+    """Return whether a process is a `sleep` of run_train.sh, is about to become one, or has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() in ("sleep", "bash", SCRIPT_NAME)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def is_running(pid: int) -> bool:

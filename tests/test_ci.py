@@ -23,17 +23,20 @@ case "$*" in *"$FAILS"*) exit 1 ;; esac
 """
 HANGS_IN_PLANNER = """#!/usr/bin/env bash
 case "$*" in
-    *tests/planner*) touch hangs && sleep 600 ;;
+    *"tests/dry_run tests/planner"*) touch hangs && sleep 600 ;;
     *tests/faults*) until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
 esac
 """
 NOTHING = "#!/usr/bin/env bash\n"
 
 PARTS = {
-    "one process": "tests/planner",
+    "one process": "tests/config tests/dry_run",
     "newest torch": "tests/optim/test_optimizer.py",
-    "waiting": "tests/faults",
+    "pool of ranks": "tests/checkpoint tests/models",
+    "data and optimizers": "tests/data tests/optim",
+    "waiting": "tests/faults tests/runtime",
     "the rest": "--ignore=",
+    "durations": "tests/adapt tests/metrics",
 }
 """part of the suite -> what only its command line has"""
 
@@ -81,6 +84,16 @@ def test_a_failure_in_any_part_is_the_exit_status(tmp_path: Path, part: str) -> 
     assert result.stdout.count("pytest ") == len(PARTS), "a failure hides the parts after it"
 
 
+def test_every_test_is_in_one_part(tmp_path: Path) -> None:
+    result = run_ci(tmp_path)
+    calls = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("pytest ")]
+    named = [word for words in calls for word in words if word.startswith("tests/") and "::" not in word]
+    [ignored] = [words for words in calls if words[0].startswith("--ignore=")]
+    suite = [word for word in named if word not in sample()]
+    assert sorted(word.removeprefix("--ignore=") for word in ignored) == sorted(suite)
+    assert all((ROOT / word).exists() for word in suite)
+
+
 def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     assert run_ci(tmp_path, pytest_program=HANGS_IN_PLANNER, open_file=write_end).returncode != 0
@@ -98,8 +111,13 @@ def test_the_newest_torch_is_the_bound() -> None:
     assert int(newest[1]) + 1 == int(bound[1])
 
 
+def sample() -> list[str]:
+    """Return the lines of `.ci/sample` that name tests."""
+    return [line for line in (ROOT / ".ci/sample").read_text().splitlines() if line.startswith("tests/")]
+
+
 def test_the_sample_names_tests_that_exist() -> None:
-    tests = [line for line in (ROOT / ".ci/sample").read_text().splitlines() if line.startswith("tests/")]
+    tests = sample()
     assert tests
     for test in tests:
         path, _, name = test.partition("::")

@@ -84,10 +84,10 @@ LACKS = {
         ["--data.sources.0.kind=text", "--data.sources.0.path=word.txt"],
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
     ),
-    "file instead of a folder's files": Lack(
-        lambda folder: None,
-        ["--data.sources.0.kind=text", "--data.sources.0.path=."],
-        "--data.sources.0.path: '.' is a folder; write './*.txt' for the files in it",
+    "files in a folder": Lack(
+        lambda folder: (folder / "empty").mkdir(),
+        ["--data.sources.0.kind=text", "--data.sources.0.path=empty"],
+        "--data.sources.0.path: no file matches 'empty' (kind 'text')",
     ),
     "shards": Lack(
         lambda folder: None,

@@ -105,6 +105,15 @@ def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
     assert line == ("--parallel.layout: is auto, but the number of ranks is unknown: set NPROC (and NNODES)")
 
 
+@pytest.mark.parametrize("layout", ["auto", "tune"])
+def test_experts_are_not_planned(layout: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of_refusal([f"--parallel.layout={layout}", "--model.experts=8", "--check"], capsys)
+    assert lines == [
+        "--parallel.layout: model.experts: the planner does not know mixtures of experts yet: set the degrees of "
+        '[parallel] yourself, with parallel.layout = "manual"'
+    ]
+
+
 def test_nothing_is_planned_for_a_config_with_errors(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +123,19 @@ def test_nothing_is_planned_for_a_config_with_errors(
     monkeypatch.setattr(auto, "choose_layouts", choose)
     lines = lines_of_refusal(["--parallel.layout=auto", "--training.steps=0", "--check"], capsys)
     assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
+
+
+@pytest.mark.parametrize("uses_epochs", [True, False], ids=["finetune", "pretrain"])
+def test_a_recipe_that_does_not_count_epochs_says_so(uses_epochs: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / DEBUG), "--parallel.dp_shard=1", "--finetune.epochs=2", "--check"]
+    with pytest.raises(SystemExit) as ended:
+        load_configs(arguments, uses_epochs=uses_epochs)
+    assert ended.value.code == 0
+    line = (
+        "--finetune.epochs: does nothing in this recipe, which takes training.steps: start it with "
+        "RECIPE=recipes/finetune.py"
+    )
+    assert (line in capsys.readouterr().err) != uses_epochs
 
 
 @pytest.fixture
@@ -205,6 +227,15 @@ def test_planned_layouts_compile_what_they_allow(
         parallel = config.parallel
         obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
         assert config.compile.block is (obstacle is None)
+
+
+def test_blocks_with_experts_are_not_compiled(folder: Path, gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiled("--model.experts=8") == (False, True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "compile" in line]
+    assert line.endswith(
+        "auto is false: FSDP gathers the router of a block with experts by itself, which a compiled block cannot; to "
+        "compile, set model.experts to 0"
+    )
 
 
 RECIPE = """

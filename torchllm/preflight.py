@@ -6,9 +6,10 @@ not checked. The libraries that read tokenizers and token shards are imported by
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_fo
 from torchllm.config import Config, Source
 from torchllm.config.checks import Problem
 from torchllm.config.errors import UserError
+from torchllm.config.inert import IN_PLACE_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
 
 if TYPE_CHECKING:
+    from torchllm.checkpoint.index import TensorEntry
     from torchllm.data.corpus import SequenceSource
     from torchllm.data.tokenizer import Tokenizer
 
@@ -27,7 +30,7 @@ BYTES_VOCAB = 258
 """ids of data.tokenizer = "bytes" """
 NEW_FOLDERS = "runs"
 """where a run without run.folder gets one"""
-WRITTEN = ("", "checkpoints", "tensorboard", "profile")
+WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
 """folders in a run folder, and itself, in which a run creates files"""
 
 
@@ -49,7 +52,9 @@ def inspect_training(config: Config) -> Inspection:
     """Look at everything that a training run needs."""
     inspection = Inspection()
     _inspect_run_folder(config, inspection)
+    _inspect_trackers(config, inspection)
     _inspect_named_checkpoint(config, inspection)
+    _inspect_initial_checkpoint(config, inspection)
     _DataInspector(config, inspection).inspect()
     return inspection
 
@@ -67,7 +72,79 @@ def inspect_trained_run(config: Config) -> Inspection:
         )
     if config.data.tokenizer != "bytes":
         _DataInspector(config, inspection).load_tokenizer()
+    if config.lora.is_on:
+        _inspect_frozen_weights(config, inspection)
     return inspection
+
+
+def inspect_export(config: Config) -> Inspection:
+    """Look at what an export needs: besides weights and tokenizer a new folder, and a family that the model fits."""
+    inspection = inspect_trained_run(config)
+    folder = config.export.folder
+    if not folder:
+        inspection.report("export.folder", "is missing: name a new folder for the model, --export.folder=FOLDER")
+    elif os.path.lexists(folder):
+        inspection.report("export.folder", f"{folder!r} exists, and nothing is overwritten: name another folder")
+    elif reason := why_unwritable(Path(folder).absolute().parent):
+        inspection.report("export.folder", f"{folder!r} cannot be written: {reason}")
+    if config.export.adapter and config.export.average > 1:
+        inspection.report(
+            "export.average",
+            f"is {config.export.average}, but a mean of low-rank updates has another rank: set it to 1, or leave out "
+            "export.adapter, and the mean of the merged models is written",
+        )
+    _inspect_exported_model(config, inspection)
+    return inspection
+
+
+def inspect_evaluation(config: Config) -> Inspection:
+    """Look at what an evaluation needs: checkpoint and tokenizer; for tasks the harness, and what an export needs."""
+    inspection = inspect_trained_run(config)
+    if not config.evaluate.tasks:
+        return inspection
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        inspection.report("evaluate.tasks", "are evaluated on one device: start recipes/evaluate.py without a launcher")
+    if find_spec("lm_eval") is None:
+        inspection.report("evaluate.tasks", "need the package lm-eval: pip install 'torchllm[lm-eval]'")
+    for task in config.evaluate.tasks:
+        if os.path.isdir(task) and not list(Path(task).glob("*.yaml")):
+            inspection.report("evaluate.tasks", f"the folder {task!r} has no .yaml file")
+    if reason := why_unwritable(Path(config.run.folder)):
+        inspection.report("run.folder", f"{config.run.folder!r} cannot be written: {reason}")
+    _inspect_exported_model(config, inspection)
+    return inspection
+
+
+def _inspect_frozen_weights(config: Config, inspection: Inspection) -> None:
+    """Check that the weights are there which LoRA freezes and no checkpoint holds; download a published model's."""
+    from torchllm.hugging_face.hub import find_hub_model
+    from torchllm.hugging_face.safetensors_header import HubFileError
+
+    initial = config.checkpoint.initial
+    if initial and not Path(initial).is_dir():
+        inspection.report("checkpoint.initial", f"{initial!r} is no folder: the weights that LoRA froze are not there")
+    if config.model.from_hf:
+        try:
+            find_hub_model(config.model.from_hf, weights=True, may_download=True)
+        except HubFileError as error:
+            inspection.report("model.from_hf", f"the weights that LoRA froze are not there: {error}")
+
+
+def _inspect_exported_model(config: Config, inspection: Inspection) -> None:
+    """Check that a run has the checkpoints that are exported, and that a family of models has the form of its model."""
+    from torchllm.checkpoint.exported import checkpoints_to_export, published_origin
+    from torchllm.hugging_face.config_json import NoFamily, family_to_export
+
+    if inspection.problems:
+        return
+    try:
+        newest, *_ = checkpoints_to_export(config)
+        origin = published_origin(read_manifest(newest).record)
+        family_to_export(config.model, origin.model_type)
+    except CheckpointError as error:
+        inspection.report("export.average", str(error).removeprefix("export.average: "))
+    except NoFamily as error:
+        inspection.report("model.family", str(error))
 
 
 def why_unwritable(folder: Path) -> str:
@@ -94,6 +171,15 @@ def _inspect_run_folder(config: Config, inspection: Inspection) -> None:
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and not os.access(metrics, os.W_OK):
         inspection.report("run.folder", f"{str(folder)!r} cannot be written: {metrics}: Permission denied")
+
+
+def _inspect_trackers(config: Config, inspection: Inspection) -> None:
+    """Check that the packages of the run's experiment trackers are installed."""
+    for name in config.metrics.trackers:
+        if find_spec(name) is None:
+            inspection.report(
+                f"metrics.{name}", f"the package {name} is missing: install the extra (pip install -e '.[{name}]')"
+            )
 
 
 def _inspect_named_checkpoint(config: Config, inspection: Inspection) -> None:
@@ -129,6 +215,41 @@ def _inspect_step_folder(folder: Path, inspection: Inspection) -> int | None:
     for damage in damages:
         inspection.report("checkpoint.resume", damage)
     return None if damages else manifest.step
+
+
+def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
+    """Check the checkpoint whose weights a fresh run starts from, and that its model is the run's."""
+    initial = config.checkpoint.initial
+    is_resumed = config.checkpoint.resume != "none" and step_folders(Path(config.run.folder) / "checkpoints")
+    if not initial or (is_resumed and config.run.folder):
+        return
+    from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy
+    from torchllm.checkpoint.verify import check_sizes
+    from torchllm.spec.shapes import parameter_shapes
+
+    folder = next(iter(step_folders(Path(initial) / "checkpoints")), Path(initial))
+    try:
+        manifest = read_manifest(folder)
+        damages = check_sizes(folder, manifest)
+        if not damages and manifest.format > 1:
+            stored = parse_index((folder / INDEX).read_bytes(), folder / INDEX).tensors
+            damages = _differing_shapes(parameter_shapes(config.model), stored)
+    except (CheckpointError, OSError) as error:
+        damages = [str(error)]
+    for damage in damages:
+        inspection.report("checkpoint.initial", damage)
+
+
+def _differing_shapes(shapes: Mapping[str, tuple[int, ...]], stored: "Mapping[str, TensorEntry]") -> list[str]:
+    """Return a line for each parameter of a model that a checkpoint lacks, or has in another shape."""
+    lines = []
+    for name, shape in shapes.items():
+        entry = stored.get(f"model.{name}")
+        if entry is None:
+            lines.append(f"{name}: missing in the checkpoint, {list(shape)} by [model]")
+        elif entry.grid.shape != shape:
+            lines.append(f"{name}: {list(entry.grid.shape)} in the checkpoint, {list(shape)} by [model]")
+    return lines
 
 
 class _DataInspector:
@@ -202,6 +323,8 @@ class _DataInspector:
         try:
             if source.kind == "tokens":
                 self._inspect_shards(source, source.path, tokenizer)
+            elif source.kind in IN_PLACE_KINDS:
+                self._inspect_token_files(source, tokenizer)
             else:
                 self._inspect_raw_source(index, source, tokenizer)
         except (UserError, OSError) as error:
@@ -219,6 +342,17 @@ class _DataInspector:
         if isinstance(corpus, Corpus):
             corpus.check()
         self._count_sequences(source, corpus)
+
+    def _inspect_token_files(self, source: Source, tokenizer: "Tokenizer | None") -> None:
+        """Look at the token files of another program. Raises DataError."""
+        from torchllm.data.cache import open_source
+        from torchllm.data.in_place import describe_in_place
+
+        self._inspect_cache_folder()
+        if tokenizer is not None:
+            description = describe_in_place(source, self.data, self.config.model.vocab)
+            corpus = open_source(source, str(description), self.data, tokenizer, self.config.model.vocab)
+            self._count_sequences(source, corpus)
 
     def _count_sequences(self, source: Source, corpus: "SequenceSource") -> None:
         """Count what a corpus holds out. Raises UserError if it is too short to train on."""
@@ -245,7 +379,14 @@ class _DataInspector:
             self.held_out = None
             source_files(source)
             return
-        plan = plan_corpus(source, self.data, tokenizer, self.config.model.vocab)
+        plan = plan_corpus(
+            source,
+            self.data,
+            tokenizer,
+            self.config.model.vocab,
+            finetune=self.config.finetune,
+            sequence_length=self.config.training.sequence_length,
+        )
         folder = cached_folder(self.data, plan)
         if (folder / HEADER).is_file():
             with suppress(DataError):  # a damaged corpus in the cache is made again

@@ -2,16 +2,21 @@
 
     CONFIGS = load_configs(sys.argv[1:])          a recipe that trains
     CONFIG = load_run(sys.argv[1:], one_device=True)    a recipe that uses the weights of a run
+    CONFIG = load_sizes(sys.argv[1:])             a recipe of one process that needs the sizes of a model, no weights
 
-`parallel.layout = "auto"` leaves the layout to the planner, for the machine that the run is started on; with "tune" the
-run measures the planner's best few. A recipe that needs neither, nor a look at the files, calls `config.load_config`.
+`model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
+to the planner, for the machine that the run is started on; with "tune" the run measures the planner's best few. A
+recipe that needs none of these, nor a look at the files, calls `config.load_config`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config
 from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
 from torchllm.config.errors import UserError
@@ -27,43 +32,103 @@ TUNED = 4
 
 
 @overload
-def load_configs(arguments: Sequence[str]) -> list[Config]: ...
+def load_configs(arguments: Sequence[str], *, uses_epochs: bool = False) -> list[Config]: ...
 @overload
-def load_configs(arguments: Sequence[str], schema: type[C]) -> list[C]: ...
-def load_configs(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
+def load_configs(arguments: Sequence[str], schema: type[C], *, uses_epochs: bool = False) -> list[C]: ...
+def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_epochs: bool = False) -> Any:
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
     output and exit status are those of `torchllm.config.load_config`. The cluster's file is checked too, and, before
-    the processes of the run are started, the files that it reads and the folders that it writes.
+    the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
+    recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """
     heartbeat().open()
     draft: Draft[Any] = read_draft(arguments, schema)
+    resolve_published_model(draft)
     check_cluster(draft)
     compiles = can_compile(draft)
     if not compiles:
         draft.config = resolve_compile(draft.config, compiles)  # before it is planned
     alternatives = [resolve_compile(alternative, compiles) for alternative in plan_layout(draft)]
     _note_uncompiled_blocks(draft)
+    if not uses_epochs:
+        _note_unused_epochs(draft)
     draft.config = resolve_compile(draft.config, compiles)
-    is_rank_of_launcher = "WORLD_SIZE" in os.environ and not draft.arguments.check
-    if not is_rank_of_launcher and not draft.config.run.dry_run and _is_readable(draft):
+    if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
         _report(inspect_training(draft.config), draft)
     config = finish(draft)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
 
-def load_run(arguments: Sequence[str], *, one_device: bool = False) -> Config:
+def load_run(
+    arguments: Sequence[str],
+    *,
+    one_device: bool = False,
+    inspect: Callable[[Config], Inspection] = inspect_trained_run,
+) -> Config:
     """Return the config of a run whose weights a recipe uses: that of its run folder, as a rule.
 
     A forked recipe may have written it: its own keys are printed and not used. Before torch is imported it is checked
-    that the run has a checkpoint, and that the tokenizer is there. The rest is as in `torchllm.config.load_config`.
+    that the run has a checkpoint, and that the tokenizer is there, or what `inspect` looks at. The rest is as in
+    `torchllm.config.load_config`.
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
+    resolve_published_model(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
     if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
-        _report(inspect_trained_run(draft.config), draft)
+        _report(inspect(draft.config), draft)
     return finish(draft)
+
+
+@overload
+def load_sizes(arguments: Sequence[str]) -> Config: ...
+@overload
+def load_sizes(arguments: Sequence[str], schema: type[C]) -> C: ...
+def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
+    """Return the config of a recipe that runs in one process and reads no weights; [model] may be a published one's.
+
+    The rest is as in `torchllm.config.load_config`.
+    """
+    draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
+    resolve_published_model(draft, reads_weights=False)
+    return finish(draft)
+
+
+def is_rank_of_launcher(draft: Draft[Any]) -> bool:
+    """Return whether this process is a rank, whose launcher has had the config and the files checked already."""
+    return "WORLD_SIZE" in os.environ and not draft.arguments.check
+
+
+def resolve_published_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
+    """Fill in [model] from the published model that `model.from_hf` names, or from the run's newest checkpoint.
+
+    reads_weights: the recipe needs the weights, too, unless it is a dry run.
+    """
+    config = draft.config
+    if not config.model.from_hf or not _is_readable(draft):
+        return
+    from torchllm.hugging_face.resolve import resolve_from_hf, resolve_from_record  # of no use to other runs
+
+    if config.checkpoint.initial:
+        draft.report(("checkpoint", "initial"), "model.from_hf names initial weights, too: remove one of the keys")
+        return
+    checkpoint = _checkpoint_to_resume(config)
+    if checkpoint is not None:
+        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded
+            recorded = read_manifest(checkpoint).record["config"]["model"]
+            resolve_from_record(draft, recorded, str(checkpoint))
+            return
+    is_rank = is_rank_of_launcher(draft)
+    resolve_from_hf(draft, weights=reads_weights and not config.run.dry_run, may_download=not is_rank)
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    """Return the step folder that the run would go on from, if it verifies; None if it starts fresh."""
+    if config.checkpoint.resume not in ("auto", "none"):
+        return Path(config.checkpoint.resume)
+    folders = step_folders(Path(config.run.folder) / "checkpoints") if config.run.folder else []
+    return folders[0] if folders else None
 
 
 def _is_readable(draft: Draft[Any]) -> bool:
@@ -128,7 +193,9 @@ def _auto_keys(config: Config) -> list[str]:
 
 def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
     parallel = config.parallel
-    return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+    return obstacle_to_compiled_blocks(
+        parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode, config.model.experts
+    )
 
 
 def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
@@ -136,6 +203,13 @@ def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
     obstacle = _obstacle_to_compiled_blocks(draft.config)
     if draft.config.compile.block == "auto" and obstacle is not None:
         draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
+
+
+def _note_unused_epochs(draft: Draft[Any]) -> None:
+    """Note that the recipe does not train for the epochs that somebody has chosen."""
+    if draft.config.finetune.epochs:
+        message = "does nothing in this recipe, which takes training.steps: start it with RECIPE=recipes/finetune.py"
+        draft.notes.append(draft.located(("finetune", "epochs"), message))
 
 
 def plan_layout(draft: Draft[C]) -> list[C]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.sampling import skip_unless_sampled
-from tests.launched import Started, children
+from tests.launched import Started, children, launcher_of
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, tensor_files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a launcher looks into /proc")
@@ -143,7 +143,7 @@ def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
         run = start(DEBUG, *endless, f"--run.folder={folder}", NPROC="1")
         run.until(lambda run=run: "step      3/" in run.out.read_text())
         time.sleep(random.uniform(0, 1) if trials > 1 else 0)
-        (launcher,) = children(run.process.pid)
+        launcher = launcher_of(run.process.pid)
         (rank,) = children(launcher)
         (worker,) = children(rank)
         os.kill(worker if victim == "worker" else rank, signal.SIGSTOP)

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.faults.sampling import skip_unless_sampled
-from tests.launched import Started, children, start_nodes
+from tests.launched import Started, children, launcher_of, start_nodes
 from tests.listening import listening_addresses
 from tests.tiny_run import DEBUG, SMALL, curve, free_port
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
 def family_of(run: Started) -> Family:
     """Return the processes of a run whose ranks exist."""
-    (launcher,) = children(run.process.pid)
+    launcher = launcher_of(run.process.pid)
     ranks = children(launcher)
     workers = [worker for rank in ranks for worker in children(rank)]
     return Family(run.process.pid, launcher, ranks, workers)
@@ -199,7 +199,7 @@ def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_
     nodes = start_nodes(start, tmp_path / "run", **options)
     for node in nodes:
         node.until(lambda node=node: "stuck" in node.out.read_text())
-    (launcher,) = children(nodes[victim].process.pid)
+    launcher = launcher_of(nodes[victim].process.pid)
     os.kill(launcher, signal.SIGKILL)
     seconds_until_gone(mark)
     assert [node.wait() for node in nodes][1 - victim] == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.sampling import skip_unless_sampled
-from tests.launched import Started, children
+from tests.launched import Started, launcher_of
 from tests.tiny_run import DEBUG, SMALL, metrics
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to see processes in")
@@ -69,7 +69,7 @@ def start_twice_then_kill(start: Callable[..., Started], folder: Path) -> None:
     owner, refused = wait_for_end_of_one([start(*arguments), start(*arguments)])
     errors = refused.err.read_text()
     assert refused.process.returncode == 2, errors
-    (launcher,) = children(owner.process.pid)
+    launcher = launcher_of(owner.process.pid)
     assert f"belongs to another job, which is running: process {launcher} on " in errors.splitlines()[-1]
     assert "Traceback" not in errors
     wait_for_training(owner)

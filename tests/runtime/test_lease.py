@@ -236,6 +236,26 @@ def test_a_taker_that_slept_while_the_numbers_went_on_does_not_own(
     assert names(tmp_path) == ["000009"]
 
 
+def test_a_taker_whose_owner_is_replaced_before_its_first_look_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that it would watch is gone: a silent owner's would be watched for 90 s."""
+    earlier = write_owner(tmp_path, 6, owner(count=RELEASED).text())
+    read = leases._read
+
+    def read_late(file: Path) -> bytes | None:
+        if earlier.exists():
+            write_owner(tmp_path, 7, owner(count=RELEASED, nonce="7" * 32).text())
+            earlier.unlink()
+        return read(file)
+
+    monkeypatch.setattr(leases, "_read", read_late)
+    clock = Clock()
+    began = clock.now
+    assert take(tmp_path, clock.timing()).claim.number == 8
+    assert clock.now == began
+
+
 def test_what_killed_takers_left_is_removed(tmp_path: Path) -> None:
     write_owner(tmp_path, 3, owner(count=RELEASED).text())
     (tmp_path / "lease" / ("." + "a" * 32)).touch()

@@ -526,22 +526,29 @@ def test_only_a_second_interrupt_ends_everything_at_once(
     assert run.wait() == 128 + signal.SIGQUIT
 
 
+@pytest.mark.parametrize("attempt", range(3))
 def test_signals_to_all_processes_at_once_are_one_request(
-    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
+    noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path, attempt: int
 ) -> None:
-    """As Slurm sends them: the programs that run_train.sh starts to handle the first get the following ones."""
+    """As Slurm sends them: programs that run_train.sh starts get them too, and the last ones come as the job ends.
+
+    A run_train.sh that calls bash's `wait` while signals arrive fails one attempt in six.
+    """
     stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
     pretend = f"until [ -e {folder}/end ]; do sleep 0.1; done; exit 3"
     run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=f"{OWN_FOLDER}; {pretend}")
-    run.until((folder / "lease/000001").exists)
-    time.sleep(0.2)
-    for _ in range(200):
+    lease = folder / "lease/000001"
+    run.until(lambda: lease.exists() and lease.read_text())
+    for number in range(20000):
+        if run.process.poll() is not None:
+            break
+        if number == 2000:
+            run.until((folder / "stop").exists)
+            (folder / "end").touch()
         os.killpg(run.process.pid, signal.SIGTERM)
-        time.sleep(0.001)
-    run.until((folder / "stop").exists)
-    (folder / "end").touch()
-    assert run.wait() == 3
+        time.sleep(0.0003)
     assert "before anything was started" not in run.err.read_text()
+    assert run.wait() == 3, run.err.read_text()
 
 
 # ---- real runs
@@ -712,8 +719,10 @@ def fork(tmp_path: Path) -> Path:
     for old, new in (
         ('\nif __name__ == "__main__":', FORK),
         ("load_configs(sys.argv[1:])", "load_configs(sys.argv[1:], ForkConfig)"),
-        (
+        (  # peers wait for the launcher to end them; a loaded machine may need longer than the usual seconds
             "            with monitor.data_wait():",
+            "            import torchllm.runtime.error_report\n"
+            "            torchllm.runtime.error_report.OTHERS_WAIT = 50.0\n"
             "            if n == 2 and runtime.rank == config.probe.crash_rank:\n"
             "                raise RuntimeError('the probe')\n"
             "            with monitor.data_wait():",
@@ -733,9 +742,7 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
     assert wrong.err == "--probe.crash_rnk: unknown key; did you mean probe.crash_rank?\n"
 
     run = start(DEBUG, *SMALL, *QUICK, "--probe.crash_rank=1", f"--run.folder={tmp_path / 'run'}", RECIPE=str(fork))
-    began = time.monotonic()
-    assert run.wait() == 1
-    assert time.monotonic() - began < 60  # no waiting for collectives that never come
+    assert run.wait() == 1  # in less than `PATIENCE`: no waiting for collectives that never come
     errors = run.err.read_text()
     assert "rank 1: failed:\nTraceback" in errors
     assert "RuntimeError: the probe" in errors

@@ -86,6 +86,12 @@ def test_varlen_attention(kv_heads: int) -> None:
     assert out.requires_grad
 
 
+def test_PROFILER_MARKS() -> None:
+    with RecordedOperations() as recorded, torch.profiler.record_function("a unit"):
+        pass
+    assert tuple(recorded.operations) == torch_compat.PROFILER_MARKS
+
+
 def test_VARLEN_ATTENTION() -> None:
     assert str(torch_compat.VARLEN_ATTENTION) == "torch_attn._varlen_attn.default"
 

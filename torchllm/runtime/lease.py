@@ -309,6 +309,8 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
     file = _file(run_folder / FOLDER, number)
     name = f"run.folder = {str(run_folder)!r}"
     content = _read(file)
+    if content is None:  # whoever took the folder since the listing has removed it
+        return
     owner = _parse(content)
     if not has_ended(owner):
         wait = f"waiting up to {timing.limit:g} s for a sign of life"

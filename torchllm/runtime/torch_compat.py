@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, for the dry run.
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 __all__ = [
+    "PROFILER_MARKS",
     "VARLEN_ATTENTION",
     "ConnectedStage",
     "FakeTensor",
@@ -69,17 +70,25 @@ DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dum
 FOOTGUN: `_dump_fr_trace` leaves out what NCCL has recorded, and `_dump_nccl_trace` exists only in a torch with NCCL.
 """
 
+PROFILER_MARKS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""the operations of `torch.profiler.record_function`, with which FSDP shows when it gathers a unit; private, for
+selective recomputation of a block with a unit inside must ignore them"""
+
 VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn.default
 """the operation that `torch.nn.attention.varlen.varlen_attn` calls; private, for selective recomputation asks for it"""
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0) -> Tensor:
     """Return the causal attention within sequences of unequal length: q (T, H, Q), k and v (T, K, Q) -> (T, H, Q).
 
     offsets: index at which each sequence begins, and the last one ends, (N + 1,) int32. longest: no sequence is longer.
+    window: a token sees so many tokens, itself the last of them; 0: all before it.
     Groups of query heads must be announced from torch 2.12 on; 2.11 takes them as they are.
     """
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"window_size": (window - 1, 0)}  # causal; -1: no limit
     if "enable_gqa" in _VARLEN_PARAMETERS:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
