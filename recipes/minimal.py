@@ -20,6 +20,7 @@ import torch
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
+from torchllm.models.lora import apply_lora
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -34,7 +35,8 @@ def main(config: Config) -> list[float]:
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk)
+        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+    apply_lora(model, config.lora, torch.float32)
     initialize([model], config.model, device, config.run.seed)
 
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())

@@ -167,7 +167,7 @@ def run_rank(options: argparse.Namespace) -> None:
     )
     results = []
     for gpus in options.gpus:
-        job = Job(model.config.model, training, hardware, gpus)
+        job = Job(model.config.model, training, hardware, gpus, lora=model.config.lora)
         results.append(SearchResult(job, search_layouts(job, options.objective)))
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)

@@ -9,7 +9,8 @@ end it prints the [[data.sources]] tables that read what it wrote.
 import sys
 from dataclasses import dataclass, field
 
-from torchllm.config import Config, Natural, NonNegative, load_config
+from torchllm.config import Config, Natural, NonNegative
+from torchllm.start import load_sizes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ from typing import NamedTuple
 from torchllm.config import Source
 from torchllm.data.build import write_corpus
 from torchllm.data.cache import available_cpus, is_raw, plan_corpus
+from torchllm.data.chat.write import describe_counts
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
@@ -72,7 +74,16 @@ def main(config: PrepareConfig) -> None:
         table = source
         if is_raw(source):
             folder = root / folder_name(index, source)
-            plan = plan_corpus(source, config.data, tokenizer, config.model.vocab, config.prepare.shard_mib)
+            plan = plan_corpus(
+                source,
+                config.data,
+                tokenizer,
+                config.model.vocab,
+                config.prepare.shard_mib,
+                config.finetune,
+                config.training.sequence_length,
+                pins=root / "revisions",
+            )
             print_corpus(folder, prepare(plan, spec, folder, processes))
             table = Source(kind="tokens", path=str(folder), weight=source.weight)
         tables.append(table)
@@ -114,12 +125,17 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
     print(f"{folder}: {header.documents:,} documents, {header.tokens:,} tokens, {speed}")
+    for line in describe_counts(header.counts):
+        print(f"  {line}")
+    revision = header.plan["source"].get("revision")
+    if revision:
+        print(f"  of commit {revision}")
     for reason, count in header.skipped.items():
         print(f"  skipped {count:,} records: {reason}")
 
 
 if __name__ == "__main__":
-    prepare_config = load_config(sys.argv[1:], schema=PrepareConfig, one_device=True)
+    prepare_config = load_sizes(sys.argv[1:], PrepareConfig)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
     try:
         with signs_of_life("prepare"):

@@ -20,10 +20,13 @@ import torch
 
 from torchllm.adapt.supervise import supervise
 from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.initial import initial_weights
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.dry_run.run import dry_run
 from torchllm.metrics.monitor import Monitor
 from torchllm.models.decoder import build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.chosen_kernel import log_attention_kernel
@@ -34,6 +37,7 @@ from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
 from torchllm.train.evaluate import evaluate
+from torchllm.train.interval import due
 from torchllm.train.step import TrainStep, read_health
 
 
@@ -47,7 +51,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk)
+        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+    apply_lora(model, config.lora, dtype)  # nothing, if it is off
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
     log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)
@@ -70,6 +75,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         data.validation_sequences(config.evaluate.sequences)
 
     optimizer = build_optimizer(stages, config.optimizer)
+    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average.follow(optimizer)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     step = TrainStep(stages, forward_backward, optimizer, learning_rate, mesh, config.training, device)
@@ -83,6 +90,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         record={"config": asdict(config)},
         check_owner=runtime.check_owner,
         evaluates=config.evaluate.interval > 0,
+        initial=initial_weights(config),
+        extra_state=average.tensors,
     )
     data.on_damage = checkpoints.mark_damaged_data
     start = 0
@@ -91,6 +100,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         start = restored.step
         log_config_changes(restored.record, config)
         data.load_state(restored.data, restored.record)
+    average.restart(checkpoints.missing_extra_state)  # of a run that began without one
 
     monitor.begin(config, mesh, stages, data, start)
     stopping = False
@@ -107,7 +117,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
             validation_loss = None
             if due(n, config.evaluate.interval, config.training.steps):
-                with monitor.pause("evaluate"):
+                with monitor.pause("evaluate"), average.in_place_of_weights(config.evaluate.ema):
                     held_out = data.validation_batches(config.evaluate.sequences, device)
                     validation_loss = evaluate(forward_backward, held_out, device, mesh)
 
@@ -131,11 +141,6 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         runtime.mark_stopped(n)
     monitor.end()
     data.close()
-
-
-def due(step: int, interval: int, steps: int) -> bool:
-    """Whether something done every `interval` steps, and at the last of `steps`, is done at `step`; 0: never."""
-    return interval > 0 and (step % interval == 0 or step == steps)
 
 
 def main(config: Config, *candidates: Config) -> None:

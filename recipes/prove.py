@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchllm.config import load_config
 from torchllm.config.errors import UserError
 from torchllm.proof.pool import Pool
 from torchllm.proof.prove import ProofOptions, ProvenLayout, culprits, prove
 from torchllm.proof.recipe import import_recipe
 from torchllm.resources import resource
+from torchllm.start import load_sizes
 
 LINE = "{:>8} {:>6}  {:<42} {}"
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], pool: Pool) -> int:
     """Prove one config on the ranks of a pool; returns the exit status."""
     options, rest = prove_parser().parse_known_args(arguments)
     recipe = Path(os.environ.get("RECIPE") or resource("recipes/pretrain.py")).resolve()
-    config = load_config(rest, import_recipe(recipe).schema, one_device=True)
+    config = load_sizes(rest, import_recipe(recipe).schema)
     kept = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
     asked = ProofOptions(options.ranks, options.dtype, options.layouts, options.seed)
     print(LINE.format("error", "s", "worst parameter", "layout"), flush=True)

@@ -18,6 +18,7 @@ ROOMS = [
     "resources",
     "config",
     "spec",
+    "hugging_face",
     "planner",
     "runtime",
     "models",
@@ -38,7 +39,18 @@ ROOMS = [
     "recipes",
 ]
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
-TORCH_FREE = {"resources", "config", "spec", "planner", "preflight", "start", "bug_report", "cli", "__main__"}
+TORCH_FREE = {
+    "resources",
+    "config",
+    "spec",
+    "hugging_face",
+    "planner",
+    "preflight",
+    "start",
+    "bug_report",
+    "cli",
+    "__main__",
+}
 TORCH_FREE_MODULES = {"runtime.lease", "runtime.heartbeat"}
 """in rooms that import torch; a launcher imports them before it"""
 
@@ -233,7 +245,10 @@ def test_the_package_itself_holds_its_version_and_nothing_else() -> None:
     assert isinstance(version.value, ast.Constant)
 
 
-REPEATED = {"main": "what runs when a recipe or the console command is started"}
+REPEATED = {
+    "main": "what runs when a recipe or the console command is started",
+    "train": "the loop of a recipe that trains: pretrain.py and finetune.py",
+}
 """public names that may be defined in several files, and why"""
 
 

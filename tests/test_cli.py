@@ -1,5 +1,6 @@
 """The console command: what it starts, copies and refuses. tests/test_package.py runs it as installed."""
 
+import json
 import os
 import runpy
 import sys
@@ -9,6 +10,9 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm import __version__, bug_report, cli
+from torchllm.config import Model
+from torchllm.config.toml import read_files
+from torchllm.hugging_face.files import read_hub_config
 
 
 class Started(Exception):
@@ -127,3 +131,26 @@ def test_env_names_the_commit_of_a_checkout(monkeypatch: pytest.MonkeyPatch, fol
         assert bug_report.commit().startswith(", commit ")
     monkeypatch.setattr(bug_report, "HOME", folder)
     assert bug_report.commit() == ""
+
+
+def test_a_published_model_is_written_as_toml_from_its_config_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "llama").mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+    (folder / "llama/config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    cli.main(["model", "llama"])
+    text = capsys.readouterr().out
+    (folder / "model.toml").write_text(text)
+    errors: list[str] = []
+    table = read_files("model.toml", errors).table["model"]
+    assert not errors
+    assert Model(**table) == read_hub_config(folder / "llama").model
+    assert text.startswith("# config.json of llama\n[model]\nlayers = 2\nhidden = 4096\n")
+    assert "head_dim" not in text
+
+
+def test_a_model_that_is_not_supported_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text('{"model_type": "gemma2"}')
+    assert "config.json: model_type: 'gemma2' has softcapped scores" in refused(capsys, "model", str(folder))
+    assert refused(capsys, "model") == "torchllm: usage: torchllm model FOLDER_OR_HUB_ID\n"

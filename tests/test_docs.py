@@ -177,6 +177,7 @@ def test_fork_of_the_tutorial_trains(tmp_path: Path) -> None:
     fork, folder = z_loss_fork(tmp_path), tmp_path / "run"
     overrides = ["--training.steps=3", "--schedule.warmup_steps=1", "--metrics.log_interval=1", "--z_loss.weight=1"]
     overrides += ["--evaluate.interval=0", "--generate.after_training=false", f"--run.folder={folder}"]
+    overrides += ["--model.hidden=32", "--model.ffn=64", "--training.sequence_length=32"]
     command = [str(ROOT / "run_train.sh"), str(ROOT / "train_configs/debug.toml"), *overrides]
     environment = clean({"NPROC": "1", "RECIPE": str(fork), "PYTHONPATH": str(ROOT)})
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
@@ -209,16 +210,15 @@ def average_fork(tmp_path: Path) -> Path:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
     settings, read_config = blocks[:2]
     average, make, begin, follow, log = blocks[-5:]
-    assert "`extra_state=average.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
+    assert "`extra_state=average.tensors | warmed.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
-    record = '        record={"config": asdict(config)},\n'
     for old, new in (
         (guard, f"{settings}\n\n{guard}"),
         ("    CONFIGS = load_configs(sys.argv[1:])\n", read_config),
         ("\ndef train(", f"\n{average}\n\ndef train("),
         ("    optimizer = build_optimizer(stages, config.optimizer)\n", f"\\g<0>{make}"),
-        (record, "\\g<0>        extra_state=average.tensors,\n"),
+        ("extra_state=average.tensors,", "extra_state=average.tensors | warmed.tensors,"),
         ("    restored = checkpoints.resume()\n", f"\\g<0>{begin}"),
         ("            result = step(n, packed.unpack(device))\n", f"\\g<0>{follow}"),
         ("            if monitor.log(n, result, validation_loss, force=last):\n", log),

@@ -20,6 +20,9 @@ PACKAGES = (
     "flash-attn",
     "torchao",
     "nvidia-ml-py",
+    "wandb",
+    "mlflow",
+    "trackio",
 )
 """distributions whose version a bug report needs, beside torch"""
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_")

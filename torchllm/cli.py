@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchllm import __version__
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.config.toml import toml_value
 from torchllm.resources import HOME, resource
 
 USAGE = """\
@@ -29,6 +32,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       Copy a recipe, a config, a manifest for Kubernetes or run_train.sh to edit it. Without a NAME: list all of them.
           torchllm copy pretrain mine.py && RECIPE=mine.py torchllm train
           torchllm copy train_configs/debug.toml mine.toml && torchllm train mine.toml
+  torchllm model FOLDER_OR_HUB_ID
+      Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
   torchllm env
       Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
@@ -61,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start(["bash", str(resource("run_train.sh")), *rest])
     elif command == "copy":
         copy(rest)
+    elif command == "model":
+        print(model_toml(rest), end="")
     elif command == "env":
         from torchllm.bug_report import report
 
@@ -107,6 +114,25 @@ def copy(arguments: Sequence[str]) -> None:
     else:
         shutil.copy(source, target)
     print(f"copied {source} to {target}")
+
+
+def model_toml(arguments: Sequence[str]) -> str:
+    """Return the [model] of a published model as TOML, without the keys that have their defaults."""
+    from torchllm.hugging_face.files import read_hub_config
+    from torchllm.hugging_face.hub import find_hub_model
+
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        exit_refused("usage: torchllm model FOLDER_OR_HUB_ID")
+    try:
+        found = find_hub_model(arguments[0], weights=False, may_download=True)
+        model = read_hub_config(found.folder).model
+    except UserError as error:
+        exit_refused(f"model: {error}")
+    lines = [f"# config.json of {found.pinned}", "[model]"]
+    for key, value in vars(model).items():
+        if value != getattr(Model(), key):
+            lines.append(f"{key} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def copyable() -> dict[str, Path]:

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sweep.job import Overrides, measure_layout, run_command, run_job
+from sweep.job import Overrides, measure_layout, resolve_layout, run_command, run_job
 
 from torchllm.resources import resource
+from torchllm.spec.flops import parameter_count
 
 Figures = dict[str, Any]
 """what a stage has found, as JSON has it: a number, a text, a list of numbers, or a list of rows, by its title"""
@@ -121,6 +122,13 @@ class Jobs:
             raise StageFailed(f"the dry run printed no report: {_last_line(log)}")
         report: dict[str, Any] = json.JSONDecoder().raw_decode(text, begin)[0]
         return report
+
+    def parameter_count(self, config: str) -> int:
+        """Return the number of parameters of a config's model. StageFailed if the config is wrong here."""
+        resolved = resolve_layout(config, (), self.machine.ranks)
+        if resolved.config is None:
+            raise StageFailed(f"{config}: {resolved.problem}")
+        return parameter_count(resolved.config.model)
 
     def measure(self, config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
         """Return the measured row of a layout, whatever its job comes to, as recipes/sweep writes it."""

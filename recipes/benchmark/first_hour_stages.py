@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from sweep.job import Overrides
+from sweep.job import COLUMNS, Overrides
 
 from torchllm.resources import resource
 
-from .first_hour_jobs import Figures, Jobs, Machine
+from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
 
 GIB = 2**30
 STEPS = 40
@@ -41,6 +41,10 @@ MEMORY_MODES = ("none", "full")
 """of recomputation, whose peaks are compared"""
 ASYNCHRONOUS_SHARE = 0.05
 """of a synchronous save's time that an asynchronous one may take from training"""
+BYTES_PER_PARAMETER = 12
+"""of a checkpoint: the weight and two moments, float32"""
+CHECKPOINTS = 4
+"""on disk at a time in stage `saves`: of each kind of save the last one, and the one being written"""
 TIMEOUT = 30
 """run.timeout of the run with a stopped rank, in seconds"""
 OWN_DATA = ("--data.tokenizer=bytes", "--data.sources.0.kind=stdlib", "--data.sources.0.path=")
@@ -49,6 +53,12 @@ ONE_GPU_CONFIG = "train_configs/llama_1b_1gpu.toml"
 NODE_CONFIG = "train_configs/llama3_8b_8gpu.toml"
 MEASUREMENTS = "measurements"
 """title of the figures that go into first_hour.csv, for the planner"""
+LAYOUT_SECONDS = 30
+"""that a stage must have left for another layout to be measured"""
+NO_TIME = {
+    "status": "not tried",
+    "note": "the stage's time was over; --benchmark.only=STAGE tries the whole stage again",
+}
 SHOWN = ("layout", "status", "step_time_s", "tokens_per_s_per_gpu", "mfu_pct", "hfu_pct", "peak_memory_gib", "note")
 """columns of a measured layout that the page has"""
 
@@ -213,29 +223,44 @@ def torchtitan_problems(figures: Figures) -> list[str]:
     return []
 
 
-def measure_layouts(jobs: Jobs) -> Figures:
-    """Train a large model for some steps with one option changed at a time."""
-    options = [
-        (),
-        ("--compile.block=false", "--compile.loss=false"),
-        ("--recompute.mode=none",),
-        ("--recompute.mode=selective",),
-        ("--recompute.mode=full",),
-        ("--training.loss_chunk=0",),
-        ("--data.document_mask=true",),
-        ("--model.attention=flex", "--data.document_mask=true"),
-    ]
-    if not jobs.machine.gpus:
-        options = [(), ("--recompute.mode=full",)]
-    elif jobs.machine.ranks > 1:
-        options += [(f"--parallel.tp={jobs.machine.ranks}",), ("--parallel.pp=2",)]
-        options += [("--parallel.cp=2", "--compile.block=auto")]  # cp may refuse blocks that are compiled
-    base = layout_config(jobs)
+def measure_options(jobs: Jobs, options: Sequence[Overrides]) -> Figures:
+    """Train a large model for some steps with each of `options`, a layout each, until the stage's time is over."""
+    config, *base = layout_config(jobs)
     rows = []
     for option in options:
-        rows.append(jobs.measure(base[0], (*base[1:], *option), steps=8, ranks=jobs.machine.ranks))
+        overrides = (*base, *option)
+        if jobs.seconds_left() > LAYOUT_SECONDS:
+            rows.append(jobs.measure(config, overrides, steps=8, ranks=jobs.machine.ranks))
+        else:
+            rows.append(dict.fromkeys(COLUMNS, "") | {"layout": " ".join(overrides), **NO_TIME})
     shown = [{column: row[column] for column in SHOWN} for row in rows]
-    return {"layouts": shown, MEASUREMENTS: rows}
+    return {"layouts": shown, MEASUREMENTS: [row for row in rows if row["status"] != NO_TIME["status"]]}
+
+
+def measure_compile(jobs: Jobs) -> Figures:
+    """Measure the config's own layout, that with nothing compiled, and that with whole logits."""
+    if not jobs.machine.gpus:
+        return measure_options(jobs, [()])
+    return measure_options(jobs, [(), ("--compile.block=false", "--compile.loss=false"), ("--training.loss_chunk=0",)])
+
+
+def measure_recompute(jobs: Jobs) -> Figures:
+    """Measure the modes of recomputation."""
+    modes = ("none", "selective", "full") if jobs.machine.gpus else ("full",)
+    return measure_options(jobs, [(f"--recompute.mode={mode}",) for mode in modes])
+
+
+def measure_documents(jobs: Jobs) -> Figures:
+    """Measure attention within documents, by torch's kernels and by FlexAttention."""
+    documents = "--data.document_mask=true"
+    return measure_options(jobs, [(documents,), ("--model.attention=flex", documents)])
+
+
+def measure_degrees(jobs: Jobs) -> Figures:
+    """Measure each axis in place of FSDP."""
+    tensor = f"--parallel.tp={jobs.machine.ranks}"
+    context = ("--parallel.cp=2", "--compile.block=auto")  # cp may refuse blocks that are compiled
+    return measure_options(jobs, [(tensor,), ("--parallel.pp=2",), context])
 
 
 def measured_layout_problems(figures: Figures) -> list[str]:
@@ -302,6 +327,14 @@ def memory_problems(figures: Figures) -> list[str]:
 
 def measure_saves(jobs: Jobs) -> Figures:
     """Time a synchronous save, and what an asynchronous one takes from the steps beside it."""
+    checkpoint_bytes = BYTES_PER_PARAMETER * jobs.parameter_count(large_config(jobs)[0])
+    needed = CHECKPOINTS * checkpoint_bytes
+    free = shutil.disk_usage(jobs.folder).free
+    if free < needed:
+        raise StageFailed(
+            f"{jobs.folder} needs {needed / GIB:.0f} GiB for {CHECKPOINTS} checkpoints, and has {free / GIB:.0f} free: "
+            "--run.folder on another disk"
+        )
     options = ["--training.global_batch_size=2", "--training.micro_batch_size=2", "--benchmark.rounds=3"]
     return dict(jobs.benchmark("checkpoint", *large_config(jobs), *options))
 
@@ -363,7 +396,16 @@ STAGES: tuple[FirstHourStage, ...] = (
     FirstHourStage("matmul", "How fast are matrix products, of the data sheet?", measure_matmul, matmul_problems),
     FirstHourStage("memory", "Does a step take the memory it should?", measure_memory, memory_problems, gpus=1),
     FirstHourStage(
-        "layouts", "How fast is a large model, with and without each option?", measure_layouts, measured_layout_problems
+        "compile", "How fast is a large model, compiled and not?", measure_compile, measured_layout_problems
+    ),
+    FirstHourStage(
+        "recompute", "How fast is it in each mode of recomputation?", measure_recompute, measured_layout_problems
+    ),
+    FirstHourStage(
+        "documents", "How fast is it with document masks?", measure_documents, measured_layout_problems, gpus=1
+    ),
+    FirstHourStage(
+        "degrees", "How fast is it with each kind of parallelism?", measure_degrees, measured_layout_problems, gpus=2
     ),
     FirstHourStage(
         "torchtitan",

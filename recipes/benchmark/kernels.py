@@ -56,7 +56,7 @@ def kernel_row(config: "BenchmarkConfig", runtime: Runtime, documents: bool) -> 
     """Return the kernels (on a CPU: operators) that attention of this config's sizes runs, longest first."""
     model, length = config.model, config.training.sequence_length
     dtype = compute_dtype(config.training, runtime.device)
-    core: Any = CORES[model.attention]()
+    core: Any = CORES[model.attention](model.window)
     ids = torch.arange(length, device=runtime.device).expand(1, length) // max(1, length // 3)
     heads = (1, length, model.heads, model.head_width)
     key_heads = (1, length, model.kv, model.head_width)

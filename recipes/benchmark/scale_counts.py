@@ -37,8 +37,9 @@ from torchllm.metrics.sinks import cut_position
 from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.block_mask import document_block_mask
+from torchllm.optim.fused import ShardedAdamW
 from torchllm.optim.grad_norm import clip, grad_norm
-from torchllm.optim.optimizer import ShardedAdamW, apply_if_finite
+from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices

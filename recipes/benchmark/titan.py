@@ -45,14 +45,18 @@ def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
 def obstacle(config: Config, device: torch.device) -> str:
     """Return why torchtitan cannot take this config's step; "" if it can."""
     model, parallel = config.model, config.parallel
-    has_own_heads = model.qk_norm or model.head_width * model.heads != model.hidden
+    has_own_heads = model.head_width * model.heads != model.hidden
+    parts = (model.qkv_bias, model.qk_norm, model.norm_position, model.window, model.experts)
+    has_own_parts = parts != (False, "none", "before", 0, 0)
     obstacles = {
         "torchtitan needs a GPU": device.type != "cuda",
         "torchtitan is not installed: pip install torchtitan==0.2.2": find_spec("torchtitan") is None,
         'it computes in bfloat16; set training.dtype = "bfloat16"': (
             compute_dtype(config.training, device) != torch.bfloat16
         ),
-        "its Llama has no other family, no qk_norm and no head_dim": model.features != LLAMA or has_own_heads,
+        "its Llama has no other family, no head_dim, qkv_bias, qk_norm, norm_position, window and experts": (
+            model.features != LLAMA or has_own_heads or has_own_parts
+        ),
         "its Llama has an output projection of its own; set model.tied_embeddings = false": model.tied_embeddings,
         "pipelines and context parallelism are not compared; set parallel.pp and parallel.cp to 1": (
             parallel.pp * parallel.cp > 1

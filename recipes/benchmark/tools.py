@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flops_per_token, recomputes_logits
 
+Measured = TypeVar("Measured")
+"""what one side of a comparison returns"""
 Work = Callable[[], object]
 TableRow = dict[str, str | int | float | None]
 Tables = dict[str, list[TableRow]]
@@ -94,7 +96,7 @@ def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Ba
 def bare_model(config: Config, runtime: Runtime, mesh: Mesh) -> Decoder:
     """Return the initialized model, with FSDP2 around it on several ranks."""
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk)
+        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
     apply_recompute(model, config.recompute, config.model.layers)
     apply_compile(model, config.compile)
     if runtime.world_size > 1:
@@ -168,12 +170,12 @@ def warmed_up(build: Callable[[], Work], steps: int, device: torch.device) -> Wa
     return WarmLoop(work, (torch.cuda.max_memory_allocated(device) - allocated) / 2**30)
 
 
-def take_turns(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+def take_turns(sides: Sequence[Callable[[], Measured]], rounds: int) -> list[list[Measured]]:
     """Call every side once per round; return what each side returned.
 
     Every other round goes backwards, so that no side is always first.
     """
-    results: list[list[float]] = [[] for _ in sides]
+    results: list[list[Measured]] = [[] for _ in sides]
     for turn in range(rounds):
         order = list(range(len(sides)))
         if turn % 2:
@@ -210,7 +212,7 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
     training = config.training
     length = training.sequence_length
     tokens_per_second = training.global_batch_size * length / seconds
-    model_flops = flops_per_token(config.model, length)
+    model_flops = flops_per_token(config.model, length, lora=config.lora)
     has_logits_again = recomputes_logits(training, config.parallel)
     recomputed = recomputed_flops_per_token(config.model, config.recompute, length, has_logits_again)
     return {

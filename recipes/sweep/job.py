@@ -27,7 +27,8 @@ Overrides = tuple[str, ...]
 """what makes a layout of the sweep's run: overrides of the command line, such as --parallel.tp=2"""
 
 _COLUMN_LINES = (
-    "dataset stack group model n_params layers hidden heads kv_heads head_dim qk_norm ffn vocab tied_emb seq_len",
+    "dataset stack group model n_params layers hidden heads kv_heads head_dim qkv_bias qk_norm norm_position window",
+    "ffn vocab tied_emb seq_len",
     "cluster gpu gpus dp dp_replicate dp_shard tp pp cp cp_method schedule interleave_v micro_batch grad_accum",
     "global_batch_seqs zero_stage seq_parallel act_ckpt attn_impl rmsnorm_kernel compile precision status step_time_s",
     "tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct note source spread_pct layout",

@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchllm.config import Count, Positive
+from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files
-from torchllm.planner.search.auto import planned
+from torchllm.planner.case import check_known
+from torchllm.planner.search.auto import planned, why_unplanned
 from torchllm.planner.search.explain import GIB
 from torchllm.resources import find_config
 
@@ -107,7 +109,11 @@ def main(arguments: list[str]) -> None:
     measured = {row["layout"] for row in read_results(results)}
     layouts = combinations(sweep)
     if options.planner_top is not None:
-        layouts = promising(config, layouts, sweep.processes, options.planner_top)
+        try:
+            layouts = promising(config, layouts, sweep.processes, options.planner_top)
+        except UserError as error:
+            print(f"--planner-top: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     remaining = [overrides for overrides in layouts if " ".join(overrides) not in measured]
     if options.dry_run:
         list_layouts(config, remaining, sweep.processes)
@@ -169,13 +175,15 @@ def measure_all(sweep: Sweep, config: str, layouts: Sequence[Overrides], results
 def promising(config: str, layouts: Sequence[Overrides], processes: int, count: int) -> list[Overrides]:
     """Return the `count` layouts that the planner expects to take least time per sequence, and some of the others.
 
-    The others are a quarter as many, at least two, evenly spread from fast to slow.
+    The others are a quarter as many, at least two, evenly spread from fast to slow. UserError if the planner does not
+    know the model.
     """
     predicted: list[tuple[float, Overrides]] = []
     for overrides in layouts:
         resolved = resolve_layout(config, overrides, processes).config
         if resolved is None:
             continue
+        check_known(resolved.model)
         prediction = planned(resolved)
         if prediction is not None:
             predicted.append((prediction.step / resolved.training.global_batch_size, overrides))
@@ -195,7 +203,7 @@ def expected(config: str, overrides: Overrides, processes: int) -> str:
         return f"invalid: {resolved.problem}"
     prediction = planned(resolved.config)
     if prediction is None:
-        return "no prediction: no cluster file describes this machine"
+        return f"no prediction: {why_unplanned(resolved.config)}"
     return f"predicted {prediction.step:.3g} s, {prediction.memory.total / GIB:.3g} GiB"
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -11,23 +11,52 @@ from torchllm.config.inert import CONTRADICTIONS, IDLE, SOURCE_KINDS, contradict
 
 Keys = dict[str, Any]
 
+YARN: Keys = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"}
+LINEAR: Keys = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "linear"}
+EXPERTS: Keys = {"model.experts": 8}
+HEADERLESS = (Source(kind="nanogpt", path="a"),)
 CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it does nothing, where it does something
     "run.json": (True, {}, {"run.dry_run": True}),
     "model.rope_theta": (5e5, {"model.family": "gpt"}, {}),
     "model.rope_scaling_factor": (8.0, {"model.family": "gpt"}, {}),
-    "model.rope_low_frequency_factor": (2.0, {}, {"model.rope_scaling_factor": 8.0}),
+    "model.rope_scaling": ("yarn", {}, {"model.rope_scaling_factor": 8.0}),
+    "model.rope_original_length": (4096, LINEAR, YARN),
+    "model.rope_low_frequency_factor": (2.0, YARN, {"model.rope_scaling_factor": 8.0}),
     "model.rope_high_frequency_factor": (5.0, {}, {"model.rope_scaling_factor": 8.0}),
-    "model.rope_original_length": (4096, {}, {"model.rope_scaling_factor": 8.0}),
+    "model.rope_beta_fast": (16.0, LINEAR, YARN),
+    "model.rope_beta_slow": (2.0, {"model.rope_scaling_factor": 8.0}, YARN),
+    "model.rope_truncate": (False, {}, YARN),
+    "model.rope_attention_factor": (1.5, LINEAR, YARN),
+    "model.qkv_bias": (True, {"model.family": "gpt"}, {}),
+    "model.top_k": (1, {}, EXPERTS),
+    "model.expert_ffn": (64, {}, EXPERTS),
+    "model.shared_experts": (1, {}, EXPERTS),
+    "model.dense_layers": (1, {}, EXPERTS),
+    "model.router_score": ("sigmoid", {}, EXPERTS),
+    "model.router_renormalize": (False, {}, EXPERTS),
+    "model.router_scale": (2.5, {}, EXPERTS),
     "data.pattern": ("cl100k", {"data.tokenizer": "tokenizer.json"}, {"data.tokenizer": "tokenizer.model"}),
+    "data.dtype": ("uint16", {}, {"data.sources": HEADERLESS}),
+    "data.separator": (7, {}, {"data.sources": HEADERLESS}),
     "training.max_consecutive_nonfinite": (3, {"training.on_nonfinite": "stop"}, {}),
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),
+    "optimizer.muon_momentum": (0.9, {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}),
+    "optimizer.adjust_lr_fn": ("match_rms_adamw", {}, {"optimizer.name": "muon"}),
+    "evaluate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
+    "optimizer.head_rate": (0.5, {"model.tied_embeddings": True}, {}),
+    "optimizer.head_decay": (0.0, {"model.tied_embeddings": True}, {}),
     "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
+    "schedule.decay": ("1-sqrt", {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.final_fraction": (0.0, {"schedule.name": "constant"}, {}),
     "checkpoint.keep_every": (500, {"checkpoint.keep": 0}, {"checkpoint.keep": 3}),
+    "evaluate.tasks_interval": (500, {}, {"evaluate.tasks": ("arc_easy",)}),
     "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),
+    "lora.alpha": (32.0, {}, {"lora.rank": 8}),
+    "lora.targets": (("q_proj",), {}, {"lora.rank": 8}),
+    "export.adapter": (True, {}, {"lora.rank": 8}),
 }
 PIPELINE: Keys = {"parallel.pp": 2}
 TEXT = (Source(kind="text", path="a"),)
@@ -81,11 +110,12 @@ def test_a_key_that_waits_for_another_layout(key: str) -> None:
     assert key not in [inert.key for inert in idle_keys(config_of(idle))]
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "text", "jsonl", "parquet", "hub", "tokens", "synthetic"])
+@pytest.mark.parametrize("kind", get_args(get_type_hints(Source)["kind"]))
 def test_keys_of_a_source(kind: Any) -> None:
-    source = Source(kind=kind, path="a", text_key="content", split="test")
+    changed = {key: f"{key} of a test" for key in SOURCE_KINDS}
+    sources = (Source(), Source(kind=kind, **changed))
     unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
-    assert [inert.key for inert in contradictions(config_of({"data.sources": (Source(), source)}))] == unused
+    assert [inert.key for inert in contradictions(config_of({"data.sources": sources}))] == unused
 
 
 def test_stage_0_of_replicas_is_ddp() -> None:

@@ -1,10 +1,10 @@
 """docs/config.schema.json: what editors know of the TOML file."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from tests.tiny_run import ROOT
-from torchllm.config import Config
+from torchllm.config import Config, Source
 from torchllm.config.json_schema import json_schema
 
 
@@ -26,7 +26,7 @@ def test_what_it_says_of_keys() -> None:
     assert mode["enum"] == ["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
     sources = sections["data"]["properties"]["sources"]
     assert sources["items"]["properties"]["kind"]["default"] == "stdlib"
-    assert sources["default"] == [{"kind": "stdlib", "path": "", "text_key": "text", "split": "train", "weight": 1.0}]
+    assert sources["default"] == [asdict(Source())]
     assert sections["training"]["additionalProperties"] is False
 
 

@@ -107,6 +107,13 @@ def test_override_reaches_into_the_default_array(folder: Path) -> None:
     assert config.data.sources == (Source(kind="text", path="a"), Source(weight=0.5))
 
 
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("arc_easy,my tasks", ("arc_easy", "my tasks")), ('["a,b"]', ("a,b",)), ("", ())]
+)
+def test_an_array_of_strings_may_be_words_with_commas(folder: Path, text: str, tasks: tuple[str, ...]) -> None:
+    assert load_config([f"--evaluate.tasks={text}"]).evaluate.tasks == tasks
+
+
 def test_an_override_mends_the_file(folder: Path) -> None:
     (folder / "x.toml").write_text("[training]\nsteps = 'abc'")
     assert load_config(["x.toml", "--training.steps=7"]).training.steps == 7

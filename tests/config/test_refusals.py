@@ -82,6 +82,14 @@ REFUSALS = {
         [],
         ["x.toml:3: checkpoint.keep_every: 700 is no multiple of checkpoint.interval 500"],
     ),
+    "tasks between checkpoints": Refusal(
+        '[checkpoint]\ninterval = 500\n[evaluate]\ntasks = ["arc_easy"]\ntasks_interval = 700',
+        [],
+        [
+            "x.toml:5: evaluate.tasks_interval: 700 is no multiple of checkpoint.interval 500: tasks are evaluated on "
+            "checkpoints"
+        ],
+    ),
     # Words.
     "MXFP8": Refusal(
         '[float8]\nrecipe = "mxfp8"',
@@ -169,12 +177,12 @@ REFUSALS = {
     "choice": Refusal(
         '[optimizer]\nname = "adam"',
         [],
-        ['x.toml:2: optimizer.name: must be one of "adamw", "sgd", not "adam"'],
+        ['x.toml:2: optimizer.name: must be one of "adamw", "sgd", "muon", not "adam"'],
     ),
     "long string": Refusal(
         f'[optimizer]\nname = "{"a" * 999}"',
         [],
-        [f'x.toml:2: optimizer.name: must be one of "adamw", "sgd", not "{"a" * 55} ...'],
+        [f'x.toml:2: optimizer.name: must be one of "adamw", "sgd", "muon", not "{"a" * 55} ...'],
     ),
     # Limits.
     "negative": Refusal(
@@ -316,6 +324,49 @@ REFUSALS = {
         [],
         ["x.toml:5: model.kv_heads: 2 key-value heads do not divide 3 heads"],
     ),
+    "experts": Refusal(
+        "[model]\nexperts = 4\ntop_k = 5\ndense_layers = 4\n[compile]\nblock = true\n[float8]\nrecipe = 'rowwise'\n"
+        "[optimizer]\nname = 'muon'\n[export]\nfolder = 'm'\n"
+        "[evaluate]\ntasks = ['arc_easy']",
+        [],
+        [
+            "x.toml:3: model.top_k: 5 is over model.experts 4",
+            "x.toml:4: model.dense_layers: 4 leaves no block with experts: model.layers is 4",
+            'x.toml:8: float8.recipe: has no products of experts: set it to "none"',
+            'x.toml:10: optimizer.name: muon takes no stacked matrices of experts: use "adamw"',
+            "x.toml:12: export.folder: a mixture of experts cannot be exported yet: leave it empty",
+            "x.toml:14: evaluate.tasks: are evaluated on an exported model, and a mixture of experts cannot be "
+            "exported yet: remove them",
+            "x.toml:6: compile.block: FSDP gathers the router of a block with experts by itself, which a compiled "
+            "block cannot: set it to false, or set model.experts to 0",
+        ],
+    ),
+    "one expert whose weight is always 1": Refusal(
+        "[model]\nexperts = 4\ntop_k = 1",
+        [],
+        [
+            "x.toml: model.router_renormalize: with top_k = 1 the one score is divided by itself, and the router "
+            "learns nothing: set it to false"
+        ],
+    ),
+    "experts of a family that has none": Refusal(
+        "[model]\nexperts = 4\nfamily = 'gpt'",
+        [],
+        ['x.toml:2: model.experts: model.family = "gpt" has no experts: take "llama"'],
+    ),
+    "experts and LoRA": Refusal(
+        "[model]\nexperts = 4\n[lora]\nrank = 4",
+        [],
+        ["x.toml:4: lora.rank: has no low-rank updates of experts: set it to 0, which trains all weights"],
+    ),
+    "width of experts": Refusal(
+        "[model]\nexperts = 4\nexpert_ffn = 33\n[parallel]\ntp = 2",
+        [],
+        [
+            "x.toml: parallel.dp_shard: is -1, but 1 ranks are no multiple of pp 1 x dp_replicate 1 x cp 1 x tp 2 = 2",
+            "x.toml:5: parallel.tp: 2 does not divide model.expert_ffn = 33",
+        ],
+    ),
     "batch": Refusal(
         "[training]\nglobal_batch_size = 10\nmicro_batch_size = 4",
         [],
@@ -455,6 +506,30 @@ REFUSALS = {
         "",
         ["parent.toml"],
         ["parent.toml: one config file only, and x.toml is given; overrides are --section.key=value"],
+    ),
+    # LoRA.
+    "low-rank updates of a family that PEFT cannot name": Refusal(
+        "[model]\nfamily = 'gpt'\n[lora]\nrank = 4",
+        [],
+        [
+            'x.toml:4: lora.rank: model.family = "gpt" has no LoRA here: Hugging Face\'s GPT-2 has q, k and v in one '
+            "transposed matrix (Conv1D), which takes one update. Set it to 0, which trains all weights, or take "
+            "another family"
+        ],
+    ),
+    "low-rank updates of nothing, or twice, or in float8": Refusal(
+        "[lora]\nrank = 4\ntargets = []\n[float8]\nrecipe = 'rowwise'",
+        [],
+        [
+            'x.toml:5: float8.recipe: float8.recipe = "rowwise" has no products for the low-rank updates of lora.rank '
+            "= 4: set one of them to its default",
+            "x.toml:3: lora.targets: is empty, so nothing would be trained: name at least one matrix",
+        ],
+    ),
+    "low-rank updates of a matrix twice": Refusal(
+        "[lora]\nrank = 4\ntargets = ['q_proj', 'q_proj']",
+        [],
+        ["x.toml:3: lora.targets: names q_proj 2 times"],
     ),
 }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Parallel, Source, gradient_accumulation
+from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
 from torchllm.config.checks import Problem, problems, resolve_degrees
 from torchllm.config.help import field_docs
 
@@ -28,6 +28,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
 ULYSSES = {"parallel__cp_method": "ulysses"}
 ROWWISE = {"float8__recipe": "rowwise"}
 FIVE = {"training__global_batch_size": 5, "training__micro_batch_size": 1}
+HEADERLESS = (Source(kind="nanogpt", path="a"),)
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model__heads": 3}, None, ["model.heads"]),
     ({"model__heads": 3, "model__head_dim": 2}, None, []),
@@ -41,6 +42,14 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["model.rope_high_frequency_factor"],
     ),
+    (
+        {"model__rope_scaling": "yarn", "model__rope_scaling_factor": 8.0, "model__rope_beta_fast": 1.0},
+        None,
+        ["model.rope_beta_fast"],
+    ),
+    ({"parallel__cp": 4, "model__window": 2047}, None, ["parallel.cp_method"]),  # sequences of 2048 tokens
+    ({"parallel__cp": 4, "model__window": 2048}, None, []),
+    ({"parallel__cp": 4, "model__window": 2047, **ULYSSES}, None, []),
     ({"model__attention": "flash", "data__document_mask": True}, None, ["model.attention"]),
     ({"compile__norm": True, "model__family": "gpt"}, None, ["compile.norm"]),
     ({"compile__norm": True}, None, []),
@@ -109,6 +118,19 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"data__sources": ()}, None, ["data.sources"]),
     ({"data__sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
     ({"data__sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),
+    ({"data__sources": HEADERLESS}, None, ["data.dtype", "data.separator"]),
+    ({"data__sources": HEADERLESS, "data__dtype": "int32", "data__separator": 0}, None, []),
+    *(
+        ({"training__steps": 9, "data__stage": stages}, None, blamed)
+        for stages, blamed in (
+            ((MixtureStage(3, (1.0,)), MixtureStage(5, (1.0,)), MixtureStage(0, (2.0,))), []),
+            ((MixtureStage(9, (1.0,)),), []),
+            ((MixtureStage(8, (1.0,)),), ["data.stage.0.until"]),
+            ((MixtureStage(0, (1.0,)), MixtureStage(0, (1.0,))), ["data.stage.0.until"]),
+            ((MixtureStage(3, (1.0,)), MixtureStage(3, (1.0,))), ["data.stage.1.until"]),
+            ((MixtureStage(3, ()), MixtureStage(0, (0.0,))), ["data.stage.0.weights", "data.stage.1.weights"]),
+        )
+    ),
 ]
 
 

@@ -8,7 +8,18 @@ from typing import Any, Literal, get_args, get_origin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchllm.config import Config, Generate, Metrics, Optimizer, Parallel, Run, Source, load_config, write_config
+from torchllm.config import (
+    Config,
+    Generate,
+    Metrics,
+    MixtureStage,
+    Optimizer,
+    Parallel,
+    Run,
+    Source,
+    load_config,
+    write_config,
+)
 from torchllm.config.inert import contradictions
 from torchllm.config.read import field_types, plain_type
 from torchllm.config.write import dump_toml
@@ -47,10 +58,20 @@ def configs(draw: st.DrawFn) -> Config:
     """Draw a config with every kind of value, in keys that need nothing of others."""
     config = Config()
     sources = tuple(replace(source, path=source.path or "x") for source in draw(values_of(tuple[Source, ...])))
+    data = replace(
+        config.data,
+        sources=sources,
+        tokenizer=draw(values_of(str)),
+        cache=draw(values_of(str)),
+        dtype="uint16",
+        separator=7,
+        document_mask=True,  # conversations need it
+        stage=(MixtureStage(until=3, weights=(0.1,) * len(sources)), MixtureStage(weights=(2.0,) * len(sources))),
+    )
     free = replace(
         config,
         run=Run(folder="a", seed=draw(values_of(field_types(Run)["seed"])), timeout=draw(st.floats(0.1, 1e308))),
-        data=replace(config.data, sources=sources, tokenizer=draw(values_of(str)), cache=draw(values_of(str))),
+        data=data,
         optimizer=draw(tables_of(Optimizer)),
         compile=replace(config.compile, block=draw(st.booleans()), loss=draw(st.booleans())),
         metrics=replace(draw(tables_of(Metrics)), profile_steps=draw(st.sampled_from(["", "10:13"]))),

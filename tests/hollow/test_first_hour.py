@@ -23,9 +23,10 @@ def test_the_stages_that_compare_numbers_run_and_find_them_wrong(tmp_path: Path)
 
 
 def test_the_stages_of_large_models_run(tmp_path: Path) -> None:
-    command = ["python", "recipes/benchmark", "first_hour", "--benchmark.only=matmul,memory,layouts"]
+    command = ["python", "recipes/benchmark", "first_hour", "--benchmark.only=matmul,memory,compile"]
     done = run([*command, f"--run.folder={tmp_path}"], seconds=1800)
     records = [json.loads(line) for line in (tmp_path / "first_hour.jsonl").read_text().splitlines()]
-    for record in records:
-        assert record["outcome"] != "failed", done.stdout
+    outcomes = {record["stage"]: record["outcome"] for record in records}
+    assert "failed" not in outcomes.values(), done.stdout
+    assert outcomes["memory"] == "as it should be", done.stdout  # torch's allocator is real
     assert "NVIDIA H100" in (tmp_path / "first_hour.md").read_text()

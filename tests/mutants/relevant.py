@@ -18,12 +18,14 @@ FLOAT8 = (
     "tests/parallel/test_float8.py::test_tensor_parallel_weights_are_gathered_in_16_bits",
 )
 """tests of float8 layers that tensor parallelism cuts"""
+MEMORY = ("tests/planner/test_memory.py::test_memory_agrees_with_the_dry_run[8B, loss in chunks]",)
+"""tests of what is freed early"""
 
 FURTHER_TESTS: dict[str, tuple[str, ...]] = {
     "torchllm/parallel/attention_kernels.py": ("tests/parallel/test_ring.py",),
     "torchllm/parallel/compile.py": ("tests/parallel/test_parallelize.py",),
     "torchllm/parallel/context.py": LAYOUTS,
-    "torchllm/parallel/fsdp.py": ("tests/parallel/test_pipeline.py", *LAYOUTS),
+    "torchllm/parallel/fsdp.py": ("tests/parallel/test_pipeline.py", *LAYOUTS, *MEMORY),
     "torchllm/parallel/kernel_check.py": ("tests/parallel/test_attention_kernels.py",),
     "torchllm/parallel/mesh.py": ("tests/metrics/test_breakdown.py", "tests/adapt/test_rebuild.py", *LAYOUTS),
     "torchllm/parallel/parallelize.py": ("tests/parallel/test_fsdp.py", *CONTEXT, *LAYOUTS, *FLOAT8),
@@ -35,6 +37,7 @@ FURTHER_TESTS: dict[str, tuple[str, ...]] = {
     "torchllm/parallel/weight_gradients.py": LAYOUTS,
     "torchllm/optim/grad_norm.py": ("tests/parallel/test_pipeline.py::test_tied_embeddings_on_two_stages", *LAYOUTS),
     "torchllm/optim/optimizer.py": ("tests/checkpoint/test_checkpointer.py", *LAYOUTS),
+    "torchllm/optim/fused.py": ("tests/optim/test_optimizer.py", "tests/checkpoint/test_checkpointer.py", *LAYOUTS),
     "torchllm/train/evaluate.py": ("tests/recipes/test_pretrain.py",),
     "torchllm/train/step.py": ("tests/metrics/test_monitor.py", "tests/recipes/test_pretrain.py"),
     RECIPE: ("tests/adapt/test_supervise.py",),

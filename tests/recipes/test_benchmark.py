@@ -1,6 +1,8 @@
 import json
+import math
 import subprocess
 import sys
+from base64 import b64encode
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,7 +44,7 @@ def check_ratio(row: dict[str, Any], name: str) -> None:
 def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
     done = benchmark(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matmul, step, data, checkpoint, schedules, watch, context, scale" in done.stderr
+    assert "matmul, step, tokenizing, data, checkpoint, schedules, watch, context, scale" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -95,16 +97,37 @@ def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
     assert "| torchllm / bare loop |" in done.stdout
 
 
-def test_data_compares_with_tiktoken_and_times_the_wait(tmp_path: Path) -> None:
+def test_tokenizing_compares_with_encode_batch_on_one_process_and_on_two(tmp_path: Path) -> None:
+    (tmp_path / "schema.py").write_bytes((ROOT / "torchllm" / "config" / "schema.py").read_bytes())
+    source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/schema.py")
+    ranks = tmp_path / "bytes.tiktoken"  # cl100k takes each process seconds to load
+    tokens = [b64encode(bytes([value])).decode() for value in range(256)]
+    ranks.write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(tokens)))
+    tokenizer = (f"--benchmark.tokenizer={ranks}", "--benchmark.pattern=cl100k")
+    result = measured("tokenizing", tmp_path / "run", *source, *tokenizer, "--benchmark.text_mb=0.1")
+    document = (tmp_path / "schema.py").stat().st_size
+    documents = math.ceil(0.1e6 / document)
+    for form in ("bytes.tiktoken", "tokenizer.json"):
+        rows = result[form]
+        names = [row["what"] for row in rows]
+        assert names == ["prepare, 1 process", "prepare, 2 processes", "encode_batch, 1 thread"]
+        for row in rows:
+            assert row["documents"] == documents
+            assert row["text_mb"] == pytest.approx(documents * document / 1e6)
+            assert row["mb_per_second"] > 0
+            assert row["mb_per_cpu_second"] > 0
+        per_core, by_clock, processes = result[f"{form}, ratios"]
+        check_ratio(per_core, "prepare / encode_batch, per core")
+        check_ratio(by_clock, "prepare / encode_batch, by the clock")
+        check_ratio(processes, "2 processes / 1, by the clock")
+        assert processes["ratio"] < 1  # two processes take longer to start than so little text takes
+
+
+def test_data_times_the_wait(tmp_path: Path) -> None:
     for name in ("schema.py", "load.py"):
         (tmp_path / name).write_bytes((ROOT / "torchllm" / "config" / name).read_bytes())
     source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.py", f"--data.cache={tmp_path}/cache")
     result = measured("data", tmp_path / "run", *source)
-    ours, bare = result["tokenizing, one thread"]
-    assert (ours["what"], bare["what"]) == ("files to corpus", "tiktoken in memory")
-    assert ours["documents"] == bare["documents"] == 2
-    assert ours["text_mb"] == pytest.approx(sum(file.stat().st_size for file in tmp_path.glob("*.py")) / 1e6)
-    check_ratio(result["throughput"][0], "files to corpus / tiktoken in memory")
     (wait,) = result["batches of one rank"]
     assert 0 < wait["wait_share"] < 1
     assert 0 < wait["wait_ms"] < wait["step_ms"]

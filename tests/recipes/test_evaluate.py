@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes import evaluate
+from recipes import evaluate, generate
 from tests import workers
-from tests.recipes.warm import alone, rank_of_torchrun
+from tests.recipes.warm import alone, pretrain, rank_of_torchrun
 from tests.tiny_run import free_port, metrics
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import load_config
@@ -26,6 +26,17 @@ def test_it_is_what_pretrain_logged(
     perplexity = math.exp(loss)
     line = f"step {step}  validation loss {loss:.4f} nats/token  perplexity {perplexity:.3f}\n"
     assert capsys.readouterr().out == line
+
+
+def test_a_run_with_low_rank_updates_is_what_pretrain_logged(tmp_path: Path) -> None:
+    """Its frozen weights, which no checkpoint holds, are made again."""
+    assert pretrain(2, tmp_path, "--lora.rank=4", "--parallel.tp=2", "--parallel.dp_shard=1") == ["", ""]
+    (logged,) = (record["validation_loss"] for record in metrics(tmp_path) if record["step"] == 8)
+    assert evaluate.main(alone(tmp_path)) == pytest.approx(logged, rel=1e-6)
+    arguments = [str(tmp_path / "config.toml"), "--run.device=cpu", "--parallel.tp=1", "--parallel.dp_shard=2"]
+    losses = workers.run(evaluate_on_rank, 2, arguments, free_port())
+    assert losses == pytest.approx([logged] * 2, rel=1e-6)
+    assert generate.main(alone(tmp_path, "--generate.tokens=3"))
 
 
 def test_it_reads_as_many_sequences_as_asked(trained: Path) -> None:

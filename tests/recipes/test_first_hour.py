@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ from recipes.benchmark.first_hour import (
     write_records,
 )
 from recipes.benchmark.first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from recipes.benchmark.first_hour_stages import SHOWN, STAGES, FirstHourStage, measure_layouts, measure_memory
+from recipes.benchmark.first_hour_stages import (
+    SHOWN,
+    STAGES,
+    FirstHourStage,
+    measure_memory,
+    measure_options,
+    measure_saves,
+)
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config.errors import UserError
 
@@ -36,6 +44,13 @@ H100 = Machine(("NVIDIA H100 80GB HBM3",) * 8, "2.13.0", "13.0", "580.65")
 CPU = Machine((), "2.13.0+cpu", "", "")
 STAGE = {stage.name: stage for stage in STAGES}
 
+MEASURED: Figures = {
+    "layouts": [
+        {"layout": "--recompute.mode=full", "status": "ok", "note": ""},
+        {"layout": "--compile.block=false", "status": "ok", "note": ""},
+        {"layout": "--recompute.mode=none", "status": "oom", "note": "out of memory"},
+    ]
+}
 HEALTHY: dict[str, Figures] = {
     "losses": {
         "bfloat16": [5.77, 5.1, 4.4],
@@ -70,13 +85,7 @@ HEALTHY: dict[str, Figures] = {
             }
         ]
     },
-    "layouts": {
-        "layouts": [
-            {"layout": "--recompute.mode=full", "status": "ok", "note": ""},
-            {"layout": "--compile.block=false", "status": "ok", "note": ""},
-            {"layout": "--recompute.mode=none", "status": "oom", "note": "out of memory"},
-        ]
-    },
+    **dict.fromkeys(("compile", "recompute", "documents", "degrees"), MEASURED),
     "torchtitan": {"step time": [{"what": "torchllm / torchtitan", "ratio": 0.98, "least": 0.97, "largest": 1.0}]},
     "saves": {
         "saves": [],
@@ -116,8 +125,10 @@ FAULTS = [
     ("memory", set_at("memory", 0, "peak_gib", to=28.0), "the peak is 28.0 GiB, on the hollow GPU it is 26.6: over 5%"),
     ("memory", set_at("memory", 0, "dry_run_gib", to=24.0), "the peak is 26.5 GiB, the dry run says 24.0: over 8%"),
     ("memory", set_at("memory", 0, "peak_gib", to=None), "recompute full: ok"),
-    ("layouts", set_at("layouts", 0, "status", to="crash"), "--recompute.mode=full: crash"),
-    ("layouts", set_at("layouts", to=[{"status": "oom"}]), "no layout has trained"),
+    ("compile", set_at("layouts", 0, "status", to="crash"), "--recompute.mode=full: crash"),
+    ("recompute", set_at("layouts", 0, "status", to="timeout"), "--recompute.mode=full: timeout"),
+    ("documents", set_at("layouts", to=[{"status": "oom"}]), "no layout has trained"),
+    ("degrees", set_at("layouts", 1, "status", to="not tried"), "--compile.block=false: not tried"),
     ("torchtitan", set_at("step time", 0, "ratio", to=1.06), "takes 1.060 times as long as torchtitan's"),
     ("torchtitan", set_at("step time", 0, "ratio", to=math.nan), "takes nan times"),
     ("saves", set_at("time taken from training", 0, "ratio", to=0.2), "takes 0.200 of a synchronous"),
@@ -145,7 +156,7 @@ def test_every_stage_has_a_fault() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_every_layout_that_a_node_measures_is_valid(gpus: int, tmp_path: Path) -> None:
-    jobs = Jobs(H100._replace(gpus=H100.gpus[:gpus]), DEBUG, tmp_path / "jobs", deadline=0)
+    jobs = Jobs(H100._replace(gpus=H100.gpus[:gpus]), DEBUG, tmp_path / "jobs", deadline=time.monotonic() + 480)
 
     def check(config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
         resolved = resolve_layout(config, overrides, ranks)
@@ -155,9 +166,29 @@ def test_every_layout_that_a_node_measures_is_valid(gpus: int, tmp_path: Path) -
         mock.patch.object(jobs, "measure", check),
         mock.patch.object(jobs, "dry_run", return_value={"kinds": [{"peak": 1}]}),
     ):
-        rows = measure_layouts(jobs)["layouts"] + [dict(row) for row in measure_memory(jobs)["memory"]]
-    assert len(rows) >= 10
+        rows = [dict(row) for row in measure_memory(jobs)["memory"]]
+        for name in ("compile", "recompute", "documents", "degrees"):
+            if not STAGE[name].obstacle(jobs.machine):
+                rows += STAGE[name].measure(jobs)["layouts"]
+    assert len(rows) == (10 if gpus == 1 else 13)
     assert [row for row in rows if row["note"]] == []
+
+
+def test_layouts_for_which_no_time_is_left_are_named_and_not_measured(tmp_path: Path) -> None:
+    jobs = Jobs(CPU, DEBUG, tmp_path / "jobs", deadline=0)
+    figures = measure_options(jobs, [(), ("--recompute.mode=full",)])
+    assert [row["status"] for row in figures["layouts"]] == ["not tried", "not tried"]
+    assert figures["measurements"] == []  # nothing for the planner
+    problems = STAGE["recompute"].problems(figures)
+    assert "--recompute.mode=full: not tried: the stage's time was over" in problems[1]
+
+
+def test_saves_ask_for_their_disk_before_they_begin(tmp_path: Path) -> None:
+    jobs = Jobs(H100._replace(gpus=H100.gpus[:1]), DEBUG, tmp_path / "jobs", deadline=0)
+    usage = mock.Mock(free=10 * 2**30)
+    with mock.patch("shutil.disk_usage", return_value=usage), pytest.raises(StageFailed) as failure:
+        measure_saves(jobs)
+    assert re.search(r"needs \d\d GiB for 4 checkpoints, and has 10 free: --run.folder on another", str(failure.value))
 
 
 def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> FirstHourStage:

@@ -29,7 +29,7 @@ def continued(
     model: Decoder, prompt: list[int], settings: Generate, end: int = -1, max_length: int = 64, seed: int = 0
 ) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return generate.continue_text(model, torch.tensor([prompt]), settings, VOCAB, end, max_length, generator)
+    return generate.continue_text(model, torch.tensor([prompt]), settings, VOCAB, {end}, max_length, generator)
 
 
 @torch.no_grad()

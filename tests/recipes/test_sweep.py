@@ -25,6 +25,7 @@ from recipes.sweep.figures import (
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import Sweep, SweepAxis, append, combinations, expected, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
+from torchllm.config.errors import UserError
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.search.auto import planned
 
@@ -229,6 +230,12 @@ def test_the_planners_best_and_some_others() -> None:
     assert places[0] < len(fastest) / 2 < places[1]
     assert expected(DEBUG, every[0], 8).startswith("predicted 0.")
     assert "3 does not divide model.heads" in expected(DEBUG, ("--parallel.tp=3",), 8)
+
+
+def test_experts_are_measured_without_predictions() -> None:
+    assert expected(DEBUG, ("--model.experts=8",), 8).startswith("no prediction: model.experts: the planner does not ")
+    with pytest.raises(UserError, match=r"^model\.experts: the planner does not know mixtures of experts yet"):
+        promising(DEBUG, [("--model.experts=8",)], 8, 1)
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:

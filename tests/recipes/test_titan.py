@@ -30,7 +30,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--parallel.tp=2", "--recompute.mode=full"], ""),
         (["--training.dtype=float32"], "bfloat16"),
         (["--model.family=gpt"], "no other family"),
-        (["--model.qk_norm=true"], "qk_norm"),
+        (["--model.qk_norm=head"], "qk_norm"),
         (["--model.head_dim=64"], "head_dim"),
         (["--model.tied_embeddings=true"], "an output projection of its own"),
         (["--parallel.pp=2"], "set parallel.pp and parallel.cp to 1"),

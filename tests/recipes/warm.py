@@ -1,5 +1,6 @@
 """recipes/pretrain.py on the warm ranks of the pool, as torchrun would start it."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ def pretrain(
     change: Change | None = None,
     config: Path = ROOT / DEBUG,
     settings: Sequence[str] = SMALL,
+    recipe: str = "pretrain",
 ) -> list[str]:
-    """Train on warm ranks, and return each rank's UserError, or "" where it had none."""
+    """Train on warm ranks, and return each rank's UserError, or "" where it had none. recipe: a module of recipes/."""
     arguments = [str(config), *settings, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
-    return workers.run(_pretrain, ranks, _merged(arguments, overrides), free_port(), change)
+    return workers.run(_train, ranks, recipe, _merged(arguments, overrides), free_port(), change)
 
 
 def alone(folder: Path, *overrides: str) -> Config:
@@ -42,9 +44,8 @@ def _merged(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [*(word for word in arguments if word.partition("=")[0] not in new), *overrides]
 
 
-def _pretrain(arguments: list[str], port: int, change: Change | None) -> str:
-    from recipes import pretrain as recipe
-
+def _train(name: str, arguments: list[str], port: int, change: Change | None) -> str:
+    recipe = importlib.import_module(f"recipes.{name}")
     names = dict(vars(recipe))
     rank = dist.get_rank()
     with rank_of_torchrun(port):

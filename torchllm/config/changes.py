@@ -1,13 +1,16 @@
 """Which keys of a run's config are not those of the checkpoint that it resumes from."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from torchllm.config.errors import UserError
 from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
+SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
+"""keys that decide the weights that LoRA freezes: not in a checkpoint, they are made or read anew in a resumed run"""
 NO_OTHER_FUNCTION = ("model.attention", "model.initial_std", "model.max_sequence_length")
 """keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit"""
 
@@ -32,7 +35,7 @@ class ConfigChange(NamedTuple):
     @property
     def changes_function(self) -> bool:
         """Whether the model computes something else, although all tensors of the checkpoint fit."""
-        return self.key.startswith("model.") and self.key not in NO_OTHER_FUNCTION
+        return self.key == "lora.alpha" or (self.key.startswith("model.") and self.key not in NO_OTHER_FUNCTION)
 
 
 def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChange]:
@@ -53,10 +56,14 @@ def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChang
 
 
 def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
-    """Log every key that differs from the config in `record`, which a checkpoint holds: a run resumes from it."""
+    """Log every key that differs from the config in `record`, which a checkpoint holds: a run resumes from it.
+
+    UserError if the frozen weights of LoRA would not be those that the checkpoint's low-rank updates were trained on.
+    """
     if "config" not in record:
         return
     changes = config_changes(record["config"], config)
+    _refuse_other_frozen_weights(changes, config)
     if changes:
         listed = "\n  ".join(map(str, changes))
         logger.info("the config is not the checkpoint's in %d key(s):\n  %s", len(changes), listed)
@@ -67,6 +74,21 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
                 "you want, set it to %s",
                 change.key,
                 change.saved,
+            )
+
+
+def check_frozen_weights(record: Mapping[str, Any], config: Config) -> None:
+    """Raise UserError if a run with LoRA would take other frozen weights than the checkpoint with this record has."""
+    if "config" in record:
+        _refuse_other_frozen_weights(config_changes(record["config"], config), config)
+
+
+def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config) -> None:
+    for change in changes:
+        if config.lora.is_on and change.key in SOURCES_OF_FROZEN_WEIGHTS:
+            raise UserError(
+                f"{change}: with lora.rank = {config.lora.rank} the checkpoint holds low-rank updates of weights that "
+                "this key decides, and not those: set it as in the checkpoint, or another run.folder"
             )
 
 

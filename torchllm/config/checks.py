@@ -4,14 +4,16 @@ import math
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from torchllm.config.inert import contradictions
 from torchllm.config.schema import (
     SCHEDULES,
     Config,
+    Data,
     Float8,
     Model,
     Parallel,
@@ -26,6 +28,15 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 FLOAT8_MULTIPLE = 16
 """of the sizes of a product in float8: cuBLAS takes rows whose bytes are a multiple of this"""
+NO_EXPORT_OF_EXPERTS = "a mixture of experts cannot be exported yet"
+
+
+_SECRET_KEY = re.compile(r"(\.|_)(password|passphrase|secret|credentials?|token|(api|access|auth|private)_?key)$")
+"""ends of the names of keys that hold secrets"""
+_SECRET_TEXT = re.compile(
+    r"://[^/\s:@]+:[^/\s@]+@|\b(hf_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b"
+)
+"""a password in a URL; keys of Hugging Face, AWS, GitHub"""
 
 
 class Problem(NamedTuple):
@@ -46,12 +57,15 @@ def value_problems(config: Config) -> list[Problem]:
     """Return the problems of a config that do not depend on the number of ranks."""
     return [
         *_model_problems(config),
+        *_expert_problems(config),
         *_float8_problems(config),
+        *_lora_problems(config),
         *_data_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_checkpoint_problems(config),
         *_metrics_problems(config),
+        *_secret_problems(config),
         *_event_problems(config.run),
         *(Problem(inert.key, inert.message) for inert in contradictions(config)),
     ]
@@ -64,7 +78,9 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
     result = [*wrong_degrees, *_tensor_problems(config)]
-    obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+    obstacle = obstacle_to_compiled_blocks(
+        parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode, config.model.experts
+    )
     if config.compile.block is True and obstacle is not None:
         result.append(Problem("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
     if parallel.pp > 1:
@@ -129,14 +145,45 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         )
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
         yield Problem("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
+    if model.rope_beta_fast <= model.rope_beta_slow:
+        yield Problem("model.rope_beta_fast", "must be over model.rope_beta_slow")
     if model.attention == "flash" and config.data.document_mask:
         yield Problem(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
     if model.attention == "flash" and config.training.dtype == "float32":
         yield Problem("training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention")
-    if config.compile.norm and model.features.norm == "layer" and not model.qk_norm:
+    if config.compile.norm and model.features.norm == "layer" and model.qk_norm == "none":
         yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
+
+
+def _expert_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.experts:
+        return
+    if model.top_k > model.experts:
+        yield Problem("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
+    if model.top_k == 1 and model.router_renormalize:
+        yield Problem(
+            "model.router_renormalize",
+            "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
+        )
+    if model.dense_layers >= model.layers:
+        yield Problem(
+            "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
+        )
+    if not (model.features.gated_ffn and not model.features.biases):
+        yield Problem("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
+    if config.lora.is_on:
+        yield Problem("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
+    if config.float8.is_on:
+        yield Problem("float8.recipe", 'has no products of experts: set it to "none"')
+    if config.optimizer.name == "muon":
+        yield Problem("optimizer.name", 'muon takes no stacked matrices of experts: use "adamw"')
+    if config.export.folder:
+        yield Problem("export.folder", f"{NO_EXPORT_OF_EXPERTS}: leave it empty")
+    if config.evaluate.tasks:
+        yield Problem("evaluate.tasks", f"are evaluated on an exported model, and {NO_EXPORT_OF_EXPERTS}: remove them")
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:
@@ -193,6 +240,29 @@ def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
     return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
 
 
+def _lora_problems(config: Config) -> Iterator[Problem]:
+    model, lora = config.model, config.lora
+    if not lora.is_on:
+        return
+    if model.features.learned_positions:
+        yield Problem(
+            "lora.rank",
+            f'model.family = "{model.family}" has no LoRA here: Hugging Face\'s GPT-2 has q, k and v in one transposed '
+            "matrix (Conv1D), which takes one update. Set it to 0, which trains all weights, or take another family",
+        )
+    if config.float8.is_on:
+        yield Problem(
+            "float8.recipe",
+            f"{_float8_recipe(config)} has no products for the low-rank updates of lora.rank = {lora.rank}: set one of "
+            "them to its default",
+        )
+    if not lora.targets:
+        yield Problem("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
+    for target, count in Counter(lora.targets).items():
+        if count > 1:
+            yield Problem("lora.targets", f"names {target} {count} times")
+
+
 def _data_problems(config: Config) -> Iterator[Problem]:
     if not config.data.sources:
         yield Problem("data.sources", "is empty: name at least one [[data.sources]]")
@@ -200,8 +270,48 @@ def _data_problems(config: Config) -> Iterator[Problem]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield Problem(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
+        if source.messages_key and not config.data.document_mask:
+            yield Problem(
+                "data.document_mask",
+                f"data.sources.{index} holds conversations, several of which share a sequence: set it to true, or each "
+                "would read those that stand before it",
+            )
+    if any(source.kind == "nanogpt" for source in config.data.sources):
+        yield from _nanogpt_problems(config.data)
+    yield from _mixture_problems(config.data, config.training.steps)
     if config.evaluate.interval and not config.data.validation_fraction:
         yield Problem("evaluate.interval", "nothing is held out: set data.validation_fraction")
+
+
+def _nanogpt_problems(data: Data) -> Iterator[Problem]:
+    """Yield what has to be said of files that have no header."""
+    if not data.dtype:
+        yield Problem("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
+    if data.separator < 0:
+        yield Problem("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
+
+
+def _mixture_problems(data: Data, steps: int) -> Iterator[Problem]:
+    """Yield what is wrong with the stages of the mixture."""
+    before = 0
+    for index, stage in enumerate(data.stage):
+        key = f"data.stage.{index}"
+        is_last = index == len(data.stage) - 1
+        if len(stage.weights) != len(data.sources):
+            yield Problem(
+                f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
+            )
+        elif not any(stage.weights):
+            yield Problem(f"{key}.weights", "is 0 for every source: one must be over 0")
+        if is_last and stage.until == 0:
+            continue
+        if stage.until <= before:
+            yield Problem(f"{key}.until", f"= {stage.until} is not after step {before}, where the stage begins")
+        elif is_last and stage.until < steps:
+            yield Problem(
+                f"{key}.until", f"= {stage.until} is before the last step, {steps}: set it to 0, or add a stage"
+            )
+        before = stage.until
 
 
 def _schedule_problems(config: Config) -> Iterator[Problem]:
@@ -226,6 +336,13 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
+    tasks_interval = config.evaluate.tasks_interval
+    if tasks_interval and (not checkpoint.interval or tasks_interval % checkpoint.interval):
+        yield Problem(
+            "evaluate.tasks_interval",
+            f"{tasks_interval} is no multiple of checkpoint.interval {checkpoint.interval}: tasks are evaluated on "
+            "checkpoints",
+        )
 
 
 def _metrics_problems(config: Config) -> Iterator[Problem]:
@@ -233,6 +350,30 @@ def _metrics_problems(config: Config) -> Iterator[Problem]:
         steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
         if not steps or int(steps[1]) >= int(steps[2]):
             yield Problem("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
+
+
+def _secret_problems(config: Config) -> Iterator[Problem]:
+    """Find secrets in a config that experiment trackers are sent."""
+    if config.metrics.trackers:
+        receiver = f"metrics.{config.metrics.trackers[0]}"
+        advice = "keep it in an environment variable or a file of your own"
+        for key, text in texts_of(asdict(config)):
+            if text and _SECRET_KEY.search(key):
+                yield Problem(key, f"its name is that of a secret, and {receiver} sends the config away: {advice}")
+            elif _SECRET_TEXT.search(text):
+                yield Problem(key, f"has a password or an access key, and {receiver} sends the config away: {advice}")
+
+
+def texts_of(table: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys and the values of all texts in a table, in its tables and in their lists."""
+    if isinstance(table, str):
+        yield key, table
+    elif isinstance(table, dict):
+        for name, value in table.items():
+            yield from texts_of(value, f"{key}.{name}" if key else name)
+    elif isinstance(table, (list, tuple)):
+        for index, value in enumerate(table):
+            yield from texts_of(value, f"{key}.{index}")
 
 
 def _event_problems(run: Run) -> Iterator[Problem]:
@@ -249,7 +390,10 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
     """Find what tensor parallelism cannot share."""
     model = config.model
     parallel = config.parallel
-    for key, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
+    widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
+    if model.expert_ffn:
+        widths["expert_ffn"] = model.expert_ffn
+    for key, size in widths.items():
         if size % parallel.tp:
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
     if _has_rank_without_rows(model.vocab, parallel.tp):
@@ -315,11 +459,18 @@ BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
 """values of recompute.mode whose recomputation is inside the graph of a compiled block, and covers its attention"""
 
 
-def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> Obstacle | None:
+def obstacle_to_compiled_blocks(
+    pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode, experts: int = 0
+) -> Obstacle | None:
     """Return what keeps torch from compiling the blocks of a layout; None if nothing does.
 
-    pp, schedule and cp are those of [parallel], mode is recompute.mode.
+    pp, schedule and cp are those of [parallel], mode is recompute.mode, experts is model.experts.
     """
+    if experts:
+        return Obstacle(
+            "FSDP gathers the router of a block with experts by itself, which a compiled block cannot",
+            "set model.experts to 0",
+        )
     if pp > 1 and SCHEDULES[schedule].splits_backward:
         return Obstacle(
             f"{schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
@@ -394,4 +545,10 @@ def _context_problems(config: Config) -> Iterator[Problem]:
             "model.attention",
             f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
             'parallel.cp_method = "ulysses"',
+        )
+    if is_ring and model.window_within(length) < length:
+        yield Problem(
+            "parallel.cp_method",
+            f"a ring sends all keys to all ranks and has no sliding window: model.window = {model.window} is under "
+            f'training.sequence_length = {length}; use "ulysses"',
         )

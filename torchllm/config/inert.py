@@ -4,9 +4,10 @@ A key does nothing when its value is not the default and what it needs is not th
 contradicts a choice in the same file (momentum with AdamW). It is one printed line, never an error, where it depends on
 the layout (virtual stages without a pipeline), so that one file serves a sweep over layouts.
 
-Not in the tables are `evaluate.sequences` and [generate], which evaluate.py and generate.py read from the same file;
-`data.cache`, which also holds what parallel.layout = "tune" measured; the weight of a single source, which is all of
-the mixture; and `run.lower_ranks`, which a resolved file keeps although it has no degree of -1 left.
+Not in the tables are `evaluate.sequences`, `evaluate.tasks`, [generate], [finetune] and the other keys of [export],
+which evaluate.py, generate.py, finetune.py and export.py read from the same file; `data.cache`, which also holds what
+parallel.layout = "tune" measured; the weight of a single source, which is all of the mixture; and `run.lower_ranks`,
+which a resolved file keeps although it has no degree of -1 left.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,8 @@ from torchllm.config.schema import Config, Source
 
 RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
 """kinds of sources that are tokenized when the run starts"""
+IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
+"""kinds of sources that are token files of other programs"""
 
 
 class Inert(NamedTuple):
@@ -43,6 +46,23 @@ def _scales_rotary_positions(config: Config) -> bool:
     return _has_rotary_positions(config) and config.model.rope_scaling_factor > 1
 
 
+def _scales_by(*kinds: str) -> Callable[[Config], bool]:
+    """Return whether a config scales its rotary positions in one of these ways."""
+    return lambda config: _scales_rotary_positions(config) and config.model.rope_scaling in kinds
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.experts > 0
+
+
+def _uses_adamw(config: Config) -> bool:
+    return config.optimizer.name in ("adamw", "muon")
+
+
+def _has_own_head(config: Config) -> bool:
+    return not config.model.tied_embeddings
+
+
 def _has_rank_file(config: Config) -> bool:
     """Whether the tokenizer is a tiktoken rank file: neither bytes nor Hugging Face's tokenizer.json."""
     return config.data.tokenizer != "bytes" and not config.data.tokenizer.endswith(".json")
@@ -55,6 +75,14 @@ def _reads_raw_text(config: Config) -> bool:
 def _may_read_bad_records(config: Config) -> bool:
     """Whether a source is the user's own text: unreadable files of the standard library are always skipped."""
     return any(source.kind in RAW_KINDS and source.kind != "stdlib" for source in config.data.sources)
+
+
+def _reads_separators(config: Config) -> bool:
+    return any(source.kind in ("nanogpt", "llmc", "mds") for source in config.data.sources)
+
+
+def _reads_ids_without_header(config: Config) -> bool:
+    return any(source.kind == "nanogpt" for source in config.data.sources)
 
 
 def _has_pipeline(config: Config) -> bool:
@@ -80,8 +108,13 @@ def _chooses_zero_stage(config: Config) -> bool:
     return parallel.dp_shard * parallel.cp > 1
 
 
+EXPERTS = "model.experts over 0"
+ADAMW = 'optimizer.name = "adamw" or "muon"'
+OWN_HEAD = "model.tied_embeddings = false"
 ROTARY = 'rotary positions, which model.family = "llama" has'
 SCALED = "model.rope_scaling_factor over 1"
+LLAMA3 = f'{SCALED} and model.rope_scaling = "llama3"'
+YARN = f'{SCALED} and model.rope_scaling = "yarn"'
 PIPELINE = "parallel.pp over 1"
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage over 0"
 
@@ -89,20 +122,49 @@ CONTRADICTIONS = (
     Need("run.json", lambda config: config.run.dry_run, "run.dry_run = true"),
     Need("model.rope_theta", _has_rotary_positions, ROTARY),
     Need("model.rope_scaling_factor", _has_rotary_positions, ROTARY),
-    Need("model.rope_low_frequency_factor", _scales_rotary_positions, SCALED),
-    Need("model.rope_high_frequency_factor", _scales_rotary_positions, SCALED),
-    Need("model.rope_original_length", _scales_rotary_positions, SCALED),
+    Need("model.rope_scaling", _scales_rotary_positions, SCALED),
+    Need(
+        "model.rope_original_length",
+        _scales_by("llama3", "yarn"),
+        f'{SCALED} and model.rope_scaling = "llama3" or "yarn"',
+    ),
+    Need("model.rope_low_frequency_factor", _scales_by("llama3"), LLAMA3),
+    Need("model.rope_high_frequency_factor", _scales_by("llama3"), LLAMA3),
+    Need("model.rope_beta_fast", _scales_by("yarn"), YARN),
+    Need("model.rope_beta_slow", _scales_by("yarn"), YARN),
+    Need("model.rope_truncate", _scales_by("yarn"), YARN),
+    Need("model.rope_attention_factor", _scales_by("yarn"), YARN),
+    Need(
+        "model.qkv_bias",
+        lambda config: not config.model.features.biases,
+        "a model.family whose matrices have no biases yet, as llama",
+    ),
+    Need("model.top_k", _has_experts, EXPERTS),
+    Need("model.expert_ffn", _has_experts, EXPERTS),
+    Need("model.shared_experts", _has_experts, EXPERTS),
+    Need("model.dense_layers", _has_experts, EXPERTS),
+    Need("model.router_score", _has_experts, EXPERTS),
+    Need("model.router_renormalize", _has_experts, EXPERTS),
+    Need("model.router_scale", _has_experts, EXPERTS),
     Need("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
+    Need("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
+    Need("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),
     Need(
         "training.max_consecutive_nonfinite",
         lambda config: config.training.on_nonfinite == "skip",
         'training.on_nonfinite = "skip"',
     ),
-    Need("optimizer.beta1", lambda config: config.optimizer.name == "adamw", 'optimizer.name = "adamw"'),
-    Need("optimizer.beta2", lambda config: config.optimizer.name == "adamw", 'optimizer.name = "adamw"'),
-    Need("optimizer.epsilon", lambda config: config.optimizer.name == "adamw", 'optimizer.name = "adamw"'),
+    Need("optimizer.beta1", _uses_adamw, ADAMW),
+    Need("optimizer.beta2", _uses_adamw, ADAMW),
+    Need("optimizer.epsilon", _uses_adamw, ADAMW),
     Need("optimizer.momentum", lambda config: config.optimizer.name == "sgd", 'optimizer.name = "sgd"'),
+    Need("optimizer.muon_momentum", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
+    Need("optimizer.adjust_lr_fn", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
+    Need("evaluate.ema", lambda config: config.optimizer.ema_decay > 0, "optimizer.ema_decay over 0"),
+    Need("optimizer.head_rate", _has_own_head, OWN_HEAD),
+    Need("optimizer.head_decay", _has_own_head, OWN_HEAD),
     Need("schedule.decay_steps", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
+    Need("schedule.decay", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
     Need(
         "schedule.final_fraction",
         lambda config: config.schedule.name != "constant",
@@ -113,18 +175,26 @@ CONTRADICTIONS = (
         lambda config: config.checkpoint.keep > 0 and config.checkpoint.interval > 0,
         "checkpoint.keep and checkpoint.interval over 0",
     ),
+    Need("evaluate.tasks_interval", lambda config: len(config.evaluate.tasks) > 0, "evaluate.tasks"),
     Need(
         "recompute.k",
         lambda config: config.recompute.mode in ("segment", "every_k"),
         'recompute.mode = "segment" or "every_k"',
     ),
+    Need("lora.alpha", lambda config: config.lora.is_on, "lora.rank over 0"),
+    Need("lora.targets", lambda config: config.lora.is_on, "lora.rank over 0"),
+    Need("export.adapter", lambda config: config.lora.is_on, "lora.rank over 0: without LoRA all weights are trained"),
 )
 """keys that contradict a choice: an error"""
 
 SOURCE_KINDS = {
-    "path": ("text", "jsonl", "parquet", "hub", "tokens"),
-    "text_key": ("jsonl", "parquet", "hub"),
+    "path": ("text", "jsonl", "parquet", "hub", "tokens", *IN_PLACE_KINDS),
+    "text_key": ("jsonl", "parquet", "hub", "mds"),
+    "messages_key": ("jsonl", "hub"),
+    "delimiter": ("text",),
+    "subset": ("hub",),
     "split": ("hub",),
+    "revision": ("hub",),
 }
 """key of a source -> kinds that use it: an error with any other"""
 

@@ -131,6 +131,9 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     layout = draft.config.parallel.layout
     if layout != "manual":
         draft.report(("parallel", "layout"), f"is {shown(layout)}, but this recipe does not plan: set the degrees")
+    for path in (("model", "from_hf"), ("checkpoint", "initial")):
+        if getattr(getattr(draft.config, path[0]), path[1]) and not draft.is_resolved:
+            draft.report(path, "this recipe reads no weights to start from: remove the key, or use recipes/pretrain.py")
     return finish(draft)
 
 

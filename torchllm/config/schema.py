@@ -97,7 +97,7 @@ class Features(NamedTuple):
     gated_ffn: bool
     """SwiGLU, three matrices: down(silu(gate(x)) * up(x)); False: GELU, two matrices: down(gelu(up(x)))"""
     biases: bool
-    """the matrices of attention and of the feed-forward layer have biases"""
+    """the matrices of attention and of the feed-forward layer have biases, all of them"""
     learned_positions: bool
     """a learned position is added to each token's embedding; False: rotary positions turn q and k (RoPE)"""
 
@@ -112,6 +112,9 @@ FAMILIES = {
 class Model:
     """Sizes of the decoder."""
 
+    from_hf: str = ""
+    """published model whose sizes and weights a fresh run starts with: a folder with config.json, or an id of the
+    Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION; empty: the sizes below, and random weights"""
     family: Literal["llama", "gpt"] = "llama"
     """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases"""
     layers: Count = 4
@@ -126,24 +129,59 @@ class Model:
     """width of one head (Q), even; 0: hidden / heads"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
+    experts: Natural = 0
+    """feed-forward layers, called experts (E), of each sparse block, of which every token uses top_k; 0: all blocks are
+    dense"""
+    top_k: Count = 2
+    """experts that each token uses (K)"""
+    expert_ffn: Natural = 0
+    """width of one expert; 0: ffn"""
+    shared_experts: Natural = 0
+    """experts that every token uses beside its top_k; together they are one layer, shared_experts x as wide"""
+    dense_layers: Natural = 0
+    """first blocks that have one feed-forward layer of width ffn instead of experts"""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """how the router's logits become scores, by which experts are chosen and weighted"""
+    router_renormalize: bool = True
+    """divide the scores of a token's experts by their sum"""
+    router_scale: Positive = 1.0
+    """what the weighted sum of a token's experts is multiplied by"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
-    qk_norm: bool = False
-    """RMSNorm of each query and key head before the rotary positions, one weight (Q) for all heads (Qwen3)"""
+    qkv_bias: bool = False
+    """the projections of queries, keys and values have biases, other matrices none (Qwen2)"""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """RMSNorm of queries and keys before the rotary positions; head: each head by itself, one weight (Q) for all heads
+    (Qwen3); width: all heads as one vector, weights (H Q) and (K Q) (OLMo 2)"""
+    norm_position: Literal["before", "after"] = "before"
+    """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
+    results, before these are added to the residual stream (OLMo 2)"""
+    window: Natural = 0
+    """sliding window of attention: a token sees so many tokens, itself the last of them; 0: all before it (Mistral)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Positive = 10000.0
     """base of the rotary frequencies"""
+    rope_scaling: Literal["linear", "llama3", "yarn"] = "llama3"
+    """how rope_scaling_factor changes the rotary frequencies; linear: all alike; llama3: as Llama 3.1; yarn: YaRN"""
     rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
-    """Llama 3.1 scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
-    rope_low_frequency_factor: Positive = 1.0
-    """Llama 3.1 scaling: wavelengths over rope_original_length / this are scaled by the whole factor"""
-    rope_high_frequency_factor: Positive = 4.0
-    """Llama 3.1 scaling: wavelengths under rope_original_length / this are not scaled"""
+    """scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
     rope_original_length: Count = 8192
-    """Llama 3.1 scaling: sequence length before the extension, in tokens"""
+    """llama3, yarn: sequence length before the extension, in tokens"""
+    rope_low_frequency_factor: Positive = 1.0
+    """llama3: wavelengths over rope_original_length / this are scaled by the whole factor"""
+    rope_high_frequency_factor: Positive = 4.0
+    """llama3: wavelengths under rope_original_length / this are not scaled"""
+    rope_beta_fast: Positive = 32.0
+    """yarn: frequencies of more turns than this in rope_original_length are not scaled"""
+    rope_beta_slow: Positive = 1.0
+    """yarn: frequencies of fewer turns than this in rope_original_length are scaled by the whole factor"""
+    rope_truncate: bool = True
+    """yarn: round the pairs of features between which the scaling rises to whole numbers, outward"""
+    rope_attention_factor: NonNegative = 0.0
+    """yarn: queries and keys are multiplied by it; 0: 0.1 ln(rope_scaling_factor) + 1"""
     norm_epsilon: Positive = 1e-5
     """added to the variance in the normalization layers"""
     initial_std: Positive = 0.02
@@ -161,6 +199,15 @@ class Model:
         return FAMILIES[self.family]
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections of queries, keys and values have biases: alone, or as all matrices do."""
+        return self.qkv_bias or self.features.biases
+
+    def window_within(self, sequence_length: int) -> int:
+        """Return how many tokens, itself the last, the last token of a sequence sees: no more than the sequence has."""
+        return min(self.window or sequence_length, sequence_length)
+
+    @property
     def kv(self) -> int:
         """Key and value heads, resolved."""
         return self.kv_heads or self.heads
@@ -170,21 +217,61 @@ class Model:
         """Width of one head, resolved."""
         return self.head_dim or self.hidden // self.heads
 
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert, resolved."""
+        return self.expert_ffn or self.ffn
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a block, by its index, has experts."""
+        return self.experts > 0 and layer >= self.dense_layers
+
 
 @dataclass(frozen=True)
 class Source:
     """One source of text; several make a mixture."""
 
-    kind: Literal["stdlib", "text", "jsonl", "parquet", "hub", "tokens", "synthetic"] = "stdlib"
-    """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; synthetic: random tokens"""
+    kind: Literal[
+        "stdlib",
+        "text",
+        "jsonl",
+        "parquet",
+        "hub",
+        "tokens",
+        "megatron",
+        "llmc",
+        "nanogpt",
+        "mds",
+        "synthetic",
+    ] = "stdlib"
+    """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; megatron, llmc, nanogpt and mds: token
+    files of other programs, read in place; synthetic: random tokens"""
     path: str = ""
-    """file, glob, hub id or folder of token shards, depending on kind"""
+    """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
     text_key: str = "text"
-    """key or column that holds the text (jsonl, parquet, hub)"""
+    """key or column that holds the text (jsonl, parquet, hub), or the tokens where several columns are arrays (mds)"""
+    messages_key: str = ""
+    """key or column that holds the messages of a conversation (jsonl, hub), as a rule "messages"; empty: it is text"""
+    delimiter: str = ""
+    """text: what separates the documents of a file, such as a blank line, "\\n\\n"; empty: a file is one document"""
+    subset: str = ""
+    """configuration of a hub data set; empty: its default"""
     split: str = "train"
     """split of a hub data set"""
+    revision: str = ""
+    """commit, branch or tag of a hub data set; empty: its newest commit when it is first read"""
     weight: Positive = 1.0
-    """share of the training sequences, relative to the other sources"""
+    """share of the training sequences, relative to the other sources; with [[data.stage]], of those held out only"""
+
+
+@dataclass(frozen=True)
+class MixtureStage:
+    """A part of the training with shares of its own of the sources."""
+
+    until: Natural = 0
+    """last step of the stage; 0, in the last one: to the end"""
+    weights: tuple[NonNegative, ...] = ()
+    """share of the training sequences of each source, in the order of data.sources; 0: none of it"""
 
 
 @dataclass(frozen=True)
@@ -195,8 +282,18 @@ class Data:
     """one [[data.sources]] table per source"""
     tokenizer: str = "bytes"
     """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
-    pattern: Literal["llama3", "cl100k"] = "llama3"
-    """how a tiktoken rank file splits text before merging, and which special tokens it has"""
+    pattern: Annotated[
+        Literal["llama3", "cl100k", "gpt2", "o200k"],
+        Unsupported("r50k", 'it is the pattern of GPT-2: set "gpt2"'),
+    ] = "llama3"
+    """how a tiktoken rank file splits text before merging, and which special tokens it has; gpt2 is r50k's too"""
+    dtype: Literal["", "uint16", "int32", "uint32", "int64"] = ""
+    """type of a token id in files without a header (nanogpt)"""
+    separator: Annotated[int, Bound(at_least=-1)] = -1
+    """id of the token at the end of each document in token files without an index (nanogpt, llmc, mds); -1: the end of
+    text of the tokenizer of llm.c's files, and a sample of mds is a document"""
+    stage: tuple[MixtureStage, ...] = ()
+    """one [[data.stage]] table per part of the training, in order; with none, the weights of the sources hold always"""
     document_mask: bool = False
     """attend only within a document, and count positions from its start"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
@@ -233,26 +330,49 @@ class Training:
     """with on_nonfinite = skip: stop after this many such steps in a row"""
     loss_chunk: Natural = 0
     """tokens whose logits are in memory at a time; 0: all of a micro batch"""
+    z_loss: NonNegative = 0.0
+    """weight of the mean square of the logits' log-sum-exp, which is minimized beside the loss and logged beside it;
+    1e-4 keeps logits from drifting; 0: none"""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer. Norms, biases and position embeddings have no weight decay."""
+    """The optimizer, and how learning rate and weight decay differ by a parameter's role."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """name of the optimizer"""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: orthogonalized momentum for the matrices of the blocks, adamw for all other parameters"""
     learning_rate: Positive = 3e-4
     """peak learning rate"""
     beta1: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.9
-    """adamw: decay rate of the mean of the gradients"""
+    """adamw, muon's adamw: decay rate of the mean of the gradients"""
     beta2: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
-    """adamw: decay rate of the mean of the squared gradients"""
+    """adamw, muon's adamw: decay rate of the mean of the squared gradients"""
     epsilon: Positive = 1e-8
-    """adamw: added to the square root of the second moment"""
+    """adamw, muon's adamw: added to the square root of the second moment"""
     momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.0
     """sgd: momentum"""
+    muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
+    """muon: decay rate of the mean of the gradients of matrices"""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """muon: learning rate of a matrix (R, C) as a multiple of learning_rate; original: sqrt(max(1, R / C)), for rates
+    such as 0.02; match_rms_adamw: 0.2 sqrt(max(R, C)), for rates and weight decays of adamw"""
     weight_decay: NonNegative = 0.1
     """weight decay of the matrices"""
+    embedding_rate: NonNegative = 1.0
+    """learning rate of the embeddings (tokens, learned positions), as a multiple of learning_rate"""
+    embedding_decay: NonNegative = 1.0
+    """weight decay of the token embedding, as a multiple of weight_decay"""
+    head_rate: NonNegative = 1.0
+    """learning rate of the head, as a multiple of learning_rate; tied to the embedding, it has the embedding's"""
+    head_decay: NonNegative = 1.0
+    """weight decay of the head, as a multiple of weight_decay"""
+    vector_rate: NonNegative = 1.0
+    """learning rate of norms and biases, as a multiple of learning_rate"""
+    vector_decay: NonNegative = 0.0
+    """weight decay of norms, biases and learned positions, as a multiple of weight_decay"""
+    ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999)] = 0.0
+    """decay per step of an exponential moving average of the weights, which is kept and saved beside them, such as
+    0.999; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -260,11 +380,13 @@ class Schedule:
     """The learning rate over the steps."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape after the warmup; wsd (warmup, stable, decay): constant, then linear in the last decay_steps"""
+    """shape after the warmup; wsd (warmup, stable, decay): constant, and falling in the last decay_steps"""
     warmup_steps: Natural = 0
     """steps over which the rate rises from 0 to its peak"""
     decay_steps: Natural = 0
     """wsd: length of the final decay; 0: a tenth of training.steps"""
+    decay: Literal["linear", "1-sqrt"] = "linear"
+    """wsd: shape of the final decay; 1-sqrt falls steeply first: 1 - the square root of the share that is done"""
     final_fraction: Fraction = 0.1
     """rate at the last step, as a fraction of the peak"""
 
@@ -410,6 +532,39 @@ class Float8:
         return self.recipe != "none"
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank updates that are trained in place of the weights, which are frozen (LoRA, arXiv 2106.09685)."""
+
+    rank: Natural = 0
+    """rows of A and columns of B (r): W x becomes W x + alpha / rank B A x; 0: off, all weights are trained"""
+    alpha: Positive = 16.0
+    """the updates are multiplied by alpha / rank"""
+    targets: tuple[LoraTarget, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """matrices of each block that have an update"""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether low-rank updates are trained, and nothing else."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the updates are multiplied by."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """When the run is saved and from what it starts."""
@@ -418,6 +573,9 @@ class Checkpoint:
     """steps between checkpoints; 0: only the last step"""
     resume: str = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
+    initial: str = ""
+    """run folder, or step folder, whose weights a fresh run starts from, without its optimizer, step and data; empty:
+    those of model.from_hf, or random ones"""
     keep: Natural = 3
     """newest verified checkpoints that are kept, and the newest that is proven to be good; 0: all"""
     keep_every: Natural = 0
@@ -435,21 +593,40 @@ class Metrics:
     """steps between logged steps; only a logged step waits for the device"""
     tensorboard: bool = True
     """write TensorBoard files beside metrics.jsonl"""
+    wandb: str = ""
+    """project of Weights & Biases that gets the records and the config; empty: none; needs the extra wandb"""
+    mlflow: str = ""
+    """experiment of MLflow that gets them, on the server of MLFLOW_TRACKING_URI or in the run folder; empty: none;
+    needs the extra mlflow"""
+    trackio: str = ""
+    """project of trackio that gets them; empty: none; needs the extra trackio"""
     breakdown_interval: Natural = 10
     """steps between profiled steps, which say where the time goes and which rank is slow; less often if that would cost
     more than 1 % of the run; 0: none"""
     profile_steps: str = ""
     """steps whose trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
 
+    @property
+    def trackers(self) -> list[str]:
+        """The experiment trackers that have a project: names of keys, packages and extras."""
+        return [name for name in ("wandb", "mlflow", "trackio") if getattr(self, name)]
+
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Loss on the held-out documents."""
+    """Loss on the held-out documents, and tasks of lm-evaluation-harness."""
 
     interval: Natural = 0
     """steps between evaluations; the last step is evaluated too; 0: never"""
     sequences: Count = 64
     """held-out sequences per evaluation, over all ranks"""
+    tasks: tuple[str, ...] = ()
+    """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
+    tasks_interval: Natural = 0
+    """steps between evaluations of the tasks, each by a process beside rank 0, on CPUs; a multiple of
+    checkpoint.interval; 0: only recipes/evaluate.py does them"""
+    ema: bool = False
+    """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
 @dataclass(frozen=True)
@@ -466,6 +643,37 @@ class Generate:
     """sampling temperature; 0: always the likeliest token"""
     top_k: Natural = 50
     """sample from this many likeliest tokens; 0: from all"""
+    chat: bool = False
+    """the prompt is a user's message, which the model answers; without a prompt it talks to the terminal.
+    recipes/finetune.py sets it in the config of its run"""
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """How conversations become tokens, and how long recipes/finetune.py trains on them."""
+
+    chat_template: str = ""
+    """file of a Jinja chat template; empty: that of data.tokenizer (chat_template.jinja or tokenizer_config.json in its
+    folder)"""
+    epochs: NonNegative = 0.0
+    """recipes/finetune.py: passes over the sources, from which training.steps follows; 0: training.steps decides"""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What recipes/export.py writes: the weights of a run as a model for the library transformers."""
+
+    folder: str = ""
+    """folder of the model, which must not exist yet"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """type of the written weights: each is rounded once, from the float32 weights of the checkpoint"""
+    ema: bool = False
+    """export the moving average of the weights (optimizer.ema_decay) instead of the weights"""
+    average: Count = 1
+    """how many checkpoints to average, the newest ones; their mean is computed in float32"""
+    adapter: bool = False
+    """with lora.rank over 0: write the low-rank updates alone, for the package peft; false: the model with them merged
+    in"""
 
 
 @dataclass(frozen=True)
@@ -483,10 +691,13 @@ class Config:
     recompute: Recompute = field(default_factory=Recompute)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
+    lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
+    export: Export = field(default_factory=Export)
+    finetune: Finetune = field(default_factory=Finetune)
 
 
 def gradient_accumulation(training: Training, data_ranks: int) -> int:

@@ -1,0 +1,163 @@
+"""recipes/evaluate.py on tasks of lm-evaluation-harness, without the network."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes import evaluate
+from tests.recipes.saved_run import SIZES, save_run
+from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
+from torchllm.checkpoint.export import export_model
+from torchllm.config import Config, Lora, Model
+from torchllm.metrics.tasks import run_tasks, values_of
+from torchllm.preflight import inspect_evaluation
+from torchllm.spec.flops import WITHOUT_LORA
+from torchllm.start import load_run
+
+TASK = """\
+task: tiny_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {documents}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+DOCUMENTS = [
+    {"question": f"{number} + 1 = ?", "choices": [str(number + 1), "none", "of these"], "answer": number % 3}
+    for number in range(7)
+]
+
+
+@pytest.fixture
+def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one task of seven questions, and a cache of its own for what the harness makes of it."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    (folder / "tiny_choice.yaml").write_text(TASK.format(documents=documents))
+    return folder
+
+
+def config_of(run: Path, *overrides: str) -> Config:
+    return load_run([str(run / "config.toml"), *overrides], one_device=True, inspect=inspect_evaluation)
+
+
+def log_likelihood(model: transformers.PreTrainedModel, context: list[int], continuation: list[int]) -> float:
+    """Of the continuation after the context, by transformers alone."""
+    tokens = torch.tensor([context + continuation])
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits.log_softmax(-1)
+    targets = torch.tensor(continuation)
+    return float(logits[0, -len(continuation) :].gather(-1, targets[:, None]).sum())
+
+
+@pytest.mark.parametrize("lora", [WITHOUT_LORA, Lora(rank=3)], ids=["all weights", "LoRA"])
+def test_documents_are_scored_as_transformers_does(
+    lora: Lora, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,), lora=lora)
+    config = config_of(run, f"--evaluate.tasks={task_folder}")
+    path = evaluate.evaluate_tasks(config)
+    assert path == run / "evaluations" / "step-00000003.json"
+    results = json.loads(path.read_text())
+    accuracy = results["results"]["tiny_choice"]["acc,none"]
+    assert f"step 3  tiny_choice  acc {accuracy:.4f}\n" in capsys.readouterr().out
+    assert sorted(entry.name for entry in run.iterdir()) == ["checkpoints", "config.toml", "evaluations", "tensorboard"]
+
+    folder = export_model(config, tmp_path / "model").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lines = path.with_suffix(".documents.jsonl").read_text().splitlines()
+    right = 0
+    for line, document in zip(map(json.loads, lines), DOCUMENTS, strict=True):
+        context = [256, *f"Question: {document['question']}\nAnswer:".encode()]
+        expected = [log_likelihood(model, context, [*f" {choice}".encode()]) for choice in document["choices"]]
+        scored = [float(pair[0]) for pair in line["scored"]]
+        assert scored == pytest.approx(expected, abs=1e-4)
+        right += int(torch.tensor(expected).argmax()) == document["answer"]
+    assert accuracy == pytest.approx(right / len(DOCUMENTS))
+
+    harness = run_tasks(folder, [str(task_folder)], torch.device("cpu"), "float32", batch_size=3)
+    assert [value.value for value in values_of(harness)] == pytest.approx([accuracy])
+    for sample, line in zip(harness["samples"]["tiny_choice"], map(json.loads, lines), strict=True):
+        theirs = [float(pair[0]) for pair in sample["filtered_resps"]]
+        assert theirs == pytest.approx([float(pair[0]) for pair in line["scored"]], abs=1e-4)
+
+
+def wait_for_text(file: Path, text: str) -> None:
+    """Wait until a process of a run has written a text."""
+    until = time.monotonic() + 200
+    while text not in file.read_text():
+        assert time.monotonic() < until, file.read_text()
+        time.sleep(0.2)
+
+
+def test_a_run_evaluates_its_checkpoint_beside_itself(task_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "recipes/pretrain.py", DEBUG, *SMALL, f"--run.folder={run}", "--parallel.dp_shard=1"]
+    command += [f"--evaluate.tasks={task_folder}", f"--evaluate.tasks_interval={STEPS}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"evaluate.tasks: step {STEPS} is evaluated by process" in done.stdout + done.stderr
+    results_file = run / "evaluations" / f"step-{STEPS:08d}.json"
+    log_file = results_file.with_suffix(".log")
+    wait_for_text(log_file, f"step {STEPS}  tiny_choice  acc")  # is printed last
+    results = json.loads(results_file.read_text())
+    assert results["step"] == STEPS
+    assert results["documents"]["tiny_choice"]["effective"] == len(DOCUMENTS)
+    scored = results_file.with_suffix(".documents.jsonl").read_text()
+    accuracy = results["results"]["tiny_choice"]["acc,none"]
+    board = EventAccumulator(str(run / "tensorboard" / "tasks")).Reload()
+    (point,) = board.Scalars("tiny_choice/acc")
+    assert (point.step, point.value) == (STEPS, pytest.approx(accuracy))
+
+    evaluate.evaluate_tasks(config_of(run))  # the command of a user, which takes the same tasks from the run's config
+    assert json.loads(results_file.read_text())["results"] == results["results"]
+    assert results_file.with_suffix(".documents.jsonl").read_text() == scored
+
+
+def test_values_are_points_of_tensorboard(tmp_path: Path) -> None:
+    from torchllm.metrics.tasks import write_task_results
+
+    for step, accuracy in ((8, 0.5), (4, 0.25)):  # an older checkpoint may be evaluated later
+        table = {"acc,none": accuracy, "acc_stderr,none": 0.1, "alias": "easy", "f1,strict": 0.75}
+        write_task_results(tmp_path, step, {"results": {"easy": table}, "lm_eval_version": "0.4.13"})
+    board = EventAccumulator(str(tmp_path / "tensorboard" / "tasks")).Reload()
+    assert board.Tags()["scalars"] == ["easy/acc", "easy/f1/strict"]
+    points = {point.step: point.value for point in board.Scalars("easy/acc")}
+    assert points == {4: 0.25, 8: 0.5}
+    assert sorted(path.name for path in (tmp_path / "evaluations").glob("*.json")) == [
+        "step-00000004.json",
+        "step-00000008.json",
+    ]
+
+
+def test_what_is_missing_is_told_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    save_run(run, Model(**SIZES))
+    monkeypatch.setattr("torchllm.preflight.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        config_of(run, f"--evaluate.tasks={tmp_path}")
+    message = capsys.readouterr().err
+    assert "--evaluate.tasks: need the package lm-eval: pip install 'torchllm[lm-eval]'" in message
+    assert f"--evaluate.tasks: the folder '{tmp_path}' has no .yaml file" in message

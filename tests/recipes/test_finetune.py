@@ -1,0 +1,162 @@
+"""recipes/finetune.py from end to end: a small model learns 64 conversations, on any number of ranks."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes import generate
+from tests.data.chat.families import QWEN25, assistant, user, write_tokenizer
+from tests.hugging_face.published import save_published
+from tests.recipes.warm import alone, pretrain
+from tests.tiny_run import ROOT, curve, metrics, tensor_digests
+from torchllm.checkpoint.export import export_model
+from torchllm.data.corpus import Corpus
+
+WORDS = ["quick", "brown", "lazy", "general", "hello", "world", "three", "two"]
+TALKS = [(f"how {WORDS[n // 8]} {WORDS[n % 8]}?", f"{WORDS[(n + 3) % 8]} {WORDS[n // 8 ^ 5]}") for n in range(64)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name 64 conversations and their tokenizer."""
+    folder = tmp_path_factory.mktemp("talks")
+    tokenizer = write_tokenizer(folder, QWEN25._replace(template=QWEN25.template.replace("You are helpful.", "hello")))
+    lines = [json.dumps({"messages": [user(question), assistant(answer)]}) for question, answer in TALKS]
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    return [
+        f"--data.tokenizer={tokenizer}",
+        "--data.sources.0.kind=jsonl",
+        f"--data.sources.0.path={folder / 'talks.jsonl'}",
+        "--data.sources.0.messages_key=messages",
+        "--data.document_mask=true",
+        f"--data.cache={folder / 'cache'}",
+        "--data.validation_fraction=0",
+        "--evaluate.interval=0",
+        "--model.vocab=512",
+        "--training.sequence_length=64",
+        "--training.global_batch_size=16",
+        "--schedule.name=linear",
+        "--schedule.final_fraction=0.1",
+    ]
+
+
+def test_the_loop_is_that_of_pretraining() -> None:
+    """All that finetune.py adds to pretrain.py are the conversations and the steps of finetune.epochs."""
+    pretraining, finetuning = (ROOT / f"recipes/{name}.py" for name in ("pretrain", "finetune"))
+    lines = pretraining.read_text().partition("def train")[2].splitlines()
+    own = finetuning.read_text().partition("def train")[2].partition("\n\ndef set_steps")[0].splitlines()
+    assert [line for line in own if line not in lines] == [
+        "        config.finetune,",
+        "    config = set_steps(config, data)",
+    ]
+    loop = lines[: lines.index("def main(config: Config, *candidates: Config) -> None:")]
+    assert [line for line in loop if line not in own] == []
+
+
+def finetune(ranks: int, folder: Path, *overrides: str, **arguments: Any) -> list[str]:
+    """Train on warm ranks; of a key that is given twice the last value counts."""
+    values = dict(override.split("=", 1) for override in overrides)
+    keys = (f"{key}={value}" for key, value in values.items())
+    return pretrain(ranks, folder, *keys, recipe="finetune", **arguments)
+
+
+def test_a_small_model_learns_64_conversations_and_answers_them(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = ["--model.hidden=64", "--model.ffn=128", "--model.layers=2", "--model.heads=4"]
+    rate = ["--optimizer.learning_rate=6e-3", "--optimizer.weight_decay=0", "--schedule.warmup_steps=5"]
+    run = ["--finetune.epochs=40", "--metrics.log_interval=20", "--checkpoint.interval=0"]
+    assert finetune(1, tmp_path, *data, *size, *rate, *run, "--training.micro_batch_size=16") == [""]
+    last = metrics(tmp_path)[-1]
+    greedy = ["--generate.temperature=0", "--generate.tokens=20"]
+    config = alone(tmp_path, *greedy, "--generate.prompt=")
+    assert config.generate.chat
+    assert last["step"] == config.training.steps
+    assert last["loss"] < 0.02
+    assert 0 < last["targets_per_second"] < last["tokens_per_second"]
+    again = ["--training.steps=1", "--schedule.warmup_steps=1", f"--checkpoint.initial={tmp_path}"]
+    assert finetune(1, tmp_path / "again", *data, *size, *again) == [""]
+    assert metrics(tmp_path / "again")[0]["loss"] < 0.02
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TALKS[0][0]}\n"))
+    assert generate.main(config) == TALKS[0][1]
+    wrong = []
+    for question, answer in TALKS[1::9]:
+        said = generate.main(alone(tmp_path, *greedy, f"--generate.prompt={question}"))
+        if said != answer:
+            wrong.append((question, answer, said))
+    assert not wrong
+
+
+def test_ranks_and_interruptions_change_nothing(data: list[str], tmp_path: Path) -> None:
+    """The same steps on 1, 2 and 4 data ranks; a resumed run ends with the same bits, on other ranks with the same
+    sequences."""
+    size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=6", "--checkpoint.interval=3"]
+    curves = []
+    for ranks in (1, 2, 4):
+        assert finetune(ranks, tmp_path / str(ranks), *data, *size) == [""] * ranks
+        curves.append(curve(tmp_path / str(ranks)))
+    for other in curves[1:]:
+        for (step, loss, norm, *rest), (same_step, same_loss, same_norm, *same_rest) in zip(
+            curves[0], other, strict=True
+        ):
+            assert (step, rest) == (same_step, same_rest)
+            assert same_loss == pytest.approx(loss, rel=1e-5)
+            assert same_norm == pytest.approx(norm, rel=1e-4)
+    whole = tensor_digests(tmp_path / "2", 6)
+    for ranks in (2, 4):
+        resumed = tmp_path / f"resumed on {ranks}"
+        shutil.copytree(tmp_path / "2", resumed)
+        shutil.rmtree(resumed / "checkpoints/step-00000006")
+        shutil.rmtree(resumed / "lease", ignore_errors=True)
+        assert finetune(ranks, resumed, *data, *size) == [""] * ranks
+        assert [line[0] for line in curve(resumed)] == list(range(1, 7))
+        if ranks == 2:
+            assert tensor_digests(resumed, 6) == whole
+            assert curve(resumed) == curves[1]
+        for line, expected in zip(curve(resumed), curves[0], strict=True):
+            assert line[1] == pytest.approx(expected[1], rel=1e-5)
+            assert line[4] == expected[4], "other tokens were trained"
+    other_length = [word for word in data if "sequence_length" not in word]
+    (corpus,) = (Path(data[5].partition("=")[2])).glob("jsonl-*")
+    assert Corpus(corpus).header.sequence_length == 64
+    tokens = ["--data.sources.0.kind=tokens", f"--data.sources.0.path={corpus}", "--data.sources.0.messages_key="]
+    (error,) = finetune(1, tmp_path / "other", *other_length, *tokens, *size, "--training.sequence_length=128")
+    assert "packed into sequences of 64 tokens" in error
+
+
+def test_held_out_conversations_are_evaluated(data: list[str], tmp_path: Path) -> None:
+    size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=2"]
+    held_out = ["--data.validation_fraction=0.3", "--evaluate.interval=2", "--evaluate.sequences=4"]
+    assert finetune(2, tmp_path, *data, *size, *held_out) == ["", ""]
+    assert 0 < curve(tmp_path)[-1][-1] < 10
+
+
+def test_a_published_model_is_fine_tuned_whole_and_by_low_rank_updates(data: list[str], tmp_path: Path) -> None:
+    """Both start from its weights; what is frozen is exported as it was."""
+    save_published("qwen3", tmp_path / "published", vocab_size=512)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[run]\ndevice = "cpu"\n[model]\nfrom_hf = "{tmp_path / "published"}"\n')
+    run = ["--finetune.epochs=2", "--schedule.warmup_steps=1", "--metrics.log_interval=1"]
+    run += ["--optimizer.learning_rate=1e-2", "--optimizer.weight_decay=0"]
+    lora = ["--lora.rank=8", "--lora.alpha=32", "--parallel.tp=2"]
+    losses = []
+    for name, ranks, settings in (("whole", 1, []), ("updates", 2, lora)):
+        assert finetune(ranks, tmp_path / name, *data, *run, *settings, config=file, settings=[]) == [""] * ranks
+        losses.append([record["loss"] for record in metrics(tmp_path / name)])
+        assert losses[-1][-1] < 0.9 * losses[-1][0]
+        export_model(alone(tmp_path / name), tmp_path / f"{name} exported")
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-6)  # B is zero, and tp sums otherwise
+    before = load_file(tmp_path / "published/model.safetensors")
+    tuned = load_file(tmp_path / "whole exported/model.safetensors")
+    merged = load_file(tmp_path / "updates exported/model.safetensors")
+    assert not any(torch.equal(before[key], tuned[key]) for key in before)
+    changed = {key for key in before if not torch.equal(before[key], merged[key])}
+    assert changed == {key for key in before if "_proj." in key}
+    assert generate.main(alone(tmp_path / "updates", "--generate.tokens=3", f"--generate.prompt={TALKS[0][0]}"))
