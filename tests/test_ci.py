@@ -15,11 +15,15 @@ PYTHON = """#!/usr/bin/env bash
 if [ "$1" = -c ]; then echo "Python 3.11"; exit; fi
 mkdir -p "$3/bin"  # python3 -m venv FOLDER
 touch "$3/bin/activate"
-ln -s "$(type -P pip)" "$3/bin/pip"
+ln -sf "$(type -P pip)" "$3/bin/pip"
 """
 PYTEST = """#!/usr/bin/env bash
+[ "$1" = -o ] && shift 2  # where pytest's cache is
 echo "pytest $*"
-case "$*" in *"$FAILS"*) exit 1 ;; esac
+case "$*" in
+    *--last-failed*) exit "$ALONE" ;;
+    *"$FAILS"*) if mkdir failed 2>/dev/null; then exit "$STATUS"; else exit "$ALONE"; fi ;;
+esac
 """
 HANGS_IN_PLANNER = """#!/usr/bin/env bash
 case "$*" in
@@ -42,11 +46,17 @@ PARTS = {
 
 
 def run_ci(
-    folder: Path, fails: str = "no such argument", pytest_program: str = PYTEST, open_file: int = 1
+    folder: Path,
+    fails: str = "no such argument",
+    status: int = 1,
+    alone: int = 1,
+    pytest_program: str = PYTEST,
+    open_file: int = 1,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a copy of `.ci/run` whose `pytest` fails where its arguments have `fails` in them.
+    """Run a copy of `.ci/run` whose `pytest` ends with `status` where its arguments have `fails` in them.
 
-    Every process that it starts inherits `open_file`, a file descriptor.
+    alone: the status when what failed runs once more. Every process that it starts inherits `open_file`, a file
+    descriptor.
     """
     programs = folder / "programs"
     programs.mkdir()
@@ -64,6 +74,8 @@ def run_ci(
         "PATH": f"{programs}:{os.environ['PATH']}",
         "TMPDIR": str(folder / "temporary"),
         "FAILS": fails,
+        "STATUS": str(status),
+        "ALONE": str(alone),
     }
     return subprocess.run(
         ["bash", ".ci/run"], cwd=folder, env=environment, capture_output=True, text=True, pass_fds=[open_file]
@@ -81,7 +93,22 @@ def test_a_run_whose_tests_pass_ends_with_status_0(tmp_path: Path) -> None:
 def test_a_failure_in_any_part_is_the_exit_status(tmp_path: Path, part: str) -> None:
     result = run_ci(tmp_path, fails=PARTS[part])
     assert result.returncode == 1
-    assert result.stdout.count("pytest ") == len(PARTS), "a failure hides the parts after it"
+    assert result.stdout.count("pytest ") == len(PARTS) + 1, "a failure hides the parts after it"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_failed_beside_other_tests_runs_once_more_alone(tmp_path: Path, part: str) -> None:
+    result = run_ci(tmp_path, fails=PARTS[part], alone=0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("once more") == 1
+    assert result.stdout.count("pytest ") == len(PARTS) + 1
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "newest torch"])
+def test_tests_that_cannot_be_collected_do_not_run_once_more(tmp_path: Path, part: str) -> None:
+    result = run_ci(tmp_path, fails=PARTS[part], status=2, alone=0)
+    assert result.returncode == 1
+    assert "once more" not in result.stdout
 
 
 def test_every_test_is_in_one_part(tmp_path: Path) -> None:
