@@ -304,24 +304,19 @@ def router_gradient_taken_as_whole() -> Any:
 def input_gradient_taken_as_whole() -> Any:
     """Of experts under tensor parallelism: each rank has that of its own part of every expert."""
 
-    def change(to_local: Any) -> Any:
-        return lambda self, module, inputs, mesh: (inputs[0].to_local(grad_placements=[Replicate()]),)
+    def change(all_tokens: Any) -> Any:
+        return lambda self, x: x.to_local(grad_placements=[Replicate()])
 
-    return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "_to_local", change)
+    return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "_all_tokens", change)
 
 
 def rows_not_put_back() -> Any:
     """The results of experts stay in the order of the experts."""
 
-    def change(dispatch: Any) -> Any:
-        def unsorted(tokens: Tensor, routing: Any, experts: Any) -> Tensor:
-            sorted_by_expert = routing.experts.flatten().argsort(stable=True)
-            result: Tensor = dispatch(tokens, routing, experts).flatten(0, 1)[sorted_by_expert]
-            return result.view(len(tokens), -1, tokens.shape[-1])
+    def change(put_back: Any) -> Any:
+        return lambda rows, order: rows.unflatten(0, order.positions.shape)
 
-        return unsorted
-
-    return _replaced(torchllm.models.experts, "dispatch", change)
+    return _replaced(torchllm.models.experts, "put_back", change)
 
 
 def shared_experts_dropped_on_a_rank() -> Any:

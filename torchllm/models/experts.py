@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D hidden, T tokens (B x S), E experts, K experts pe
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,30 +79,77 @@ class Experts(nn.Module):
         return grouped_linear(F.silu(gate) * up, self.local(self.down_proj), ends)
 
 
-class RoutedExperts(nn.Module):
-    """Adds up what the K experts of each token make of it, weighted by the router."""
+class SortedRows(NamedTuple):
+    """A row per pair of a token and its expert."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.router = Router(model)
-        self.experts = Experts(model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each token: (B, S, D) -> (B, S, D)."""
-        tokens = x.flatten(0, 1)
-        routing = self.router(tokens)
-        return combine(dispatch(tokens, routing, self.experts), routing.weights).view_as(x)
+    rows: Tensor
+    """(T x K, D), sorted by expert, and then by token"""
+    counts: Tensor
+    """rows of each expert, (E) int64"""
+    positions: Tensor
+    """which row is that of the k-th expert of a token, (T, K)"""
 
 
-def dispatch(tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """Return what the experts of each token make of it: tokens (T, D) -> (T, K, D)."""
-    count, top_k = routing.experts.shape
+def sort_by_expert(tokens: Tensor, routing: Routing, experts: int) -> SortedRows:
+    """Repeat each of the tokens (T, D) for its experts, and sort the rows by expert."""
     chosen = routing.experts.flatten()
-    order = chosen.argsort(stable=True)  # of the T x K pairs of a token and its expert, by expert
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = tokens_per_expert(chosen, experts.gate_proj.shape[0]).cumsum(0).int()
-    rows = tokens.index_select(0, order // top_k)
-    return experts(rows, ends).index_select(0, position).view(count, top_k, -1)
+    order = chosen.argsort(stable=True)
+    positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    rows = tokens.index_select(0, order // routing.experts.shape[1])
+    return SortedRows(rows, tokens_per_expert(chosen, experts), positions.view_as(routing.experts))
+
+
+def put_back(rows: Tensor, order: SortedRows) -> Tensor:
+    """Undo the order of `sort_by_expert`: (T x K, D) -> (T, K, D)."""
+    return rows.index_select(0, order.positions.flatten()).unflatten(0, order.positions.shape)
+
+
+class ExpertRows(NamedTuple):
+    """What the experts of this rank compute with."""
+
+    rows: Tensor
+    """(N, D), sorted by expert"""
+    ends: Tensor
+    """(E) int32, of the experts on this rank: row at which those of each end"""
+
+
+class Dispatch(Protocol):
+    """Brings tokens to their experts, and the results back. What `send` and `send_back` return may be under way."""
+
+    def send(self, tokens: Tensor, routing: Routing) -> Any:
+        """Send each of the tokens (T, D) to its experts."""
+
+    def receive(self, sent: Any) -> ExpertRows:
+        """Wait for what `send` of all ranks sent to this one."""
+
+    def send_back(self, results: Tensor, sent: Any) -> Any:
+        """Send what the experts made of their rows, (N, D), to where the tokens are. sent: what `send` returned."""
+
+    def receive_back(self, returned: Any, sent: Any) -> Tensor:
+        """Wait for the results, (T, K, D): those of a token in the order of its experts."""
+
+
+class LocalDispatch:
+    """All experts are on this rank: rows are sorted by expert, and then put back. Nothing is sent."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+
+    def send(self, tokens: Tensor, routing: Routing) -> SortedRows:
+        """Sort the rows by expert."""
+        return sort_by_expert(tokens, routing, self.experts)
+
+    def receive(self, sent: SortedRows) -> ExpertRows:
+        """Return the sorted rows."""
+        return ExpertRows(sent.rows, sent.counts.cumsum(0).int())
+
+    def send_back(self, results: Tensor, sent: SortedRows) -> Tensor:
+        """Return the results as they are."""
+        return results
+
+    def receive_back(self, returned: Tensor, sent: SortedRows) -> Tensor:
+        """Put the results back in the order of the tokens."""
+        return put_back(returned, sent)
 
 
 def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
@@ -114,6 +161,47 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
 def combine(results: Tensor, weights: Tensor) -> Tensor:
     """Add up the results of each token's experts: (T, K, D), weights (T, K) -> (T, D), summed in float32."""
     return (results * weights.unsqueeze(-1)).sum(1).to(results.dtype)
+
+
+class Started(NamedTuple):
+    """A forward pass of routed experts whose tokens are on their way."""
+
+    weights: Tensor
+    """of the router, (T, K) float32"""
+    sent: Any
+    """what `Dispatch.send` returned"""
+    shape: torch.Size
+    """of the hidden states on this rank, (B, S, D)"""
+
+
+class RoutedExperts(nn.Module):
+    """Adds up what the K experts of each token make of it, weighted by the router."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.router = Router(model)
+        self.experts = Experts(model)
+        self.dispatch: Dispatch = LocalDispatch(model.experts)
+        """replaceable: `parallel/expert.py`"""
+        self.own_tokens: Callable[[Tensor], Tensor] = lambda x: x
+        """replaceable: the hidden states of the tokens that this rank routes"""
+        self.hidden_states: Callable[[Tensor], Tensor] = lambda out: out
+        """replaceable: the results for these tokens, as hidden states"""
+
+    def start(self, x: Tensor) -> Started:
+        """Route the tokens of x (B, S, D), and send them to their experts."""
+        x = self.own_tokens(x)
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens)
+        return Started(routing.weights, self.dispatch.send(tokens, routing), x.shape)
+
+    def finish(self, started: Started) -> Tensor:
+        """Return the weighted sums, (B, S, D)."""
+        arrived = self.dispatch.receive(started.sent)
+        results = self.experts(arrived.rows, arrived.ends)
+        returned = self.dispatch.send_back(results, started.sent)
+        results = self.dispatch.receive_back(returned, started.sent)
+        return self.hidden_states(combine(results, started.weights).view(started.shape))
 
 
 class MixtureOfExperts(nn.Module):
@@ -128,5 +216,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
-        routed = self.routed(x)
-        return routed if self.shared is None else routed + self.shared(x)
+        started = self.routed.start(x)
+        if self.shared is None:
+            return self.routed.finish(started)
+        shared = self.shared(x)  # while tokens are on their way
+        return self.routed.finish(started) + shared

@@ -191,7 +191,9 @@ class ExpertsByFeatures(ParallelStyle):
             module.experts.register_parameter(name, nn.Parameter(weight))
         module.experts.local = self._own_features
         module.router.local = self._whole_router
-        return distribute_module(module, device_mesh, None, self._to_local, self._to_part_of_sum)
+        module.own_tokens = self._all_tokens
+        module.hidden_states = partial(self._part_of_sum, device_mesh)
+        return distribute_module(module, device_mesh)
 
     def _own_features(self, weight: Tensor) -> Tensor:
         assert isinstance(weight, DTensor)
@@ -201,11 +203,11 @@ class ExpertsByFeatures(ParallelStyle):
         assert isinstance(weight, DTensor)
         return weight.to_local(grad_placements=[self.gradient_of_router])
 
-    def _to_local(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        (x,) = inputs
-        return (x.to_local(grad_placements=[Partial()]),)
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        return x.to_local(grad_placements=[Partial()])
 
-    def _to_part_of_sum(self, module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
+    def _part_of_sum(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
 
 
