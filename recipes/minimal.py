@@ -21,6 +21,7 @@ from torchllm.data.loader import DataRanks, build_loader
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.models.lora import apply_lora
+from torchllm.optim.expert_balance import ExpertBalance
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -41,6 +42,7 @@ def main(config: Config) -> list[float]:
 
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     optimizer = build_optimizer([model], config.optimizer)
+    balance = ExpertBalance([model])
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
     losses = []
@@ -57,7 +59,9 @@ def main(config: Config) -> list[float]:
             loss += share.detach()
         norm = grad_norm([model], device)
         clip([model], norm, config.training.max_grad_norm)
-        apply_if_finite(optimizer, learning_rate(step), torch.isfinite(norm))
+        finite = torch.isfinite(norm)
+        balance.finish_step(finite)
+        apply_if_finite(optimizer, learning_rate(step), finite)
         optimizer.zero_grad()
         losses.append(loss.item())
         print(f"step {step}  loss {losses[-1]:.4f}  {time.perf_counter() - started:.3f} s", flush=True)

@@ -18,7 +18,7 @@ from torchllm import config as c
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.models.experts import Router
+from torchllm.models.experts import Router, Routing
 from torchllm.models.lora import apply_lora
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
@@ -87,8 +87,8 @@ class PlainTraining(NamedTuple):
 
     trained: Trained
     smallest_gap: float
-    """least difference between the logits of an expert that was chosen and of one that was not, in standard deviations
-    of the logits; infinite without experts"""
+    """least difference between the logits (with a bias: score + bias) of an expert that was chosen and of one that was
+    not, in standard deviations of them; infinite without experts"""
 
 
 @functools.lru_cache(maxsize=4)
@@ -102,9 +102,11 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
         canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     gaps = [math.inf]
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.register_forward_pre_hook(functools.partial(_record_gap, gaps))
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    tokens: dict[Router, list[int]] = {}
+    for router in routers:
+        router.register_forward_pre_hook(functools.partial(_record_gap, gaps))
+        router.register_forward_hook(functools.partial(_count_tokens, tokens))
     optimizer = _plain_optimizer(parameters, config.optimizer)
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     trained = Trained()
@@ -122,19 +124,43 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
             group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
+        for router in routers:
+            _move_bias(router, tokens[router], config.model)
+        trained.tokens_per_expert.append([tokens[router] for router in routers])
     if config.evaluate.interval:
         with torch.no_grad():
             trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
-    trained.parameters = _copies(parameters)
+    trained.parameters = _copies({**parameters, **dict(model.named_buffers())})
     return PlainTraining(trained, min(gaps))
 
 
 @torch.no_grad()
 def _record_gap(gaps: list[float], router: Router, inputs: tuple[Tensor]) -> None:
-    """Add the least gap between a chosen expert's logit and the next one's to a list: a forward pre-hook."""
+    """Add the least gap between what a chosen expert was chosen by and the next one's to a list: a forward pre-hook."""
     if router.top_k < len(router.weight):
-        logits = (inputs[0] @ router.weight.T).sort(dim=-1, descending=True).values
-        gaps.append(float((logits[:, router.top_k - 1] - logits[:, router.top_k]).min() / logits.std()))
+        preferences = inputs[0] @ router.weight.T  # without a bias the order of the logits is that of the scores
+        if router.bias is not None:
+            preferences = router.preferences(router.score(preferences))
+        ordered = preferences.sort(dim=-1, descending=True).values
+        gap = (ordered[..., router.top_k - 1] - ordered[..., router.top_k]).min()
+        gaps.append(float(gap / preferences.std()))
+
+
+def _count_tokens(tokens: dict[Router, list[int]], router: Router, inputs: object, routing: Routing) -> None:
+    """Note how many tokens each expert of a router gets: a forward hook. The batch is the whole step's."""
+    tokens[router] = routing.experts.flatten().bincount(minlength=len(router.weight)).tolist()
+
+
+def _move_bias(router: Router, tokens: list[int], model: c.Model) -> None:
+    """Move a router's bias, if it has one, after a step: Wang et al. 2024, algorithm 1."""
+    if router.bias is None:
+        return
+    mean = sum(tokens) / len(tokens)
+    for expert, count in enumerate(tokens):
+        if count < mean:
+            router.bias[expert] += model.router_bias_rate
+        elif count > mean:
+            router.bias[expert] -= model.router_bias_rate
 
 
 LEAST_GAP = 5e-6

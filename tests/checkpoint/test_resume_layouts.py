@@ -54,12 +54,14 @@ class Hop(NamedTuple):
 
 
 def tensors(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of this rank and its state, copies of a tied embedding too."""
+    """Every parameter of this rank and its state, copies of a tied embedding too, and every buffer."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             yield canonical_name(name), parameter
             for entry, value in sorted(optimizer.state[parameter].items()):
                 yield f"{canonical_name(name)}.{entry}", value
+        for name, buffer in stage.named_buffers():
+            yield canonical_name(name), buffer
 
 
 def digests(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, str]:

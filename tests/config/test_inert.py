@@ -35,6 +35,8 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "model.router_score": ("sigmoid", {}, EXPERTS),
     "model.router_renormalize": (False, {}, EXPERTS),
     "model.router_scale": (2.5, {}, EXPERTS),
+    "model.router_bias": (True, {}, EXPERTS),
+    "model.router_bias_rate": (0.1, EXPERTS, {**EXPERTS, "model.router_bias": True}),
     "data.pattern": ("cl100k", {"data.tokenizer": "tokenizer.json"}, {"data.tokenizer": "tokenizer.model"}),
     "data.dtype": ("uint16", {}, {"data.sources": HEADERLESS}),
     "data.separator": (7, {}, {"data.sources": HEADERLESS}),

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.models.decoder import build_model
-from torchllm.models.experts import Experts, MixtureOfExperts, Router, tokens_per_expert
+from torchllm.models.experts import Experts, MixtureOfExperts, Router
 from torchllm.models.layers import SwiGLU
+from torchllm.models.routing_record import tokens_per_expert
 
 MODEL = Model(layers=3, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
 VARIANTS = {
@@ -21,6 +22,8 @@ VARIANTS = {
     "GLM-4.5": replace(MODEL, router_score="sigmoid", router_scale=2.5, shared_experts=2),
     "one of six": replace(MODEL, top_k=1, router_renormalize=False),
     "all of six": replace(MODEL, top_k=6),
+    "with a bias": replace(MODEL, router_score="sigmoid", router_bias=True),
+    "softmax with a bias": replace(MODEL, router_bias=True),
 }
 
 
@@ -28,11 +31,12 @@ def one_token(layer: MixtureOfExperts, model: Model, token: Tensor) -> Tensor:
     """Return what a layer, in float64, makes of one token: (D) -> (D)."""
     logits = layer.routed.router.weight @ token
     scores = torch.sigmoid(logits) if model.router_score == "sigmoid" else logits.softmax(-1)
-    chosen = scores.topk(model.top_k)
-    weights = chosen.values / chosen.values.sum() if model.router_renormalize else chosen.values
+    bias = layer.routed.router.bias
+    chosen = (scores if bias is None else scores + bias).topk(model.top_k).indices
+    weights = scores[chosen] / scores[chosen].sum() if model.router_renormalize else scores[chosen]
     result = torch.zeros_like(token)
     experts = layer.routed.experts
-    for weight, index in zip(weights, chosen.indices.tolist(), strict=True):
+    for weight, index in zip(weights, chosen.tolist(), strict=True):
         gate = experts.gate_proj[index] @ token
         up = experts.up_proj[index] @ token
         result = result + model.router_scale * weight * (experts.down_proj[index] @ (F.silu(gate) * up))
@@ -44,6 +48,8 @@ def test_a_layer_and_its_gradients_are_the_formula(name: str) -> None:
     model = VARIANTS[name]
     layer = filled(MixtureOfExperts(model))
     assert isinstance(layer, MixtureOfExperts)
+    if layer.routed.router.bias is not None:
+        layer.routed.router.bias.copy_(inputs(6))  # of the size of the scores: other experts are chosen
     double = copy.deepcopy(layer).double()
     x = inputs(2, 5, 24)
     result = layer(x)
@@ -66,17 +72,17 @@ def test_a_layer_and_its_gradients_are_the_formula(name: str) -> None:
 def test_equal_scores_choose_the_lower_expert() -> None:
     router = Router(MODEL)
     torch.nn.init.zeros_(router.weight)
-    routing = router(inputs(3, 24))
+    routing = router(inputs(1, 3, 24))
     assert routing.experts.tolist() == [[0, 1]] * 3
     assert routing.weights.tolist() == [[0.5, 0.5]] * 3
 
 
 def test_choices_are_made_in_float32_in_a_bfloat16_model() -> None:
     router = Router(MODEL)
-    tokens = inputs(1, 24).bfloat16()
+    tokens = inputs(1, 1, 24).bfloat16()
     with torch.no_grad():
-        router.weight[:] = tokens[0].float()
-        router.weight[4] += 1e-4 * tokens[0].float()  # is lost in bfloat16
+        router.weight[:] = tokens[0, 0].float()
+        router.weight[4] += 1e-4 * tokens[0, 0].float()  # is lost in bfloat16
     assert router(tokens).experts[0, 0] == 4
     assert router(tokens).weights.dtype == torch.float32
 
@@ -95,7 +101,31 @@ def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
 
 
 def test_tokens_per_expert_counts_all_experts() -> None:
-    assert tokens_per_expert(torch.tensor([0, 3, 3, 1]), 6).tolist() == [1, 1, 0, 2, 0, 0]
+    chosen = torch.tensor([[0, 3, 3, 1], [5, 5, 5, 5]])
+    assert tokens_per_expert(chosen, 6).tolist() == [[1, 1, 0, 2, 0, 0], [0, 0, 0, 0, 0, 4]]
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    router = Router(replace(MODEL, router_bias=True))
+    assert router.bias is not None
+    torch.nn.init.zeros_(router.weight)
+    router.bias[4] = 1.0
+    routing = router(inputs(1, 3, 24))
+    assert routing.experts.tolist() == [[4, 0]] * 3
+    assert routing.weights.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_tokens_are_counted_in_the_backward_pass_alone() -> None:
+    router = Router(MODEL)
+    torch.nn.init.zeros_(router.weight)
+    with torch.no_grad():
+        router(inputs(1, 3, 24))
+    first, second = router(inputs(1, 3, 24)), router(inputs(2, 3, 24))
+    assert router.take_tokens_per_expert().tolist() == [0] * 6
+    for routing in (first, second):
+        routing.weights.sum().backward()
+    assert router.take_tokens_per_expert().tolist() == [9, 9, 0, 0, 0, 0]
+    assert router.take_tokens_per_expert().tolist() == [0] * 6
 
 
 def test_first_blocks_are_dense_and_shared_experts_are_one_layer() -> None:

@@ -40,6 +40,7 @@ LAYOUTS: dict[int, list[Settings]] = {
     2: [
         {"parallel.dp_shard": 2},
         {"parallel.dp_shard": 2, "parallel.zero_stage": 0},
+        {"parallel.tp": 2, "model.experts": 4, "model.router_bias": True, "model.router_bias_rate": 0.01},
         {"parallel.tp": 2, **TIED},
         {"parallel.cp": 2},
         {"parallel.pp": 2, **TIED},
@@ -85,8 +86,12 @@ class Run:
         self.average.restart(self.checkpoints.missing_extra_state)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Return the whole weights of this rank's stages."""
-        return {canonical_name(name): whole(value) for stage in self.stages for name, value in stage.named_parameters()}
+        """Return the whole weights and buffers of this rank's stages."""
+        weights = {}
+        for stage in self.stages:
+            for name, value in (*stage.named_parameters(), *stage.named_buffers()):
+                weights[canonical_name(name)] = whole(value)
+        return weights
 
     def averages(self) -> dict[str, np.ndarray]:
         """Return the whole averages of this rank's stages."""

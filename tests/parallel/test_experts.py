@@ -21,6 +21,8 @@ EXPERTS: Settings = {
     "model.shared_experts": 1,
     "model.dense_layers": 1,
 }
+BIAS: Settings = {"model.router_bias": True, "model.router_bias_rate": 0.03, "model.router_score": "sigmoid"}
+"""the rate is a share of the scores' standard deviation, so that tokens go elsewhere in the next step"""
 FSDP2: Settings = {"parallel.dp_shard": 2}
 LAYOUTS: list[Settings] = [
     {**FSDP2, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
@@ -34,7 +36,7 @@ LAYOUTS: list[Settings] = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=describe_layout)
 def test_gradients_are_those_of_one_process(layout: Settings) -> None:
-    check({**EXPERTS, **layout}, ragged=True)
+    check({**EXPERTS, **BIAS, **layout}, ragged=True)
 
 
 def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
@@ -93,13 +95,17 @@ def test_a_checkpoint_resumes_on_layouts_that_cut_the_experts_in_other_ways(tmp_
         {"parallel.dp_shard": 4},
         {"parallel.pp": 2, "parallel.schedule": "DualPipeV"},
     ]
-    common = {**EXPERTS, "training.steps": 3, "data.document_mask": True}
+    common = {**EXPERTS, **BIAS, "training.steps": 3, "data.document_mask": True}
     (uninterrupted,) = run(train, 1, common, range(1, 4), None)
     hops = hop_over(layouts, common, tmp_path)
     assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
     assert hops[0].loaded == uninterrupted.loaded  # initial weights, bit for bit
     assert hops[1].loaded == hops[0].saved != hops[0].loaded
     assert hops[2].loaded == hops[1].saved
+    biases = {name: value for name, value in hops[2].saved.items() if name.endswith("router.bias")}
+    assert len(biases) == 3
+    assert biases == {name: uninterrupted.saved[name] for name in biases}  # of the same tokens per expert
+    assert not biases.items() & hops[2].loaded.items()  # each has moved
 
 
 def ignored_operations_after_a_step(settings: Settings) -> tuple[int, int]:

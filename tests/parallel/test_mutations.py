@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 import torchllm.models.experts
 import torchllm.models.layers
 import torchllm.models.lora
+import torchllm.models.routing_record
+import torchllm.optim.expert_balance
 import torchllm.optim.grad_norm
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
@@ -334,6 +336,43 @@ def shared_experts_dropped_on_a_rank() -> Any:
     return _replaced(torchllm.models.layers.SwiGLU, "forward", change)
 
 
+def tokens_counted_by_every_tp_rank() -> Any:
+    """Of experts: ranks that route the same tokens count them several times."""
+
+    def change(real: Any) -> Any:
+        def counted(self: Any, stages: Any) -> None:
+            real(self, stages)
+            for router in self.routers.values():
+                router.repeats = 1
+
+        return counted
+
+    return _replaced(torchllm.optim.expert_balance.ExpertBalance, "__init__", change)
+
+
+def tokens_per_expert_of_this_rank_only() -> Any:
+    """The tokens that other ranks route, such as the rest of a sequence under context parallelism, do not count."""
+
+    def change(all_reduce: Any) -> Any:
+        return lambda tensor, *a, **k: None if tensor.dim() == 2 else all_reduce(tensor, *a, **k)
+
+    return _replaced(torchllm.optim.expert_balance.dist, "all_reduce", change)
+
+
+def tokens_counted_again_in_recomputation() -> Any:
+    """Each forward pass counts, of which recomputation runs one more."""
+
+    def change(forward: Any) -> Any:
+        def counting(ctx: Any, weights: Tensor, logits: Tensor, experts: Tensor, router: Any) -> Tensor:
+            router.record(logits, experts)
+            result: Tensor = forward(ctx, weights, logits, experts, router)
+            return result
+
+        return staticmethod(counting)
+
+    return _replaced(torchllm.models.routing_record.RecordRouting, "forward", change)
+
+
 def _with_scale_of_one(module: Any) -> Any:
     return _replaced(module, "add_low_rank_update", lambda real: lambda *args: real(*args[:-1], 1.0))
 
@@ -343,6 +382,8 @@ PP2: Settings = {"parallel.pp": 2}
 TIED: Settings = {"model.tied_embeddings": True}
 LORA: Settings = {"lora.rank": 3}
 EXPERTS: Settings = {"model.experts": 6, "model.top_k": 2, "model.shared_experts": 1}
+BIAS: Settings = {**EXPERTS, "model.router_bias": True, "model.router_bias_rate": 0.01}
+TOKENS = "step 1: tokens per expert differ"
 UNCLIPPED = {"training.max_grad_norm": 1e9}  # else a wrong norm shows in the next step's gradients
 # the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
 MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
@@ -386,6 +427,9 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (input_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (rows_not_put_back, {**FSDP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (shared_experts_dropped_on_a_rank, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
+    (tokens_counted_by_every_tp_rank, {**TP2, **BIAS}, False, TOKENS),
+    (tokens_per_expert_of_this_rank_only, {**BIAS, "parallel.cp": 2}, False, TOKENS),
+    (tokens_counted_again_in_recomputation, {**FSDP2, **BIAS, "recompute.mode": "full"}, False, TOKENS),
     (scale_forgotten, {**FSDP2, **LORA}, False, f"step 1.*{GRADIENT}"),
     (scale_forgotten_under_tp, {**TP2, **LORA}, False, f"step 1.*{GRADIENT}"),
 ]

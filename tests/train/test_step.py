@@ -37,6 +37,7 @@ LAYOUTS: dict[int, dict[str, Settings]] = {
         "tp2": {"parallel.tp": 2},
         "pp2": {"parallel.pp": 2, "training.micro_batch_size": 4, "model.layers": 2, "model.tied_embeddings": True},
         "cp2": {"parallel.cp": 2},
+        "experts": {"parallel.dp_shard": 2, "model.experts": 4, "model.router_bias": True},
     },
     4: {
         "hsdp2x2": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2},
@@ -81,11 +82,11 @@ class Rig:
         return [rows_of(of_this_rank, slice(0, half)), rows_of(of_this_rank, slice(half, None))]
 
     def bits(self) -> list[bytes]:
-        """Weights, moments and counters of this rank."""
+        """Weights, buffers, moments and counters of this rank."""
         parameters: list[Tensor] = []
         for stage in self.stages:
             parameters += stage.parameters()
-        tensors = list(parameters)
+        tensors = [*parameters, *(buffer for stage in self.stages for buffer in stage.buffers())]
         for parameter in parameters:
             state = self.optimizer.state[parameter]
             for name in sorted(state):

@@ -146,6 +146,8 @@ CONTRADICTIONS = (
     Need("model.router_score", _has_experts, EXPERTS),
     Need("model.router_renormalize", _has_experts, EXPERTS),
     Need("model.router_scale", _has_experts, EXPERTS),
+    Need("model.router_bias", _has_experts, EXPERTS),
+    Need("model.router_bias_rate", lambda config: config.model.router_bias, "model.router_bias = true"),
     Need("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
     Need("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
     Need("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),

@@ -146,6 +146,12 @@ class Model:
     """divide the scores of a token's experts by their sum"""
     router_scale: Positive = 1.0
     """what the weighted sum of a token's experts is multiplied by"""
+    router_bias: bool = False
+    """choose experts by their score + a number per expert, which keeps their loads equal and weighs nothing; it starts
+    at 0 and is no trained weight (DeepSeek-V3)"""
+    router_bias_rate: NonNegative = 0.001
+    """after each step the router's bias of an expert falls by this if it had more tokens than the mean, and rises if it
+    had fewer; 0: the bias stays as it is"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     tied_embeddings: bool = False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchllm.config import Model
 from torchllm.models.grouped_products import grouped_linear
 from torchllm.models.layers import SwiGLU
+from torchllm.models.routing_record import RecordRouting, tokens_per_expert
 
 
 class Routing(NamedTuple):
@@ -36,24 +37,52 @@ class Router(nn.Module):
     Weights, logits and scores are float32, whatever the type of the computation: a choice depends on last digits.
     """
 
+    bias: Tensor | None
+    """(E) float32, added to the scores where experts are chosen, not where they weigh (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2). A buffer: no optimizer changes it, but `optim.expert_balance`. None: there is none"""
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
+        self.register_buffer("bias", torch.zeros(model.experts) if model.router_bias else None)
         self.top_k = model.top_k
         self.score = torch.sigmoid if model.router_score == "sigmoid" else _softmax
         self.renormalizes = model.router_renormalize
         self.scale = model.router_scale
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
+        self.repeats = 1
+        """ranks that route the same tokens, so that each adds the same to the sums over all ranks"""
+        self.recorded: list[Tensor] = []
+        """tokens per expert of each backward pass since the last `take_tokens_per_expert`, (E) int64"""
 
-    def forward(self, tokens: Tensor) -> Routing:
-        """Route each token: (T, D) -> K experts and their weights."""
-        scores = self.score(F.linear(tokens.float(), self.local(self.weight).float()))
-        order = scores.sort(dim=-1, descending=True, stable=True)  # equal scores: the lower expert first
-        weights, experts = order.values[:, : self.top_k], order.indices[:, : self.top_k]
+    def forward(self, x: Tensor) -> Routing:
+        """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
+        logits = F.linear(x.float(), self.local(self.weight).float())
+        scores = self.score(logits)
+        order = self.preferences(scores.detach()).sort(dim=-1, descending=True, stable=True)
+        experts = order.indices[..., : self.top_k]  # of equal scores the lower expert is first
+        weights = RecordRouting.apply(scores.gather(-1, experts), logits, experts, self)
         if self.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(experts, weights * self.scale)
+        return Routing(experts.flatten(0, -2), (weights * self.scale).flatten(0, -2))
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """Return by what experts are chosen: scores (..., E) -> (..., E)."""
+        return scores if self.bias is None else scores + self.local(self.bias)
+
+    def record(self, logits: Tensor, experts: Tensor) -> Tensor | None:
+        """See `RecordingRouter`."""
+        self.recorded.append(tokens_per_expert(experts.flatten(), logits.shape[-1]))
+        return None
+
+    def take_tokens_per_expert(self) -> Tensor:
+        """Return the tokens per expert of all backward passes since the last call, (E) int64; of none zeros."""
+        counts = torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
+        for recorded in self.recorded:
+            counts = counts + recorded
+        self.recorded = []
+        return counts
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -152,12 +181,6 @@ class LocalDispatch:
         return put_back(returned, sent)
 
 
-def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
-    """Count how often each expert was chosen: (N) -> (E) int64. Not by `bincount`, which a dry run cannot trace."""
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-
-
 def combine(results: Tensor, weights: Tensor) -> Tensor:
     """Add up the results of each token's experts: (T, K, D), weights (T, K) -> (T, D), summed in float32."""
     return (results * weights.unsqueeze(-1)).sum(1).to(results.dtype)
@@ -192,7 +215,7 @@ class RoutedExperts(nn.Module):
         """Route the tokens of x (B, S, D), and send them to their experts."""
         x = self.own_tokens(x)
         tokens = x.flatten(0, 1)
-        routing = self.router(tokens)
+        routing = self.router(x)
         return Started(routing.weights, self.dispatch.send(tokens, routing), x.shape)
 
     def finish(self, started: Started) -> Tensor:

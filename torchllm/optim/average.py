@@ -22,6 +22,8 @@ EMA = "ema."
 class WeightAverage:
     """The average of this rank's weights: after each step that is applied, decay x average + (1 - decay) x weight.
 
+    Buffers, such as the routers' biases, are averaged as weights are.
+
     With a decay of 0 there is none: it has no tensors, and its methods do nothing.
     """
 
@@ -40,6 +42,8 @@ class WeightAverage:
                 if not weight.requires_grad:  # frozen (LoRA), so that it is its own average
                     continue
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(weight)
+            for name, buffer in stage.named_buffers():
+                self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(buffer)
         self.tensors = {name: torch.zeros_like(copies[0]).detach() for name, copies in self.weights.items()}
         self.restart(list(self.tensors))
 

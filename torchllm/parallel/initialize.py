@@ -26,7 +26,7 @@ _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 byte
 
 
 def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, seed: int) -> None:
-    """Give every parameter of stages built on the meta device its memory and its initial value.
+    """Give every parameter and buffer of stages built on the meta device its memory and its initial value.
 
     Call it after sharding: a rank makes only its shards.
     """
@@ -46,10 +46,13 @@ def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
-    """Write this rank's part of the initial value of every parameter of stages that have memory."""
+    """Write this rank's part of the initial value of every parameter of stages that have memory; buffers are 0."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             fill(parameter, canonical_name(name), model, seed)
+        for buffer in stage.buffers():
+            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            local.zero_()
 
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:

@@ -191,6 +191,7 @@ class ExpertsByFeatures(ParallelStyle):
             module.experts.register_parameter(name, nn.Parameter(weight))
         module.experts.local = self._own_features
         module.router.local = self._whole_router
+        module.router.repeats = device_mesh.size()
         module.own_tokens = self._all_tokens
         module.hidden_states = partial(self._part_of_sum, device_mesh)
         return distribute_module(module, device_mesh)

@@ -56,6 +56,8 @@ class ErrorBounds(NamedTuple):
     """of the gradient, relative"""
     weights: float
     """of each weight after the last step"""
+    routes_alike: bool
+    """whether each expert must have as many tokens"""
 
 
 FLOAT32 = ErrorBounds(
@@ -65,6 +67,7 @@ FLOAT32 = ErrorBounds(
     loss=LOSS_ERROR,
     norm=GRADIENT_ERROR,  # it is float64 over float32 gradients, each good to about 1e-6
     weights=WEIGHT_ERROR,
+    routes_alike=True,
 )
 
 
@@ -82,6 +85,7 @@ def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
         loss=BFLOAT16_LOSS_ERROR,
         norm=worst,
         weights=np.inf,
+        routes_alike=False,
     )
 
 
@@ -117,6 +121,8 @@ def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) 
     findings += _differing_numbers("gradient norm", trained.norms, expected.norms, bounds.norm)
     losses = trained.validation_losses, expected.validation_losses
     findings += _differing_numbers("validation loss", *losses, bounds.loss)
+    if bounds.routes_alike:
+        findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
     findings += _differing_weights(trained.parameters, expected.parameters, bounds.weights)
     return Agreement(worst.parameter, worst.error, findings)
 
@@ -186,6 +192,14 @@ def _differing_numbers(name: str, numbers: Sequence[float], expected: Sequence[f
     for step, (number, expected_number) in enumerate(zip(numbers, expected, strict=False), start=1):
         if not abs(number - expected_number) <= bound * abs(expected_number):
             return [f"step {step}: {name} differs: {number:.8g} instead of {expected_number:.8g}"]
+    return []
+
+
+def _differing_tokens(steps: list[list[list[int]]], expected: list[list[list[int]]]) -> list[str]:
+    """Return a finding for the first step in which an expert had more or fewer tokens. By step, block and expert."""
+    for step, (tokens, expected_tokens) in enumerate(zip(steps, expected, strict=False), start=1):
+        if tokens != expected_tokens:
+            return [f"step {step}: tokens per expert differ: {tokens} instead of {expected_tokens}"]
     return []
 
 

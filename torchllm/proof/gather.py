@@ -51,7 +51,7 @@ class WholeTensors(NamedTuple):
 
 
 def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> WholeTensors | None:
-    """Return, on rank 0, a tensor of every parameter of the whole model. get: the tensor of a parameter, or None.
+    """Return, on rank 0, a tensor of every parameter and buffer of the whole model. get: that of a parameter, or None.
 
     Call it on all ranks. It is a finding if an element is on no rank, or if ranks that hold the same element differ, as
     it is with the two copies of a tied embedding. A parameter without a tensor on any rank is not there.
@@ -59,7 +59,7 @@ def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> W
     parts: list[HeldPart] = []
     missing: list[str] = []
     for stage in stages:
-        for name, parameter in stage.named_parameters():
+        for name, parameter in itertools.chain(stage.named_parameters(), stage.named_buffers()):
             tensor = get(parameter)
             if tensor is None:
                 missing.append(canonical_name(name))

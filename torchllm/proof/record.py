@@ -37,8 +37,10 @@ class Trained:
     validation_losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, FloatArray]] = field(default_factory=list)
     """per step, before clipping"""
+    tokens_per_expert: list[list[list[int]]] = field(default_factory=list)
+    """per step, block with experts and expert"""
     parameters: dict[str, FloatArray] = field(default_factory=dict)
-    """after the last step"""
+    """after the last step, buffers too"""
     findings: list[str] = field(default_factory=list)
     """what ranks do not agree on: step, parameter and how"""
 
@@ -92,6 +94,8 @@ class Recorder:
         norm = float(result.grad_norm)
         self.trained.losses.append(float(result.loss))
         self.trained.norms.append(norm)
+        if result.tokens_per_expert is not None:
+            self.trained.tokens_per_expert.append(result.tokens_per_expert.tolist())
         if validation_loss is not None:
             self.trained.validation_losses.append(validation_loss)
         if self.gradients is not None:
