@@ -52,6 +52,8 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
         draft.config = resolve_compile(draft.config, compiles)  # before it is planned
     alternatives = [resolve_compile(alternative, compiles) for alternative in plan_layout(draft)]
     _note_uncompiled_blocks(draft)
+    if not draft.errors:
+        check_export(draft)
     if not uses_epochs:
         _note_unused_epochs(draft)
     draft.config = resolve_compile(draft.config, compiles)
@@ -153,6 +155,20 @@ def check_cluster(draft: Draft[Any]) -> None:
             draft.report(("cluster", "name"), unknown)
         else:
             read_cluster(name, draft.errors)
+
+
+def check_export(draft: Draft[Any]) -> None:
+    """Note that the trained model cannot be exported to Hugging Face, if so; report it if the run needs that."""
+    from torchllm.hugging_face.config_json import why_no_family
+
+    reasons = why_no_family(draft.config.model)
+    if not reasons:
+        return
+    path = ("evaluate", "tasks")
+    if draft.config.evaluate.tasks:
+        draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
+    else:
+        draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
 
 
 def can_compile(draft: Draft[Any]) -> bool:

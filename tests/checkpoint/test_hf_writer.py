@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Model
 from torchllm.hugging_face.families.gpt2 import GPT2
 from torchllm.hugging_face.families.llama import LLAMA
+from torchllm.hugging_face.families.mixtral import MIXTRAL
 from torchllm.hugging_face.family import HubFamily
 from torchllm.hugging_face.files import INDEX_JSON, WHOLE_MODEL
 from torchllm.spec.shapes import parameter_shapes
 
 LLAMA_MODEL = Model(layers=3, hidden=16, heads=4, ffn=24, vocab=50)
+SPARSE_MODEL = replace(LLAMA_MODEL, experts=5, expert_ffn=12)
 GPT_MODEL = Model(family="gpt", layers=2, hidden=16, heads=4, ffn=24, vocab=50, tied_embeddings=True)
 
 
@@ -80,7 +83,9 @@ def test_files_have_a_limit_and_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "most"), [(LLAMA, LLAMA_MODEL, 0), (GPT2, GPT_MODEL, 2)], ids=["llama", "gpt2"]
+    ("family", "model", "most"),
+    [(LLAMA, LLAMA_MODEL, 0), (GPT2, GPT_MODEL, 2), (MIXTRAL, SPARSE_MODEL, 0)],
+    ids=["llama", "gpt2", "mixtral"],
 )
 def test_no_weight_outlives_its_tensor(family: HubFamily, model: Model, most: int, tmp_path: Path) -> None:
     """When a weight is read, none is alive but those that share its tensor: q and k, when v of c_attn is read."""
@@ -94,6 +99,23 @@ def test_c_attn_holds_q_k_and_v_transposed(tmp_path: Path) -> None:
     parts = [weights.value(f"layers.1.self_attn.{part}_proj.weight") for part in "qkv"]
     c_attn = load_file(tmp_path / WHOLE_MODEL)["transformer.h.1.attn.c_attn.weight"]
     assert torch.equal(c_attn, torch.cat(parts).t())
+
+
+def test_each_expert_has_tensors_of_its_own(tmp_path: Path) -> None:
+    weights = written(tmp_path, MIXTRAL, SPARSE_MODEL, 10**9)
+    tensors = load_file(tmp_path / WHOLE_MODEL)
+    assert len(tensors) == 3 + 3 * (6 + 1 + 3 * 5)
+    for name, key in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        stack = weights.value(f"layers.1.mlp.routed.experts.{name}_proj")
+        for expert in range(5):
+            assert torch.equal(tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.{key}.weight"], stack[expert])
+
+
+def test_a_checkpoint_with_more_experts_than_the_config_is_an_error(tmp_path: Path) -> None:
+    weights = RandomWeights(SPARSE_MODEL)
+    weights.shapes["layers.0.mlp.routed.experts.gate_proj"] = (6, 12, 16)
+    with pytest.raises(CheckpointError, match=r"gate_proj: has 5 experts by the config, 6 in the checkpoint"):
+        write_weights(tmp_path, list(MIXTRAL.stored_tensors(SPARSE_MODEL)), weights, torch.float32)
 
 
 def test_a_checkpoint_of_another_shape_is_an_error(tmp_path: Path) -> None:

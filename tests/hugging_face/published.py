@@ -24,6 +24,7 @@ SIZES = {
 }
 WINDOW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """so many that tp 2 leaves each rank of Ulysses with cp 2 a key-value head: a ring has no window"""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -55,6 +56,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2Config", SIZES | {"pad_token_id": None, "eos_token_id": None}),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5}),
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 6}),
+    "mixtral-window": ("MixtralConfig", SIZES | WINDOW_HEADS | {"num_local_experts": 4, "sliding_window": 9}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        SIZES | EXPERTS | {"head_dim": 6, "moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeConfig", SIZES | EXPERTS | {"pad_token_id": None, "eos_token_id": None}),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
@@ -71,8 +79,13 @@ def as_json(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def save_published(name: str, folder: Path, max_shard_size: str = "5GB", dtype: str = "float32", **changes: Any) -> Any:
-    """Write a tiny model with random weights as transformers does; return it, an object of transformers."""
+def save_published(
+    name: str, folder: Path, max_shard_size: str = "5GB", dtype: str = "float32", stacks: bool = False, **changes: Any
+) -> Any:
+    """Write a tiny model with random weights as transformers does; return it, an object of transformers.
+
+    stacks: as the modules of transformers 5 are, in which the experts of a block are stacked.
+    """
     config = hub_config(name)
     for key, value in changes.items():
         setattr(config, key, value)
@@ -85,7 +98,7 @@ def save_published(name: str, folder: Path, max_shard_size: str = "5GB", dtype: 
             else:
                 parameter.normal_(mean=1.0, std=0.2)
     model = model.to(getattr(torch, dtype))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, **({"save_original_format": False} if stacks else {}))
     return model.float()
 
 

@@ -1,6 +1,8 @@
 """config.json in both directions, against the classes of transformers."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from torchllm.hugging_face.config_json import (
     NoFamily,
     family_to_export,
     read_config_json,
+    why_no_family,
     write_config_json,
 )
+from torchllm.hugging_face.files import WHOLE_MODEL
 from torchllm.hugging_face.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.hugging_face.safetensors_header import read_header
 
 
 def model_of(content: dict[str, Any]) -> Model:
@@ -159,22 +164,115 @@ def test_a_model_of_no_family_is_refused_with_the_reason_of_each() -> None:
         family_to_export(model)
 
 
-def test_a_model_with_experts_is_not_exported() -> None:
-    sparse = replace(Model(), experts=8)
-    with pytest.raises(NoFamily, match=r"^model\.experts = 8: a mixture of experts cannot be exported yet; "):
-        family_to_export(sparse)
-    for family in HUB_FAMILIES.values():
-        with pytest.raises(NoFamily):
-            write_config_json(sparse, family)
+SPARSE = Model(experts=8)
+EXPORTED_AS = {
+    "mixtral": SPARSE,
+    "qwen3_moe": replace(SPARSE, qk_norm="head", dense_layers=2, expert_ffn=96, router_renormalize=False),
+    "olmoe": replace(SPARSE, qk_norm="width", top_k=4),
+}
+
+
+@pytest.mark.parametrize("model_type", EXPORTED_AS)
+def test_a_model_with_experts_is_exported_as_the_family_that_has_its_features(model_type: str) -> None:
+    assert family_to_export(EXPORTED_AS[model_type]).model_type == model_type
+    assert why_no_family(EXPORTED_AS[model_type]) == []
+
+
+NOT_EXPORTED = [
+    (replace(SPARSE, router_renormalize=False), "'mixtral' cannot have model.router_renormalize = False"),
+    (replace(SPARSE, router_scale=2.5), "'mixtral' cannot have model.router_scale = 2.5"),
+    (replace(SPARSE, shared_experts=2), "'mixtral' cannot have model.shared_experts = 2"),
+    (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
+    (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
+    (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
+]
+
+
+@pytest.mark.parametrize(("model", "reason"), NOT_EXPORTED, ids=[reason for _, reason in NOT_EXPORTED])
+def test_a_combination_of_features_that_no_family_has_is_named(model: Model, reason: str) -> None:
+    reasons = why_no_family(model)
+    assert len(reasons[0].keys) == 1  # the family that it differs least from is the first
+    assert f"models of type {reason}" in [str(found) for found in reasons]
+    with pytest.raises(NoFamily, match=reason):
+        family_to_export(model)
+
+
+def test_keys_that_say_nothing_of_a_model_do_not_keep_it_from_an_export() -> None:
+    assert family_to_export(Model(top_k=4, router_scale=2.0)).model_type == "llama"
+    written = write_config_json(replace(SPARSE, ffn=7, expert_ffn=96), HUB_FAMILIES["mixtral"])
+    assert written["intermediate_size"] == 96  # no block has a layer of width ffn
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+def test_both_names_of_the_number_of_experts_are_read_and_written(model_type: str) -> None:
+    """transformers 4 reads num_experts of a Qwen3-MoE, transformers 5 writes num_local_experts."""
+    written = write_config_json(EXPORTED_AS[model_type], HUB_FAMILIES[model_type])
+    assert written["num_experts"] == written["num_local_experts"] == 8
+    for name in ("num_experts", "num_local_experts"):
+        content = {key: value for key, value in written.items() if key != name}
+        assert model_of(content).experts == 8
+        (problem,) = read_config_json(written | {name: 4}).problems
+        assert re.fullmatch(r"num_\w+: is \d, but num_\w+ is \d: remove one of them", problem)
+
+
+DENSE_BLOCKS = [
+    ({"mlp_only_layers": [0, 1]}, 2),
+    ({"mlp_only_layers": [1, 0, 9]}, 2),
+    ({"decoder_sparse_step": 4}, 3),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 3),
+    ({"mlp_only_layers": None}, 0),
+]
+
+
+@pytest.mark.parametrize(("change", "dense_layers"), DENSE_BLOCKS)
+def test_first_blocks_without_experts_are_those_of_transformers(change: dict[str, Any], dense_layers: int) -> None:
+    content = as_json(hub_config("qwen3-moe")) | change
+    assert model_of(content).dense_layers == dense_layers
+    hub_model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**content))
+    assert [hasattr(block.mlp, "experts") for block in hub_model.model.layers] == [
+        index >= dense_layers for index in range(4)
+    ]
+
+
+REFUSED_EXPERTS = [
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step: is 2: a block without experts after one with experts"),
+    ({"mlp_only_layers": [0, 2]}, "mlp_only_layers: is [0, 2]: a block without experts after one with"),
+    ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: leaves no block with experts"),
+    ({"mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers, not 'x'"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number of at least 1, not 0"),
+    ({"num_local_experts": 0}, "num_local_experts: is 0: a model of this type has experts"),
+    ({"num_local_experts": "8"}, "num_local_experts: must be a whole number"),
+    ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a whole number"),
+    ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window beside experts"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED_EXPERTS, ids=[message for _, message in REFUSED_EXPERTS])
+def test_experts_that_the_model_has_not_are_refused_by_their_field(change: dict[str, Any], message: str) -> None:
+    content = as_json(hub_config("qwen3-moe")) | {"mlp_only_layers": []}
+    (problem,) = read_config_json(content | change).problems
+    assert problem.startswith(message)
+
+
+def test_a_wrong_width_of_experts_is_refused_by_its_field() -> None:
+    (problem,) = read_config_json(as_json(hub_config("mixtral")) | {"intermediate_size": "24"}).problems
+    assert problem.startswith("intermediate_size: must be a whole number")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(name: str) -> None:
+def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(name: str, tmp_path: Path) -> None:
+    """Those of the modules, in which transformers 5 stacks experts, and those of the files that it writes of them."""
     config = hub_config(name)
     hub_model = transformers.AutoModelForCausalLM.from_config(config)
-    saved = {key: tuple(tensor.shape) for key, tensor in hub_model.state_dict().items()}
+    of_modules = {key: tuple(tensor.shape) for key, tensor in hub_model.state_dict().items()}
     if config.tie_word_embeddings:
-        del saved["lm_head.weight"]
+        del of_modules["lm_head.weight"]
+    hub_model.save_pretrained(tmp_path)
+    header = read_header(tmp_path / WHOLE_MODEL)
+    of_file = {key: tensor.shape for key, tensor in header.tensors.items()}
     family = HUB_FAMILIES[config.model_type]
-    stored = {tensor.key: tensor.shape for tensor in family.stored_tensors(model_of(as_json(config)))}
-    assert stored == saved
+    model = model_of(as_json(config))
+    for saved in (of_modules, of_file):
+        stored = {tensor.key: tensor.shape for tensor in family.with_table_of(saved).stored_tensors(model)}
+        assert stored == saved

@@ -54,7 +54,7 @@ AXES: dict[str, Settings] = {
     "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
     "zero2": {"parallel.dp_shard": 2, "parallel.zero_stage": 2},
 }
-MORE = {"tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 97}}
+MORE = {"tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 97}, "stacked": {"stacks": True}}
 """forms of the published model: changes of its config.json"""
 
 
@@ -83,7 +83,7 @@ def layout(axes: tuple[str, ...]) -> Settings:
 def sampled() -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield a few of all models, layouts and forms, so that every family and every axis is among them."""
     draw = random.Random(16)
-    names = ["llama", "olmo2", "gpt2", "qwen2", "qwen3", "mistral-nemo", "llama31"]
+    names = ["llama", "olmo2", "gpt2", "qwen2", "qwen3", "mistral-nemo", "llama31", "mixtral", "qwen3-moe", "olmoe"]
     axes = list(AXES)
     draw.shuffle(axes)
     for number, axis in enumerate(axes):
@@ -256,8 +256,11 @@ def plain_loss(model: Decoder, step: int) -> Tensor:
     return model(tokens[:, :-1], positions, labels=tokens[:, 1:]).detach() / tokens[:, 1:].numel()
 
 
-@pytest.mark.parametrize("form", ["", "tied"])
-@pytest.mark.parametrize("name", CONFIGS)
+LOGITS = [(name, form) for name in CONFIGS for form in ("", "tied")]
+LOGITS += [(name, "stacked") for name in ("mixtral", "qwen3-moe", "olmoe")]
+
+
+@pytest.mark.parametrize(("name", "form"), LOGITS)
 def test_logits_are_those_of_transformers(name: str, form: str, folders: Path, tmp_path: Path) -> None:
     hub_model = save_published(name, tmp_path / "model", **MORE.get(form, {}))
     model = one_process(config_of(tmp_path / "model", {}))
@@ -304,6 +307,32 @@ def test_ranks_read_their_own_bytes_once_and_hold_one_block(folders: Path) -> No
     assert sum(read for read, _ in totals) == size
     assert max(read for read, _ in totals) <= 1.01 * size / 4
     assert max(largest for _, largest in totals) <= 1000
+
+
+SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
+    ("mixtral", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),  # by expert, and by features
+    ("mixtral", {"parallel.dp_shard": 4}, "stacked"),  # 6 experts: by hidden states
+    ("qwen3-moe", {"parallel.dp_shard": 4}, ""),  # by expert
+    ("qwen3-moe", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, ""),
+    ("qwen3-moe", {"parallel.pp": 2, "parallel.tp": 2}, "stacked"),
+    ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
+    ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "form"), SPARSE_LAYOUTS)
+def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings, form: str, folders: Path) -> None:
+    """Also counted: no rank reads a byte of an expert that it does not hold, and none twice."""
+    folder = publish(folders, name, form)
+    imported = check_layout(folder, settings)
+    config = read_hub_config(folder)
+    files = find_hub_files(folder, config.family)
+    size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
+    shards = {"parallel.dp_shard", "parallel.cp"}
+    if settings.keys() <= shards:  # each weight is on one rank
+        assert sum(read for read, _ in imported.totals) == size
+        ranks = len(imported.totals)
+        assert max(read for read, _ in imported.totals) <= size / ranks * 1.01
 
 
 def test_sixteen_bit_weights_are_rounded_to_nothing(tmp_path: Path) -> None:
@@ -372,7 +401,16 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("name", "axes"), [("llama", ()), ("qwen3", ("fsdp", "tp"))])
+TRAINED: list[tuple[str, tuple[str, ...]]] = [
+    ("llama", ()),
+    ("qwen3", ("fsdp", "tp")),
+    ("mixtral", ()),
+    ("qwen3-moe", ("fsdp", "tp")),
+    ("olmoe", ("fsdp",)),
+]
+
+
+@pytest.mark.parametrize(("name", "axes"), TRAINED)
 def test_training_follows_the_loop_of_transformers(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
     hub_model = save_published(name, tmp_path / "model")
     config = config_of(tmp_path / "model", layout(axes))

@@ -214,3 +214,17 @@ def test_a_recipe_that_needs_no_weights_takes_the_sizes_from_config_json(folder:
 
 def test_a_model_without_from_hf_is_as_before(folder: Path) -> None:
     assert load().model == Model()
+
+
+def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features = ("--model.experts=4", "--model.shared_experts=1", STDLIB, "--run.device=cpu")
+    load(*features)
+    reason = "models of type 'mixtral' cannot have model.shared_experts = 1"
+    assert f"[model] trains, but cannot be exported to Hugging Face: {reason}\n" in capsys.readouterr().out
+    load("--model.experts=4", STDLIB, "--run.device=cpu")
+    assert "exported" not in capsys.readouterr().out
+    assert refused(capsys, *features, "--evaluate.tasks=arc_easy", "--parallel.dp_shard=1") == [
+        f"--evaluate.tasks: are evaluated on an exported model, and this one cannot be exported: {reason}"
+    ]

@@ -60,18 +60,18 @@ class PublishedWeights:
         weights = HubWeights(model)
         config, self.files = weights.open(folder)
         check_same_source(weights.key, weights.record(config, self.files), recorded)
-        self.family = config.family
+        self.family = self.files.family
         self.shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
         self.seeded = SeededWeights(model, seed)
 
     def read(self, name: str) -> Tensor:
         """Return a parameter, float32; its rows that the files lack are random."""
-        stored = self.family.tensor_of(name, self.shapes)
-        (place,) = (place for place in stored.parts if place.name == name)
+        tensors = self.family.tensors_of(name, self.shapes)
+        (place,) = (place for place in tensors[0].parts if place.name == name)  # LoRA is for dense models
         # Random numbers take longer than reading, so they are drawn only where some of them stay.
         is_padded = place.rows < self.shapes[name][0]
         weight = self.seeded.read(name) if is_padded else torch.empty(self.shapes[name])
-        fill_part(self.files, stored, name, parts_of({name: weight})[name], ReadTotals())
+        fill_part(self.files, tensors, name, parts_of({name: weight})[name], ReadTotals())
         return weight
 
 
@@ -153,7 +153,8 @@ def write_adapter(
     tensors = []
     for name, factor in updates.items():
         layer, letter = name.removesuffix(".weight").rsplit(".", 1)
-        matrix = family.tensor_of(f"{layer}.weight", shapes).key.removesuffix(".weight")
+        (stored,) = family.tensors_of(f"{layer}.weight", shapes)
+        matrix = stored.key.removesuffix(".weight")
         part = StoredPart(name, first_row=0, rows=len(factor))
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
     write_safetensors(folder / ADAPTER_WEIGHTS, tensors, lambda tensor: updates[tensor.parts[0].name], dtype)

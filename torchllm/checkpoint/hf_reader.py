@@ -4,7 +4,6 @@ A rank reads the byte ranges of its own shards and no others, in blocks of at mo
 nothing is sent between ranks, and none ever holds a whole model.
 """
 
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -75,7 +74,7 @@ def read_hub_weights(files: HubFiles, config: HubConfig, stages: Sequence[nn.Mod
         reads = []
         for name, part in parts.items():
             if name in shapes:
-                stored = config.family.tensor_of(name, shapes)
+                stored = files.family.tensors_of(name, shapes)
                 reads.append(pool.submit(fill_part, files, stored, name, part, totals))
         for read in reads:
             read.result()
@@ -84,15 +83,23 @@ def read_hub_weights(files: HubFiles, config: HubConfig, stages: Sequence[nn.Mod
 
 
 @torch.no_grad()
-def fill_part(files: HubFiles, stored: StoredTensor, name: str, part: Part, totals: ReadTotals) -> None:
-    """Read what this rank holds of one parameter. Rows that the file lacks stay as they are."""
-    (place,) = (place for place in stored.parts if place.name == name)
-    read = plan_read(stored, place, part)
-    if read is None:
-        return
+def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part: Part, totals: ReadTotals) -> None:
+    """Read what this rank holds of one parameter from the tensors that hold it. Rows that they lack stay as they are.
+
+    Of a tensor for an expert that is on another rank nothing is read, nor is its file opened.
+    """
+    for stored in tensors:
+        for place in stored.parts:
+            if place.name == name:
+                read = plan_read(stored, place, part)
+                if read is not None:
+                    _fill_from(files, stored, read, totals)
+
+
+def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: ReadTotals) -> None:
+    """Read a box of one tensor, block by block."""
     tensor = files.tensors[stored.key]
     path = files.folder / tensor.file
-    columns_in_file = math.prod(stored.shape[1:])
     item_size = ITEM_SIZES[tensor.dtype]
     rows_at_a_time = max(1, BLOCK // (read.box.columns * item_size))
     handle = os.open(path, os.O_RDONLY)
@@ -100,7 +107,7 @@ def fill_part(files: HubFiles, stored: StoredTensor, name: str, part: Part, tota
         for row in range(0, read.box.rows, rows_at_a_time):
             rows = min(rows_at_a_time, read.box.rows - row)
             block = Box(read.box.first_row + row, rows, read.box.first_column, read.box.columns)
-            content = _read_block(handle, tensor, block, columns_in_file, item_size)
+            content = _read_block(handle, tensor, block, stored.columns, item_size)
             if content is None:
                 raise HubFileError(f"{path}: {stored.key}: the file was cut short while it was read")
             totals.add(len(content))
@@ -115,12 +122,19 @@ def fill_part(files: HubFiles, stored: StoredTensor, name: str, part: Part, tota
 
 def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead | None:
     """Return what to read of a tensor for this rank's part of a parameter; None if that has nothing of it."""
-    local = part.local if part.local.dim() == 2 else part.local.unsqueeze(1)
-    first_row = part.region.offset[0]
-    rows = min(part.region.size[0], place.rows - first_row)  # the embedding may have more rows than the file
+    local, offset, size = part.local, part.region.offset, part.region.size
+    if place.experts:
+        index = place.expert - offset[0]
+        if not 0 <= index < size[0]:
+            return None
+        local, offset, size = local[index], offset[1:], size[1:]
+    if local.dim() == 1:
+        local = local.unsqueeze(1)
+    first_row = offset[0]
+    rows = min(size[0], place.rows - first_row)  # the embedding may have more rows than the file
     if rows <= 0 or local.numel() == 0:
         return None
-    first_column = part.region.offset[1] if len(part.region.offset) == 2 else 0
+    first_column = offset[1] if len(offset) == 2 else 0
     columns = local.shape[1]
     local = local[:rows]
     if stored.is_transposed:

@@ -30,7 +30,7 @@ from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, syn
 from torchllm.config import Model
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.hugging_face.config_json import write_config_json
-from torchllm.hugging_face.family import HubFamily, StoredTensor
+from torchllm.hugging_face.family import HubFamily, StoredPart, StoredTensor
 from torchllm.hugging_face.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
 from torchllm.spec.parameters import rule_of
 
@@ -116,25 +116,51 @@ def write_weights(
     """Write tensors into the files of a model, each made of the weights that it holds, and the index if there are
     several files. Raises what `weights` does, and OSError."""
     files = plan_files(tensors, dtype, bytes_per_file)
+    parts = PartReader(weights)
     for file in files:
-        write_safetensors(folder / file.name, file.tensors, lambda tensor: stored_form(tensor, weights), dtype)
+        write_safetensors(folder / file.name, file.tensors, lambda tensor: stored_form(tensor, parts), dtype)
     if len(files) > 1:
         file_of_key = {tensor.key: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": weight_bytes(tensors, dtype)}, "weight_map": file_of_key}
         write_json(folder / INDEX_JSON, index)
 
 
-def stored_form(tensor: StoredTensor, weights: Weights) -> Tensor:
+class PartReader:
+    """Reads the parts of tensors from weights. A stack, which has a part for each expert, is kept until another weight
+    is read."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._stack: Tensor | None = None
+        self._name = ""
+
+    def read(self, part: StoredPart) -> Tensor:
+        """Return a weight, or the matrix of an expert in it; of a vocabulary that was padded only the first rows.
+
+        Raises CheckpointError if there is another number of experts, and what the weights raise.
+        """
+        if not part.experts:
+            self._stack = None
+            weight = self.weights.read(part.name)
+            is_padded = rule_of(part.name).cut == "vocab" and len(weight) > part.rows
+            return weight[: part.rows] if is_padded else weight
+        if self._stack is None or self._name != part.name:
+            self._stack = None  # before the next one is read
+            self._stack, self._name = self.weights.read(part.name), part.name
+            if len(self._stack) != part.experts:
+                raise CheckpointError(
+                    f"{part.name}: has {part.experts} experts by the config, {len(self._stack)} in the checkpoint: use "
+                    "the config of the checkpoint"
+                )
+        return self._stack[part.expert]
+
+
+def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
     """Return a tensor as the file holds it, in the dtype of the weights that it is made of.
 
-    Of a vocabulary that was padded only the first rows are taken. Raises CheckpointError if the weights have other
-    shapes than the config says, and what `weights` raises.
+    Raises CheckpointError if the weights have other shapes than the config says, and what the reader raises.
     """
-    parts = []
-    for part in tensor.parts:
-        weight = weights.read(part.name)
-        is_padded = rule_of(part.name).cut == "vocab" and len(weight) > part.rows
-        parts.append(weight[: part.rows] if is_padded else weight)
+    parts = [reader.read(part) for part in tensor.parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.is_transposed:
         whole = whole.t()

@@ -28,8 +28,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 FLOAT8_MULTIPLE = 16
 """of the sizes of a product in float8: cuBLAS takes rows whose bytes are a multiple of this"""
-NO_EXPORT_OF_EXPERTS = "a mixture of experts cannot be exported yet"
-
 
 _SECRET_KEY = re.compile(r"(\.|_)(password|passphrase|secret|credentials?|token|(api|access|auth|private)_?key)$")
 """ends of the names of keys that hold secrets"""
@@ -180,10 +178,6 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         yield Problem("float8.recipe", 'has no products of experts: set it to "none"')
     if config.optimizer.name == "muon":
         yield Problem("optimizer.name", 'muon takes no stacked matrices of experts: use "adamw"')
-    if config.export.folder:
-        yield Problem("export.folder", f"{NO_EXPORT_OF_EXPERTS}: leave it empty")
-    if config.evaluate.tasks:
-        yield Problem("evaluate.tasks", f"are evaluated on an exported model, and {NO_EXPORT_OF_EXPERTS}: remove them")
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

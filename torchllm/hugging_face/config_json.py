@@ -4,19 +4,19 @@ read = read_config_json(fields)         values of [model], what the weights fix,
 fields = write_config_json(model, family)       every field, in the spelling of transformers 4 and 5
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torchllm.config import Model
-from torchllm.config.checks import NO_EXPORT_OF_EXPERTS
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
-from torchllm.hugging_face.family import HubFamily, UnmappedParameter
+from torchllm.hugging_face.family import ConfigField, HubFamily, UnmappedParameter
 from torchllm.hugging_face.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.hugging_face.rope import RopeError, read_rope, write_rope
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+SPARSE_STEP_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
 WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 UNUSED_FIELDS = {
     "_name_or_path",
@@ -44,8 +44,26 @@ UNUSED_FIELDS = {
     "use_cache",
 }
 """fields of any config.json that do not change the weights or what is computed with them"""
-PLAIN_FEATURES = {"qk_norm": "none", "qkv_bias": False, "norm_position": "before", "experts": 0}
-"""keys of [model] that a family's `features` may say otherwise"""
+PLAIN_FEATURES = {
+    "qk_norm": "none",
+    "qkv_bias": False,
+    "norm_position": "before",
+    "experts": 0,
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "router_score": "softmax",
+}
+"""keys of [model] that a family's `features` or fields may say otherwise"""
+EXPERT_KEYS = (
+    "top_k",
+    "expert_ffn",
+    "shared_experts",
+    "dense_layers",
+    "router_score",
+    "router_renormalize",
+    "router_scale",
+)
+"""keys of [model] that say nothing of a dense model"""
 ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
 """keys of [model] whose 0 is null in config.json: as many as heads; hidden / heads; no window"""
 FREE_KEYS = {"attention", "from_hf"}
@@ -53,7 +71,12 @@ FREE_KEYS = {"attention", "from_hf"}
 
 
 class NoFamily(UserError):
-    """A model that no family of Hugging Face has the form of."""
+    """A model that a family of Hugging Face, or none of them, has the form of."""
+
+    def __init__(self, message: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
+        """of [model], whose values the family cannot have"""
 
 
 @dataclass
@@ -94,11 +117,13 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     _read_fields(content, read.family, read)
     if read.family.has_rotary_positions:
         try:
-            read.values |= read_rope(content)
+            read.values |= read_rope(content, read.family.rope_theta)
         except RopeError as error:
             read.problems.append(str(error))
     _read_window(content, read.family, read)
-    _check_values(read)
+    _check_values(content, read)
+    if read.family.has_experts:
+        _read_experts(content, read.family, read)
     read.unknown_fields = sorted(content.keys() - _known_fields(read.family))
     return read
 
@@ -122,6 +147,8 @@ def _known_fields(family: HubFamily) -> set[str]:
         names |= set(ROPE_FIELDS)
     if family.has_window_fields:
         names |= set(WINDOW_FIELDS)
+    if family.has_sparse_step:
+        names |= set(SPARSE_STEP_FIELDS)
     return names
 
 
@@ -141,7 +168,7 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     read.values |= PLAIN_FEATURES | family.features
     read.fixed |= dict.fromkeys([*PLAIN_FEATURES, "family"], "model_type")
     for config_field in family.fields:
-        value = content.get(config_field.name, config_field.default)
+        value = _read_field(content, config_field, read)
         if value is None and config_field.key == "ffn" and family.computes_ffn:
             value = 4 * content.get("n_embd", 768)
         if value is None and config_field.key in ZERO_MEANS_NULL:
@@ -149,6 +176,59 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         read.values[config_field.key] = value
         if config_field.is_fixed:
             read.fixed[config_field.key] = config_field.name
+
+
+def _name_in(content: Mapping[str, Any], config_field: ConfigField) -> str:
+    """Return the name by which a config.json has a field; the first of its names if it lacks it."""
+    return next((name for name in config_field.names if name in content), config_field.name)
+
+
+def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: ReadConfig) -> Any:
+    """Return what a field says, by the first of its names that is there; report another one that says otherwise."""
+    first = _name_in(content, config_field)
+    value = content.get(first, config_field.default)
+    for other in config_field.names:
+        if content.get(other, value) != value:
+            read.report(other, f"is {content[other]!r}, but {first} is {value!r}: remove one of them")
+    return value
+
+
+def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Read which blocks have experts, and how wide those of a family are whose blocks all have them."""
+    if read.values.get("experts") == 0:
+        (experts,) = (config_field for config_field in family.fields if config_field.key == "experts")
+        read.report(_name_in(content, experts), "is 0: a model of this type has experts")
+    if family.has_sparse_step and "layers" in read.values:
+        read.values["dense_layers"] = _read_dense_layers(content, read.values["layers"], read)
+        read.fixed["dense_layers"] = "mlp_only_layers"
+    has_dense_width = any(config_field.key == "ffn" for config_field in family.fields)
+    if not has_dense_width and "expert_ffn" in read.values:
+        read.values |= {"ffn": read.values["expert_ffn"], "expert_ffn": 0}
+        read.fixed["ffn"] = read.fixed["expert_ffn"]
+
+
+def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig) -> int:
+    """Return how many of the first blocks have no experts; report it if that is so of others.
+
+    A block has experts if its number, counted from 1, is a multiple of decoder_sparse_step, and its index, counted from
+    0, is not in mlp_only_layers.
+    """
+    step = content.get("decoder_sparse_step", 1)
+    dense = content.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1:
+        read.report("decoder_sparse_step", f"must be a whole number of at least 1, not {step!r}")
+        return 0
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
+        read.report("mlp_only_layers", f"must be a list of whole numbers, not {dense!r}")
+        return 0
+    sparse = [index for index in range(layers) if (index + 1) % step == 0 and index not in dense]
+    dense_layers = layers - len(sparse)
+    name = "mlp_only_layers" if step == 1 else "decoder_sparse_step"
+    if not sparse:
+        read.report(name, "leaves no block with experts")
+    elif sparse[0] != dense_layers:
+        read.report(name, f"is {content[name]!r}: a block without experts after one with experts is not supported")
+    return dense_layers
 
 
 def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
@@ -170,10 +250,10 @@ def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         read.values["window"] = content.get("sliding_window", 4096)
 
 
-def _check_values(read: ReadConfig) -> None:
+def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] does not allow, by the names of their fields."""
     assert read.family is not None
-    names = {config_field.key: config_field.name for config_field in read.family.fields}
+    names = {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
     faults: list[Fault] = []
     read_table(Model, read.values, faults)
     for fault in faults:
@@ -189,12 +269,13 @@ def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
     """
     written = _write_fields(model, family)
     read = read_config_json(written)
-    differences = [key for key in form_of(model) if form_of(model)[key] != form_of(Model(**read.values))[key]]
+    ours, theirs = form_of(model), form_of(Model(**read.values))
+    differences = [key for key in ours if ours[key] != theirs[key]]
     if read.problems or differences:
         text = ", ".join(f"model.{key} = {getattr(model, key)!r}" for key in differences) or "; ".join(read.problems)
-        raise NoFamily(f"models of type {family.model_type!r} cannot have {text}")
+        raise NoFamily(f"models of type {family.model_type!r} cannot have {text}", differences)
     try:
-        list(family.stored_tensors(model))
+        list(family.stored_tensors(replace(model, layers=model.dense_layers + 1)))  # a block of each kind
     except UnmappedParameter as error:
         raise NoFamily(str(error)) from error
     return written
@@ -202,12 +283,12 @@ def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
 
 def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json that say what [model] says, and those that a family's models share."""
-    resolved = form_of(model)
+    resolved = form_of(model) | {"ffn": model.ffn}
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for config_field in family.fields:
         value = resolved[config_field.key]
         is_null = config_field.key in ZERO_MEANS_NULL and value == 0
-        written[config_field.name] = None if is_null else value
+        written |= dict.fromkeys(config_field.names, None if is_null else value)
     for required in family.required:
         written[required.name] = required.values[0]
     if family.has_rotary_positions:
@@ -216,13 +297,26 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
         kind = "sliding_attention" if model.window else "full_attention"
         written |= {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
         written |= {"max_window_layers": 0 if model.window else model.layers, "layer_types": [kind] * model.layers}
+    if family.has_sparse_step:
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.dense_layers))}
     return written
 
 
 def form_of(model: Model) -> dict[str, Any]:
-    """Return the keys of [model] that a config.json can say, with kv_heads and head_dim resolved."""
-    values = {item.name: getattr(model, item.name) for item in fields(model) if item.name not in FREE_KEYS}
-    return values | {"kv_heads": model.kv, "head_dim": model.head_width}
+    """Return the keys of [model] that a config.json can say; those that 0 leaves to others are resolved.
+
+    Keys that say nothing of the model have their default: of a dense one those of experts, and `ffn` if no block has a
+    layer of that width.
+    """
+    defaults = {item.name: item.default for item in fields(model)}
+    values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
+    values |= {"kv_heads": model.kv, "head_dim": model.head_width}
+    if not model.experts:
+        return values | {key: defaults[key] for key in EXPERT_KEYS}
+    values["expert_ffn"] = model.expert_width
+    if not model.dense_layers:
+        values["ffn"] = defaults["ffn"]
+    return values
 
 
 def fitting_families(model: Model) -> Iterator[HubFamily]:
@@ -240,21 +334,28 @@ def family_to_export(model: Model, model_type: str = "") -> HubFamily:
 
     Raises NoFamily if there is none, with the reason of each.
     """
-    if model.experts:
-        raise NoFamily(
-            f"model.experts = {model.experts}: {NO_EXPORT_OF_EXPERTS}; recipes/generate.py and "
-            "recipes/evaluate.py read the checkpoint itself"
-        )
     fitting = list(fitting_families(model))
     for family in fitting:
         if family.model_type == model_type:
             return family
     if fitting:
         return fitting[0]
+    reasons = [str(reason) for reason in why_no_family(model)]
+    raise NoFamily("the model has the form of no published family:\n  " + "\n  ".join(reasons))
+
+
+def why_no_family(model: Model) -> list[NoFamily]:
+    """Return why a model cannot be exported, for each family that has experts as it has or has not; the nearest first.
+
+    The list is empty if it can be exported as one of them.
+    """
     reasons = []
     for family in HUB_FAMILIES.values():
-        try:
-            write_config_json(model, family)
-        except NoFamily as error:
-            reasons.append(str(error))
-    raise NoFamily("the model has the form of no published family:\n  " + "\n  ".join(reasons))
+        if family.has_experts == (model.experts > 0):
+            try:
+                write_config_json(model, family)
+            except NoFamily as error:
+                reasons.append(error)
+            else:
+                return []
+    return sorted(reasons, key=lambda reason: len(reason.keys))

@@ -5,13 +5,16 @@ family: docs/hugging_face.md.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
-from torchllm.spec.shapes import parameter_shapes
+from torchllm.spec.shapes import Shape, parameter_shapes
+
+STACKED_EXPERTS = ".experts.gate_up_proj"
+"""ends of keys of files in which the experts of a block are stacked"""
 
 
 class ConfigField(NamedTuple):
@@ -25,6 +28,13 @@ class ConfigField(NamedTuple):
     """what it is where a file lacks it: the default of the family's class in transformers"""
     is_fixed: bool = True
     """the weights are of this size, so that a run cannot choose another"""
+    other_names: tuple[str, ...] = ()
+    """further names of it, which other versions of transformers read: all are read, and all are written"""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the field."""
+        return (self.name, *self.other_names)
 
 
 class RequiredField(NamedTuple):
@@ -38,24 +48,32 @@ class RequiredField(NamedTuple):
 
 
 class TensorRule(NamedTuple):
-    """A tensor of a file, and the parameters of this library that it holds. "{}" stands for the index of a block."""
+    """A tensor of a file, and the parameters of this library that it holds. "{}" stands for the index of a block.
+
+    With "{expert}" there is a tensor for each expert, and each holds a matrix of the stacked parameters.
+    """
 
     key: str
-    """in the file: "model.layers.{}.self_attn.q_proj.weight" """
+    """in the file: "model.layers.{}.self_attn.q_proj.weight", "model.layers.{}.mlp.experts.{expert}.up_proj.weight" """
     names: tuple[str, ...]
-    """canonical names; where there are several, the tensor holds their rows one after the other"""
+    """canonical names; where there are several, the tensor holds their rows one after the other, of stacked parameters
+    expert by expert"""
     is_transposed: bool = False
     """the file has inputs as rows and outputs as columns (GPT-2's Conv1D)"""
 
 
 class StoredPart(NamedTuple):
-    """A parameter in a tensor of a file."""
+    """A parameter, or one expert's matrix of a stacked parameter, in a tensor of a file."""
 
     name: str
     """canonical"""
     first_row: int
-    """where its rows begin in the tensor (not transposed)"""
+    """where its rows begin in the tensor, seen as a matrix (not transposed)"""
     rows: int
+    expert: int = 0
+    """index of the expert"""
+    experts: int = 0
+    """how many the parameter stacks; 0: it is no stack"""
 
 
 class StoredTensor(NamedTuple):
@@ -67,6 +85,11 @@ class StoredTensor(NamedTuple):
     is_transposed: bool
     parts: tuple[StoredPart, ...]
     """one after the other along the rows"""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the tensor, seen as a matrix of which each row is contiguous; a vector has one."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
 
 
 class UnmappedParameter(UserError):
@@ -86,6 +109,9 @@ class HubFamily:
     fields: tuple[ConfigField, ...]
     required: tuple[RequiredField, ...]
     tensors: tuple[TensorRule, ...]
+    stacked_tensors: tuple[TensorRule, ...] = ()
+    """of files in which the experts of a block are stacked: transformers 5 can save its modules as they are. They are
+    read and never written, for transformers 4 and others do not know them"""
     prefix: str = "model."
     """what the keys of the file begin with, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
@@ -94,6 +120,10 @@ class HubFamily:
     """fields of config.json that do not change what the model computes here"""
     has_window_fields: bool = False
     """sliding windows are said by use_sliding_window, max_window_layers and layer_types (Qwen)"""
+    has_sparse_step: bool = False
+    """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
+    rope_theta: float = 10000.0
+    """base of the rotary frequencies where config.json has none"""
     computes_ffn: bool = False
     """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
 
@@ -105,7 +135,18 @@ class HubFamily:
     @property
     def field_names(self) -> set[str]:
         """The fields of config.json that are keys of [model]."""
-        return {field.name for field in self.fields}
+        return {name for field in self.fields for name in field.names}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the family's models are mixtures of experts."""
+        return any(field.key == "experts" for field in self.fields)
+
+    def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
+        """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
+        if any(key.endswith(STACKED_EXPERTS) for key in keys) and self.stacked_tensors:
+            return replace(self, tensors=self.stacked_tensors)
+        return self
 
     def stored_tensors(self, model: Model) -> Iterator[StoredTensor]:
         """Yield the tensors of a file with the weights of a model, in the order of its layers; a tied head is none.
@@ -115,15 +156,15 @@ class HubFamily:
         shapes = parameter_shapes(model)
         yielded: set[str] = set()
         for name in shapes:
-            stored = self.tensor_of(name, shapes)
-            if stored.key not in yielded:
-                yielded.add(stored.key)
-                yield stored
+            for stored in self.tensors_of(name, shapes):
+                if stored.key not in yielded:
+                    yielded.add(stored.key)
+                    yield stored
 
-    def tensor_of(self, name: str, shapes: dict[str, tuple[int, ...]]) -> StoredTensor:
-        """Return the tensor of a file that holds a parameter. shapes: `parameter_shapes` of the model.
+    def tensors_of(self, name: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
+        """Return the tensors of a file that hold a parameter: one, or one for each expert of a stacked parameter.
 
-        Raises UnmappedParameter if there is none.
+        shapes: `parameter_shapes` of the model. Raises UnmappedParameter if there is none.
         """
         block = re.search(r"\d+", name)
         index = block[0] if block else ""
@@ -134,15 +175,43 @@ class HubFamily:
         raise UnmappedParameter(f"models of type {self.model_type!r} have no tensor for {name}")
 
 
-def _build(rule: TensorRule, names: list[str], index: str, shapes: dict[str, tuple[int, ...]]) -> StoredTensor:
-    """Return the tensor of a rule for one block."""
+def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
+    """Return the tensors of a rule for one block."""
+    shape = shapes[names[0]]
+    if len(shape) < 3:
+        parts = _parts_of_tensor(names, shapes)
+        whole = (parts[-1].first_row + parts[-1].rows, *shape[1:])
+        stored_shape = whole[::-1] if rule.is_transposed else whole
+        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts)]
+    experts, _, columns = shape
+    parts = _parts_of_stack(names, shapes, range(experts))
+    if "{expert}" not in rule.key:
+        rows = sum(shapes[name][1] for name in names)
+        return [StoredTensor(rule.key.format(block), (experts, rows, columns), False, parts)]
+    tensors = []
+    for part in parts:
+        key = rule.key.format(block, expert=part.expert)
+        tensors.append(StoredTensor(key, (part.rows, columns), False, (part._replace(first_row=0),)))
+    return tensors
+
+
+def _parts_of_tensor(names: list[str], shapes: dict[str, Shape]) -> tuple[StoredPart, ...]:
+    """Return the places of parameters that lie one after the other in a tensor."""
     parts = []
     first_row = 0
     for name in names:
-        rows = shapes[name][0]
-        parts.append(StoredPart(name, first_row, rows))
-        first_row += rows
-    shape = (first_row, *shapes[names[0]][1:])
-    if rule.is_transposed:
-        shape = shape[::-1]
-    return StoredTensor(rule.key.format(index), shape, rule.is_transposed, tuple(parts))
+        parts.append(StoredPart(name, first_row, shapes[name][0]))
+        first_row += shapes[name][0]
+    return tuple(parts)
+
+
+def _parts_of_stack(names: list[str], shapes: dict[str, Shape], experts: range) -> tuple[StoredPart, ...]:
+    """Return the places of the experts' matrices in a tensor that has all parameters of an expert, then of the next."""
+    parts = []
+    first_row = 0
+    for expert in experts:
+        for name in names:
+            rows = shapes[name][1]
+            parts.append(StoredPart(name, first_row, rows, expert, len(experts)))
+            first_row += rows
+    return tuple(parts)

@@ -85,6 +85,8 @@ class HubFiles:
     """The files with the weights of a published model."""
 
     folder: Path
+    family: HubFamily
+    """of the model, with the table of keys that these files follow"""
     headers: dict[str, Header] = field(default_factory=dict)
     """by name of the file"""
     tensors: dict[str, FileTensor] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class HubFiles:
 
 def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
     """Return the files with the weights, with all that is wrong with the index and the headers."""
-    files = HubFiles(folder)
+    files = HubFiles(folder, family)
     try:
         places = _places(folder)
     except HubFileError as error:
@@ -112,7 +114,8 @@ def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
         except HubFileError as error:
             files.problems.append(str(error))
     for name, header in files.headers.items():
-        _collect_tensors(files, name, header, places, family)
+        _collect_tensors(files, name, header, places)
+    files.family = family.with_table_of(files.tensors)
     for key, name in places.items():
         if key and name in files.headers and key not in files.headers[name].tensors:
             files.problems.append(f"{folder / name}: {key}: is missing, but {INDEX_JSON} says that it is there")
@@ -154,13 +157,14 @@ def _what_is_there(folder: Path) -> str:
     return f", but {', '.join(tensors)}" if tensors else ""
 
 
-def _collect_tensors(files: HubFiles, name: str, header: Header, places: dict[str, str], family: HubFamily) -> None:
+def _collect_tensors(files: HubFiles, name: str, header: Header, places: dict[str, str]) -> None:
     """Add the tensors of one file, by the keys of the family's table."""
+    prefix = files.family.prefix
     for key, tensor in header.tensors.items():
         if "" not in places and places.get(key) != name:
             files.problems.append(f"{files.folder / name}: {key}: is not in {INDEX_JSON}")
             continue
-        full_key = key if key.startswith(family.prefix) or key == HEAD else family.prefix + key
+        full_key = key if key.startswith(prefix) or key == HEAD else prefix + key
         if full_key in files.tensors:
             files.problems.append(f"{files.folder / name}: {key}: is in {files.tensors[full_key].file} too")
         files.tensors[full_key] = tensor
@@ -171,7 +175,7 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
 
     `model` may have more rows of the embedding. is_tying_chosen: the run's own config says whether embeddings are tied.
     """
-    family = config.family
+    family = files.family
     problems = list(files.problems)
     if problems:  # what is missing then is not known
         return problems

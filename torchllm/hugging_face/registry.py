@@ -3,13 +3,16 @@
 from torchllm.hugging_face.families.gpt2 import GPT2
 from torchllm.hugging_face.families.llama import LLAMA
 from torchllm.hugging_face.families.mistral import MISTRAL
+from torchllm.hugging_face.families.mixtral import MIXTRAL
 from torchllm.hugging_face.families.olmo2 import OLMO2
+from torchllm.hugging_face.families.olmoe import OLMOE
 from torchllm.hugging_face.families.qwen2 import QWEN2
 from torchllm.hugging_face.families.qwen3 import QWEN3
+from torchllm.hugging_face.families.qwen3_moe import QWEN3_MOE
 from torchllm.hugging_face.family import HubFamily
 
 HUB_FAMILIES: dict[str, HubFamily] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, MIXTRAL, QWEN3_MOE, OLMOE)
 }
 """by the model_type of config.json; the first that fits a model is what it is exported as"""
 
@@ -31,20 +34,17 @@ UNSUPPORTED_TYPES = {
     "granite": "multipliers of embeddings, residuals and logits",
     "llama4": "a mixture of experts, and pictures",
     "mamba": "a state-space model",
-    "mixtral": "a mixture of experts",
     "mpt": "ALiBi positions",
     "olmo": "LayerNorm without weights",
     "olmo3": "windows in three of four blocks, which scale their positions otherwise",
-    "olmoe": "a mixture of experts",
     "opt": "learned positions with an offset, and ReLU",
     "phi": "attention and feed-forward layer in parallel, and rotary positions of a part of each head",
     "phi3": "one matrix for q, k and v, one for gate and up, and rotary positions scaled as in LongRoPE",
-    "phimoe": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
+    "phimoe": "a router that masks scores (SparseMixer), LayerNorm and biases",
+    "qwen2_moe": "shared experts with a gate of their own",
     "qwen3_next": "linear attention, and a mixture of experts",
     "smollm3": "blocks without positions",
     "stablelm": "LayerNorm in Llama's form, and rotary positions of a part of each head",
     "starcoder2": "LayerNorm, biases and rotary positions in one model",
 }
-"""model_type -> what its models have that the model here has not, or whose weights are not read yet (experts)"""
+"""model_type -> what its models have that the model here has not"""

@@ -10,8 +10,6 @@ from typing import Any
 
 from torchllm.config import Model
 
-DEFAULT_THETA = 10000.0
-"""of all classes of transformers"""
 Fields = Mapping[str, Any]
 """of config.json"""
 
@@ -43,10 +41,10 @@ class RopeError(Exception):
     """Rotary positions that the model here has not. The message begins with the field of config.json."""
 
 
-def read_rope(fields: Fields) -> dict[str, Any]:
+def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
     """Return the keys of [model] that say what the fields of rotary positions say. Raises RopeError."""
-    old = _read_old_spelling(fields)
-    new = _read_new_spelling(fields)
+    old = _read_old_spelling(fields, default_theta)
+    new = _read_new_spelling(fields, default_theta)
     if new is None:
         return old
     has_old = "rope_theta" in fields or fields.get("rope_scaling")
@@ -55,20 +53,20 @@ def read_rope(fields: Fields) -> dict[str, Any]:
     return new
 
 
-def _read_old_spelling(fields: Fields) -> dict[str, Any]:
+def _read_old_spelling(fields: Fields, default_theta: float) -> dict[str, Any]:
     """Return what rope_theta and rope_scaling say."""
-    values = {"rope_theta": fields.get("rope_theta", DEFAULT_THETA)}
+    values = {"rope_theta": fields.get("rope_theta", default_theta)}
     if fields.get("rope_scaling"):
         values |= _read_scaling(fields, "rope_scaling")
     return values
 
 
-def _read_new_spelling(fields: Fields) -> dict[str, Any] | None:
+def _read_new_spelling(fields: Fields, default_theta: float) -> dict[str, Any] | None:
     """Return what rope_parameters says; None if there is none."""
     if not fields.get("rope_parameters"):
         return None
     values = _read_scaling(fields, "rope_parameters")
-    theta = fields.get("rope_theta", DEFAULT_THETA)
+    theta = fields.get("rope_theta", default_theta)
     return {"rope_theta": fields["rope_parameters"].get("rope_theta", theta), **values}
 
 

@@ -7,19 +7,24 @@ from torchllm.hugging_face.family import ConfigField, HubFamily, RequiredField, 
 ATTENTION = "model.layers.{}.self_attn."
 MLP = "model.layers.{}.mlp."
 
-DECODER_TENSORS = (
+ENDS = (
     TensorRule("model.embed_tokens.weight", ("embed_tokens.weight",)),
+    TensorRule("model.norm.weight", ("norm.weight",)),
+    TensorRule("lm_head.weight", ("lm_head.weight",)),
+)
+ATTENTION_TENSORS = (
     TensorRule(ATTENTION + "q_proj.weight", ("layers.{}.self_attn.q_proj.weight",)),
     TensorRule(ATTENTION + "k_proj.weight", ("layers.{}.self_attn.k_proj.weight",)),
     TensorRule(ATTENTION + "v_proj.weight", ("layers.{}.self_attn.v_proj.weight",)),
     TensorRule(ATTENTION + "o_proj.weight", ("layers.{}.self_attn.o_proj.weight",)),
+)
+MLP_TENSORS = (
     TensorRule(MLP + "gate_proj.weight", ("layers.{}.mlp.gate_proj.weight",)),
     TensorRule(MLP + "up_proj.weight", ("layers.{}.mlp.up_proj.weight",)),
     TensorRule(MLP + "down_proj.weight", ("layers.{}.mlp.down_proj.weight",)),
-    TensorRule("model.norm.weight", ("norm.weight",)),
-    TensorRule("lm_head.weight", ("lm_head.weight",)),
 )
-"""of all families that follow Llama's names"""
+DECODER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *MLP_TENSORS)
+"""of all dense families that follow Llama's names"""
 
 NORMS_BEFORE = (
     TensorRule("model.layers.{}.input_layernorm.weight", ("layers.{}.input_layernorm.weight",)),
@@ -41,15 +46,22 @@ def decoder_fields(
     length: int,
     epsilon: float = 1e-6,
     head_dim: int | None = None,
+    layers: int = 32,
+    hidden: int = 4096,
+    heads: int = 32,
+    ffn_key: str = "ffn",
 ) -> tuple[ConfigField, ...]:
-    """Return the fields of a family that follows Llama's names; arguments: the defaults of its class."""
+    """Return the fields of a family that follows Llama's names; arguments: the defaults of its class.
+
+    ffn_key: what intermediate_size says in [model]: "expert_ffn" where all blocks have experts.
+    """
     return (
-        ConfigField("num_hidden_layers", "layers", 32),
-        ConfigField("hidden_size", "hidden", 4096),
-        ConfigField("num_attention_heads", "heads", 32),
+        ConfigField("num_hidden_layers", "layers", layers),
+        ConfigField("hidden_size", "hidden", hidden),
+        ConfigField("num_attention_heads", "heads", heads),
         ConfigField("num_key_value_heads", "kv_heads", kv_heads),
         ConfigField("head_dim", "head_dim", head_dim),
-        ConfigField("intermediate_size", "ffn", ffn),
+        ConfigField("intermediate_size", ffn_key, ffn),
         ConfigField("vocab_size", "vocab", vocab),
         ConfigField("tie_word_embeddings", "tied_embeddings", False),
         ConfigField("max_position_embeddings", "max_sequence_length", length, is_fixed=False),

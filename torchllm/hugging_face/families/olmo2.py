@@ -5,6 +5,11 @@ of all heads of k.
 from torchllm.hugging_face.families.llama import ATTENTION, DECODER_TENSORS, NO_ATTENTION_BIAS, SILU, decoder_fields
 from torchllm.hugging_face.family import HubFamily, TensorRule
 
+WIDTH_NORMS = (
+    TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),
+    TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_width_norm.weight",)),
+)
+
 OLMO2 = HubFamily(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -13,8 +18,7 @@ OLMO2 = HubFamily(
     required=(SILU, NO_ATTENTION_BIAS),
     tensors=(
         *DECODER_TENSORS,
-        TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),
-        TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_width_norm.weight",)),
+        *WIDTH_NORMS,
         TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
         TensorRule(
             "model.layers.{}.post_feedforward_layernorm.weight", ("layers.{}.post_feedforward_layernorm.weight",)
