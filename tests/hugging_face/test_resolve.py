@@ -222,9 +222,9 @@ def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
     features = ("--model.experts=4", "--model.shared_experts=1", STDLIB, "--run.device=cpu")
     load(*features)
     reason = "models of type 'mixtral' cannot have model.shared_experts = 1"
-    assert f"[model] trains, but cannot be exported to Hugging Face: {reason}\n" in capsys.readouterr().out
+    assert f"[model] trains, but cannot be exported to Hugging Face: {reason}\n" in capsys.readouterr().err
     load("--model.experts=4", STDLIB, "--run.device=cpu")
-    assert "exported" not in capsys.readouterr().out
+    assert "exported" not in capsys.readouterr().err
     assert refused(capsys, *features, "--evaluate.tasks=arc_easy", "--parallel.dp_shard=1") == [
         f"--evaluate.tasks: are evaluated on an exported model, and this one cannot be exported: {reason}"
     ]
