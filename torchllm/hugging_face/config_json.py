@@ -52,6 +52,7 @@ PLAIN_FEATURES = {
     "shared_experts": 0,
     "dense_layers": 0,
     "router_score": "softmax",
+    "router_bias": False,
 }
 """keys of [model] that a family's `features` or fields may say otherwise"""
 EXPERT_KEYS = (
@@ -62,11 +63,12 @@ EXPERT_KEYS = (
     "router_score",
     "router_renormalize",
     "router_scale",
+    "router_bias",
 )
 """keys of [model] that say nothing of a dense model"""
 ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
 """keys of [model] whose 0 is null in config.json: as many as heads; hidden / heads; no window"""
-FREE_KEYS = {"attention", "from_hf"}
+FREE_KEYS = {"attention", "from_hf", "router_bias_rate"}
 """keys of [model] that no config.json knows"""
 
 
