@@ -93,7 +93,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         record={"config": asdict(config)},
         check_owner=runtime.check_owner,
         evaluates=config.evaluate.interval > 0,
-        extra_state=average.tensors,
+        extra_state=average.tensors | step.expert_balance.tensors,
         initial=initial_weights(config),
     )
     data.on_damage = checkpoints.mark_damaged_data

@@ -42,7 +42,7 @@ def main(config: Config) -> list[float]:
 
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
     optimizer = build_optimizer([model], config.optimizer)
-    balance = ExpertBalance([model])
+    balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
     losses = []

@@ -91,7 +91,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         check_owner=runtime.check_owner,
         evaluates=config.evaluate.interval > 0,
         initial=initial_weights(config),
-        extra_state=average.tensors,
+        extra_state=average.tensors | step.expert_balance.tensors,
     )
     data.on_damage = checkpoints.mark_damaged_data
     start = 0

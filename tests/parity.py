@@ -107,6 +107,8 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
     for router in routers:
         router.register_forward_pre_hook(functools.partial(_record_gap, gaps))
         router.register_forward_hook(functools.partial(_count_tokens, tokens))
+        router.tokens_per_step = config.training.global_batch_size * config.training.sequence_length
+        router.last_shares = torch.zeros(config.model.experts)
     optimizer = _plain_optimizer(parameters, config.optimizer)
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     trained = Trained()
@@ -126,6 +128,7 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
         optimizer.zero_grad()
         for router in routers:
             _move_bias(router, tokens[router], config.model)
+            router.last_shares = torch.tensor(tokens[router]) / sum(tokens[router])
         trained.tokens_per_expert.append([tokens[router] for router in routers])
     if config.evaluate.interval:
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """A run that changes its layout at every checkpoint, 8 ranks down to 1 and up again, is the run that never stopped."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,10 +64,12 @@ def tensors(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> Iter
             yield canonical_name(name), buffer
 
 
-def digests(stages: Sequence[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def digests(
+    stages: Sequence[Decoder], optimizer: torch.optim.Optimizer, extra_state: Mapping[str, Tensor]
+) -> dict[str, str]:
     """sha256 of the whole tensors of all ranks, by name; those of one name must be the same."""
     local = []
-    for name, tensor in tensors(stages, optimizer):
+    for name, tensor in (*tensors(stages, optimizer), *extra_state.items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         local.append((name, digest(whole)))
     by_name: dict[str, str] = {}
@@ -126,11 +128,19 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     data = build_loader(DATA, config.training, config.model, 0, ranks)
     if folder is not None:
         checkpoint = Checkpoint(asynchronous=config.parallel.pp == 4)  # one layout saves in the background
-        checkpoints = Checkpointer(checkpoint, Path(folder), stages, optimizer, host_group=dist.group.WORLD)
+        checkpoints = Checkpointer(
+            checkpoint,
+            Path(folder),
+            stages,
+            optimizer,
+            host_group=dist.group.WORLD,
+            extra_state=step.expert_balance.tensors,
+        )
         if manifest := checkpoints.resume():
             assert manifest.step == steps[0] - 1
             data.load_state(manifest.data)
-    loaded, samples, losses = digests(stages, optimizer), [], []
+        assert checkpoints.missing_extra_state == [] or manifest is None
+    loaded, samples, losses = digests(stages, optimizer, step.expert_balance.tensors), [], []
     for number in steps:
         batches = data.next_step().unpack(CPU)
         samples.append(step_digest(batches, mesh))
@@ -138,7 +148,7 @@ def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     if folder is not None:
         checkpoints.save(steps[-1], data.state())
         checkpoints.close()
-    return Hop(loaded, samples, losses, digests(stages, optimizer))
+    return Hop(loaded, samples, losses, digests(stages, optimizer, step.expert_balance.tensors))
 
 
 def hop_over(layouts: Sequence[Settings], common: Settings, folder: Path) -> list[Hop]:

@@ -1,6 +1,7 @@
 """Mixture of experts: routing and layers against their formulas, one token at a time, in float64."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from torchllm.config import Model
 from torchllm.models.decoder import build_model
 from torchllm.models.experts import Experts, MixtureOfExperts, Router
 from torchllm.models.layers import SwiGLU
+from torchllm.models.router_penalties import penalty_names
 from torchllm.models.routing_record import tokens_per_expert
 
 MODEL = Model(layers=3, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
@@ -121,11 +123,71 @@ def test_tokens_are_counted_in_the_backward_pass_alone() -> None:
     with torch.no_grad():
         router(inputs(1, 3, 24))
     first, second = router(inputs(1, 3, 24)), router(inputs(2, 3, 24))
-    assert router.take_tokens_per_expert().tolist() == [0] * 6
+    assert router.take_sums() is None
     for routing in (first, second):
         routing.weights.sum().backward()
-    assert router.take_tokens_per_expert().tolist() == [9, 9, 0, 0, 0, 0]
-    assert router.take_tokens_per_expert().tolist() == [0] * 6
+    sums = router.take_sums()
+    assert sums is not None
+    assert sums.tolist() == pytest.approx([9, 9, 0, 0, 0, 0, 9 * math.log(6)])  # nine tokens, all scores equal
+    assert router.take_sums() is None
+
+
+PENALTIES: dict[str, Model] = {
+    "sequence": replace(MODEL, balance_loss="sequence", balance_weight=0.3),
+    "sequence, sigmoid": replace(MODEL, balance_loss="sequence", balance_weight=0.3, router_score="sigmoid", top_k=4),
+    "global": replace(MODEL, balance_loss="global", balance_weight=0.3),
+    "global, sigmoid, bias": replace(
+        MODEL, balance_loss="global", balance_weight=0.3, router_score="sigmoid", router_bias=True
+    ),
+    "z-loss": replace(MODEL, router_z_loss=0.1),
+    "both": replace(MODEL, balance_loss="sequence", balance_weight=0.3, router_z_loss=0.1, router_score="sigmoid"),
+}
+
+
+def written_penalties(model: Model, router: Router, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return the penalties of two whole sequences as the papers write them, with loops: logits (2, S, E) -> ()."""
+    sequences, length, count = logits.shape
+    scores = torch.sigmoid(logits) if model.router_score == "sigmoid" else logits.softmax(-1)
+    probability = scores / scores.sum(-1, keepdim=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for sequence in range(sequences):
+        for expert in range(count):
+            used = int((experts[sequence] == expert).sum())
+            if model.balance_loss == "sequence":  # DeepSeek-V3, equations 17 to 20
+                f = count / (model.top_k * length) * used
+                total = total + model.balance_weight * f * probability[sequence, :, expert].mean() / sequences
+            elif model.balance_loss == "global":
+                assert router.last_shares is not None
+                f = count * float(router.last_shares[expert])
+                total = total + model.balance_weight * f * probability[sequence, :, expert].mean() / sequences
+    z = torch.log(torch.exp(logits).sum(-1))
+    return total + model.router_z_loss * (z * z).mean()
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_and_their_gradients_are_the_formulas(name: str) -> None:
+    model = PENALTIES[name]
+    router = filled(Router(model))
+    assert isinstance(router, Router)
+    router.tokens_per_step = 2 * 7
+    router.last_shares = inputs(6).softmax(-1)
+    if router.bias is not None:
+        router.bias.copy_(inputs(6))
+    x = inputs(2, 7, 24)
+    routing = router(x)
+    (0.0 * routing.weights).sum().backward()  # nothing of the loss, so what is left is the penalties'
+    weight = router.weight.detach().double().requires_grad_()
+    logits = x.double() @ weight.T
+    expected = written_penalties(model, router, logits, routing.experts.view(2, 7, -1))
+    expected.backward()
+    assert weight.grad is not None
+    assert router.weight.grad is not None
+    scale = float(weight.grad.abs().max())
+    torch.testing.assert_close(router.weight.grad.double() / scale, weight.grad / scale, rtol=0.0, atol=2e-6)
+    sums = router.take_sums()
+    assert sums is not None
+    assert len(sums) == 7 + len(penalty_names(model))
+    assert float(sums[7:].sum()) == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
 def test_first_blocks_are_dense_and_shared_experts_are_one_layer() -> None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import Settings, build, check, tiny
+from tests.parity import Settings, build, check, reference, tiny
 from tests.workers import run
 from torchllm.models.experts import Experts, Router
 from torchllm.proof.layouts import describe_layout
@@ -34,9 +34,27 @@ LAYOUTS: list[Settings] = [
 """each technique and each way to recompute once, in pairs; on 4 ranks of FSDP experts are cut by hidden states"""
 
 
+BALANCED: dict[str, Settings] = {
+    "bias": BIAS,
+    "sequence": {"model.balance_loss": "sequence", "model.balance_weight": 1.0, "model.router_z_loss": 0.3},
+    "global": {"model.balance_loss": "global", "model.balance_weight": 1.0, "model.router_score": "sigmoid"},
+}
+"""of weights with which a penalty is the larger part of a router's gradient"""
+
+
+@pytest.mark.parametrize("balance", BALANCED)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=describe_layout)
-def test_gradients_are_those_of_one_process(layout: Settings) -> None:
-    check({**EXPERTS, **BIAS, **layout}, ragged=True)
+def test_gradients_are_those_of_one_process(layout: Settings, balance: str) -> None:
+    check({**EXPERTS, **BALANCED[balance], **layout}, ragged=True)
+
+
+def test_penalties_are_large_enough_to_be_seen() -> None:
+    plain = reference({**EXPERTS, "model.router_score": "sigmoid"}).gradients
+    for balance in ("sequence", "global"):
+        balanced = reference({**EXPERTS, **BALANCED[balance], "model.router_score": "sigmoid"}).gradients
+        for name, gradient in balanced[1].items():  # in the first step the global one has no shares
+            if name.endswith("router.weight"):
+                assert abs(gradient - plain[1][name]).max() > 0.1 * abs(plain[1][name]).max(), balance
 
 
 def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
@@ -95,17 +113,17 @@ def test_a_checkpoint_resumes_on_layouts_that_cut_the_experts_in_other_ways(tmp_
         {"parallel.dp_shard": 4},
         {"parallel.pp": 2, "parallel.schedule": "DualPipeV"},
     ]
-    common = {**EXPERTS, **BIAS, "training.steps": 3, "data.document_mask": True}
+    common = {**EXPERTS, **BALANCED["global"], **BIAS, "training.steps": 3, "data.document_mask": True}
     (uninterrupted,) = run(train, 1, common, range(1, 4), None)
     hops = hop_over(layouts, common, tmp_path)
     assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
     assert hops[0].loaded == uninterrupted.loaded  # initial weights, bit for bit
     assert hops[1].loaded == hops[0].saved != hops[0].loaded
     assert hops[2].loaded == hops[1].saved
-    biases = {name: value for name, value in hops[2].saved.items() if name.endswith("router.bias")}
-    assert len(biases) == 3
-    assert biases == {name: uninterrupted.saved[name] for name in biases}  # of the same tokens per expert
-    assert not biases.items() & hops[2].loaded.items()  # each has moved
+    balance = {name: value for name, value in hops[2].saved.items() if "router.bias" in name or "expert_shares" in name}
+    assert len(balance) == 6
+    assert balance == {name: uninterrupted.saved[name] for name in balance}  # of the same tokens per expert
+    assert not balance.items() & hops[2].loaded.items()  # each has changed
 
 
 def ignored_operations_after_a_step(settings: Settings) -> tuple[int, int]:

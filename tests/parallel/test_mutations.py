@@ -20,6 +20,7 @@ import torchllm.models.lora
 import torchllm.models.routing_record
 import torchllm.optim.expert_balance
 import torchllm.optim.grad_norm
+import torchllm.parallel.context
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
 import torchllm.parallel.pipeline
@@ -340,8 +341,8 @@ def tokens_counted_by_every_tp_rank() -> Any:
     """Of experts: ranks that route the same tokens count them several times."""
 
     def change(real: Any) -> Any:
-        def counted(self: Any, stages: Any) -> None:
-            real(self, stages)
+        def counted(self: Any, *arguments: Any) -> None:
+            real(self, *arguments)
             for router in self.routers.values():
                 router.repeats = 1
 
@@ -373,6 +374,35 @@ def tokens_counted_again_in_recomputation() -> Any:
     return _replaced(torchllm.models.routing_record.RecordRouting, "forward", change)
 
 
+def penalty_of_each_tp_rank_added() -> Any:
+    """Of experts: ranks that route the same tokens add the whole gradient of the penalties each."""
+
+    def change(record: Any) -> Any:
+        def undivided(self: Any, logits: Tensor, experts: Tensor) -> Tensor:
+            return record(self, logits, experts) * self.repeats
+
+        return undivided
+
+    return _replaced(torchllm.models.experts.Router, "record", change)
+
+
+def shares_of_a_part_of_the_sequence() -> Any:
+    """Under context parallelism each rank takes its own tokens for the sequence."""
+    return _replaced(torchllm.parallel.context, "sum_over_sequence", lambda real: lambda stage, group: None)
+
+
+def penalties_by_the_tokens_of_a_micro_batch() -> Any:
+    """The mean is that of a micro batch, not of the step."""
+
+    def change(record: Any) -> Any:
+        def of_micro_batch(self: Any, logits: Tensor, experts: Tensor) -> Tensor:
+            return record(self, logits, experts) * (self.tokens_per_step / logits[..., 0].numel())
+
+        return of_micro_batch
+
+    return _replaced(torchllm.models.experts.Router, "record", change)
+
+
 def _with_scale_of_one(module: Any) -> Any:
     return _replaced(module, "add_low_rank_update", lambda real: lambda *args: real(*args[:-1], 1.0))
 
@@ -384,6 +414,8 @@ LORA: Settings = {"lora.rank": 3}
 EXPERTS: Settings = {"model.experts": 6, "model.top_k": 2, "model.shared_experts": 1}
 BIAS: Settings = {**EXPERTS, "model.router_bias": True, "model.router_bias_rate": 0.01}
 TOKENS = "step 1: tokens per expert differ"
+SEQUENCE: Settings = {**EXPERTS, "model.balance_loss": "sequence", "model.balance_weight": 0.3}
+Z_LOSS: Settings = {**EXPERTS, "model.router_z_loss": 0.3}
 UNCLIPPED = {"training.max_grad_norm": 1e9}  # else a wrong norm shows in the next step's gradients
 # the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
 MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
@@ -430,6 +462,9 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (tokens_counted_by_every_tp_rank, {**TP2, **BIAS}, False, TOKENS),
     (tokens_per_expert_of_this_rank_only, {**BIAS, "parallel.cp": 2}, False, TOKENS),
     (tokens_counted_again_in_recomputation, {**FSDP2, **BIAS, "recompute.mode": "full"}, False, TOKENS),
+    (penalty_of_each_tp_rank_added, {**TP2, **SEQUENCE}, False, f"step 1.*{GRADIENT}"),
+    (shares_of_a_part_of_the_sequence, {**SEQUENCE, "parallel.cp": 2}, False, f"step 1.*{GRADIENT}"),
+    (penalties_by_the_tokens_of_a_micro_batch, {**FSDP2, **Z_LOSS}, False, f"step 1.*{GRADIENT}"),
     (scale_forgotten, {**FSDP2, **LORA}, False, f"step 1.*{GRADIENT}"),
     (scale_forgotten_under_tp, {**TP2, **LORA}, False, f"step 1.*{GRADIENT}"),
 ]

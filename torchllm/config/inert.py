@@ -148,6 +148,13 @@ CONTRADICTIONS = (
     Need("model.router_scale", _has_experts, EXPERTS),
     Need("model.router_bias", _has_experts, EXPERTS),
     Need("model.router_bias_rate", lambda config: config.model.router_bias, "model.router_bias = true"),
+    Need("model.balance_loss", _has_experts, EXPERTS),
+    Need(
+        "model.balance_weight",
+        lambda config: config.model.balance_loss != "none",
+        'model.balance_loss = "sequence" or "global"',
+    ),
+    Need("model.router_z_loss", _has_experts, EXPERTS),
     Need("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
     Need("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
     Need("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),

@@ -152,6 +152,13 @@ class Model:
     router_bias_rate: NonNegative = 0.001
     """after each step the router's bias of an expert falls by this if it had more tokens than the mean, and rises if it
     had fewer; 0: the bias stays as it is"""
+    balance_loss: Literal["none", "sequence", "global"] = "none"
+    """penalty on the router's logits that keeps the experts' loads equal; sequence: within each sequence (DeepSeek-V3);
+    global: by the loads of the whole step before, on all ranks"""
+    balance_weight: Positive = 0.001
+    """what the balance_loss is multiplied by"""
+    router_z_loss: NonNegative = 0.0
+    """weight of the mean squared log-sum-exp of the router's logits, a penalty that keeps them small; 0: off"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     tied_embeddings: bool = False

@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, D hidden, T tokens (B x S), E experts, K experts pe
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,17 @@ from torch import Tensor, nn
 from torchllm.config import Model
 from torchllm.models.grouped_products import grouped_linear
 from torchllm.models.layers import SwiGLU
+from torchllm.models.router_penalties import (
+    BALANCE_LOSS,
+    ROUTER_Z_LOSS,
+    RoutedTokens,
+    RouterPenalty,
+    balance_loss,
+    penalty_names,
+    router_z_loss,
+    sigmoid_slopes,
+    softmax_slopes,
+)
 from torchllm.models.routing_record import RecordRouting, tokens_per_expert
 
 
@@ -35,6 +47,8 @@ class Router(nn.Module):
     """Chooses K experts for every token, by the scores of its product with one row of weights per expert.
 
     Weights, logits and scores are float32, whatever the type of the computation: a choice depends on last digits.
+
+    FOOTGUN: what penalties need of a step, it does not know: `optim.expert_balance` sets it.
     """
 
     bias: Tensor | None
@@ -46,15 +60,27 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
         self.register_buffer("bias", torch.zeros(model.experts) if model.router_bias else None)
         self.top_k = model.top_k
-        self.score = torch.sigmoid if model.router_score == "sigmoid" else _softmax
+        self.score, self.slopes = SCORES[model.router_score]
         self.renormalizes = model.router_renormalize
         self.scale = model.router_scale
+        penalties: dict[str, RouterPenalty] = {
+            BALANCE_LOSS: partial(balance_loss, weight=model.balance_weight, shares=self._shares(model.balance_loss)),
+            ROUTER_Z_LOSS: partial(router_z_loss, weight=model.router_z_loss),
+        }
+        self.penalties = [penalties[name] for name in penalty_names(model)]
+        self.tokens_per_step = 0
+        """tokens that all ranks route in a step"""
+        self.last_shares: Tensor | None = None
+        """each expert's share of the choices of the whole step before, (E) float32; what model.balance_loss = "global"
+        needs"""
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
         self.repeats = 1
         """ranks that route the same tokens, so that each adds the same to the sums over all ranks"""
-        self.recorded: list[Tensor] = []
-        """tokens per expert of each backward pass since the last `take_tokens_per_expert`, (E) int64"""
+        self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
+        """each adds up a tensor over ranks that have other tokens of the same sequences"""
+        self.sums: Tensor | None = None
+        """of all backward passes since the last `take_sums`, which returns them"""
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
@@ -73,20 +99,68 @@ class Router(nn.Module):
 
     def record(self, logits: Tensor, experts: Tensor) -> Tensor | None:
         """See `RecordingRouter`."""
-        self.recorded.append(tokens_per_expert(experts.flatten(), logits.shape[-1]))
-        return None
+        scores = self.score(logits)
+        probabilities = scores / scores.sum(-1, keepdim=True)
+        counts = tokens_per_expert(experts.flatten(1), logits.shape[-1])
+        routed = RoutedTokens(logits, probabilities, self.slopes(logits), counts)
+        entropy = torch.special.entr(probabilities).sum()
+        values, gradient = [], None
+        for penalty in self.penalties:
+            assert self.tokens_per_step, "build optim.expert_balance.ExpertBalance before the first step"
+            value, part = penalty(routed)
+            part = part / (self.tokens_per_step * self.repeats)
+            gradient = part if gradient is None else gradient + part
+            values.append(value / self.tokens_per_step)
+        sums = torch.cat((counts.sum(0).double(), torch.stack((entropy, *values)).double()))
+        self.sums = sums if self.sums is None else self.sums + sums
+        return gradient
 
-    def take_tokens_per_expert(self) -> Tensor:
-        """Return the tokens per expert of all backward passes since the last call, (E) int64; of none zeros."""
-        counts = torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
-        for recorded in self.recorded:
-            counts = counts + recorded
-        self.recorded = []
-        return counts
+    def take_sums(self) -> Tensor | None:
+        """Return the sums of all backward passes since the last call, float64 (E + 1 + penalties); None: of none.
+
+        They are the tokens of each expert, the entropy of the tokens' normalized scores, in nats, and the penalties.
+        """
+        sums, self.sums = self.sums, None
+        return sums
+
+    def _shares(self, kind: str) -> Callable[[Tensor], Tensor]:
+        """Return what gives a balance loss the shares of the choices. kind: model.balance_loss."""
+        return self._shares_of_last_step if kind == "global" else self._shares_of_sequences
+
+    def _shares_of_sequences(self, counts: Tensor) -> Tensor:
+        """Return the share of each expert of the choices of each sequence: counts (B, E) -> (B, E).
+
+        DeepSeek-V3, arXiv 2412.19437, equation 18.
+        """
+        for add_up in self.sequence_sums:
+            counts = add_up(counts)
+        return counts / counts.sum(-1, keepdim=True)
+
+    def _shares_of_last_step(self, counts: Tensor) -> Tensor:
+        """Return the share of each expert of the choices of the whole step before, on all ranks: (E).
+
+        Qiu et al. 2025 (arXiv 2501.11873, section 3) take those of this step's micro batches so far, which depend on
+        the layout; those of the step before do not.
+        """
+        assert self.last_shares is not None
+        return self.last_shares
 
 
 def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
+
+
+class Score(NamedTuple):
+    """How logits become scores."""
+
+    function: Callable[[Tensor], Tensor]
+    """(..., E) -> (..., E)"""
+    slopes: Callable[[Tensor], Tensor | float]
+    """d log score / d logit, with the sum of the scores, by which they are divided, held fixed"""
+
+
+SCORES = {"softmax": Score(_softmax, softmax_slopes), "sigmoid": Score(torch.sigmoid, sigmoid_slopes)}
+"""by model.router_score"""
 
 
 class Experts(nn.Module):

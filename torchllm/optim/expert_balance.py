@@ -1,62 +1,98 @@
-"""Keeps the loads of experts equal: moves the routers' biases by what a whole step has routed, on all ranks.
+"""Keeps the loads of experts equal, by what a whole step has routed on all ranks.
 
-Auxiliary-loss-free balancing (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section
-2.1.2): after each step the bias of an expert moves by a fixed rate, up if it had fewer tokens than the mean of the
-layer's experts, down if it had more. Counted are the tokens of all micro batches and ranks, so the biases do not depend
-on the layout: every rank holds them all, and they are equal bit for bit.
+The routers' biases (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
+after each step the bias of an expert moves by a fixed rate, up if it had fewer tokens than the mean of the layer's
+experts, down if it had more.
 
-Sent, per step: one all-reduce of the tokens per expert of all layers.
+Penalties of the routers (`models/router_penalties.py`) are gradients in the backward pass already; what they need is
+the number of tokens of a step and, with `model.balance_loss = "global"`, each expert's share of the step before.
+
+Counted are the tokens of all micro batches and ranks, so biases and shares do not depend on the layout: every rank
+holds them all, and they are equal bit for bit.
+
+Sent, per step: one all-reduce of the tokens per expert of all layers, with the sums that are logged.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchllm.config import Training
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Router
+from torchllm.models.router_penalties import penalty_names
 from torchllm.optim.fused import local_tensor
 
 
-class ExpertBalance:
-    """The routers of this rank's stages, whose biases it moves. Without experts it has none, and sends nothing."""
+class StepRouting(NamedTuple):
+    """What the routers of all ranks and stages did in a step. The tensors are on the device, equal on all ranks."""
 
-    def __init__(self, stages: Sequence[Decoder]) -> None:
+    tokens_per_expert: Tensor
+    """(blocks with experts, E) int64"""
+    entropy: Tensor
+    """of a token's scores, divided by their sum; the mean over tokens and blocks, in nats, float64 ()"""
+    penalties: dict[str, Tensor]
+    """by name: with their weight, the sum over blocks, which the loss does not contain, float64 ()"""
+
+
+class ExpertBalance:
+    """The routers of this rank's stages. Without experts it has none, and sends nothing."""
+
+    def __init__(self, stages: Sequence[Decoder], training: Training) -> None:
+        """Tell the routers how many tokens a step has. Call it when the stages have memory."""
         self.model = stages[0].model
         self.routers: dict[int, Router] = {}
         """by the index of their block"""
         for stage in stages:
-            for index, block in stage.layers.items():
+            for name, block in stage.layers.items():
                 for module in block.modules():
                     if isinstance(module, Router):
-                        self.routers[int(index)] = module
+                        self.routers[int(name)] = module
+        self.tensors: dict[str, Tensor] = {}
+        """shares of the last step by name, for `Checkpointer(extra_state=...)`; 0, without effect, before the first"""
+        for index, router in self.routers.items():
+            router.tokens_per_step = training.global_batch_size * training.sequence_length
+            if self.model.balance_loss == "global":
+                router.last_shares = torch.zeros(self.model.experts, device=router.weight.device)
+                self.tensors[f"expert_shares.layers.{index}"] = router.last_shares
 
     @torch.no_grad()
-    def finish_step(self, applied: Tensor) -> Tensor | None:
-        """Move the biases by what was routed since the last call; call it on all ranks, after a step's backward passes.
+    def finish_step(self, applied: Tensor) -> StepRouting | None:
+        """Balance the loads by what was routed since the last call, and return it; None without experts.
 
-        applied: whether the step changes the weights, bool (): else the biases stay as they are. Returns the tokens per
-        expert of all ranks, (blocks with experts, E) int64, on the device and equal on all ranks; None without experts.
+        Call it on all ranks, after a step's backward passes. applied: whether the step changes the weights, bool ():
+        else biases and shares stay as they are.
         """
         if not self.model.experts:
             return None
-        counts = self._count(applied.device)
+        routing = self._sum(applied.device)
         for index, router in self.routers.items():
+            tokens = routing.tokens_per_expert[index - self.model.dense_layers]
             if router.bias is not None:
-                tokens = counts[index - self.model.dense_layers]
                 local_tensor(router.bias).add_(self.model.router_bias_rate * below_mean(tokens) * applied)
-        return counts
+            if router.last_shares is not None:
+                router.last_shares.copy_(torch.where(applied, tokens / tokens.sum(), router.last_shares))
+        return routing
 
-    def _count(self, device: torch.device) -> Tensor:
-        """Return the tokens per expert of all ranks and stages, (blocks with experts, E) int64."""
-        model = self.model
-        counts = torch.zeros(model.layers - model.dense_layers, model.experts, dtype=torch.float64, device=device)
+    def _sum(self, device: torch.device) -> StepRouting:
+        """Return the sums over all ranks and stages."""
+        model, names = self.model, penalty_names(self.model)
+        blocks, columns = model.layers - model.dense_layers, model.experts + 1 + len(names)
+        sums = torch.zeros(blocks, columns, dtype=torch.float64, device=device)
         for index, router in self.routers.items():
-            counts[index - model.dense_layers] = router.take_tokens_per_expert().double() / router.repeats
+            own = router.take_sums()
+            if own is not None:
+                sums[index - model.dense_layers] = own / router.repeats
         if dist.is_initialized():
-            dist.all_reduce(counts)
-        return counts.round().long()  # thirds, of three ranks that route alike, add up to almost 1
+            dist.all_reduce(sums)
+        # Thirds, of three ranks that route alike, add up to almost 1.
+        tokens_per_expert = sums[:, : model.experts].round().long()
+        entropy, *penalties = sums[:, model.experts :].sum(0)
+        tokens = tokens_per_expert.sum() / model.top_k  # those of every block
+        return StepRouting(tokens_per_expert, entropy / tokens, dict(zip(names, penalties, strict=True)))
 
 
 def below_mean(tokens: Tensor) -> Tensor:

@@ -30,15 +30,17 @@ from torchllm.parallel.attention_kernels import block_kernel
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
+from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import all_to_all
 
 
 def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
-    """Replace the attention cores of a stage, in place.
+    """Replace the attention cores of a stage, and let its routers count whole sequences, in place.
 
     mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError where
     the ring's kernel does not work on this device.
     """
+    sum_over_sequence(stage, mesh.get_group())
     attentions = [module for module in stage.modules() if isinstance(module, Attention)]
     if method == "ulysses":
         for attention in attentions:

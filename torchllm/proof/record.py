@@ -94,8 +94,8 @@ class Recorder:
         norm = float(result.grad_norm)
         self.trained.losses.append(float(result.loss))
         self.trained.norms.append(norm)
-        if result.tokens_per_expert is not None:
-            self.trained.tokens_per_expert.append(result.tokens_per_expert.tolist())
+        if result.routing is not None:
+            self.trained.tokens_per_expert.append(result.routing.tokens_per_expert.tolist())
         if validation_loss is not None:
             self.trained.validation_losses.append(validation_loss)
         if self.gradients is not None:

@@ -12,7 +12,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, take_squares
-from torchllm.optim.expert_balance import ExpertBalance
+from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
@@ -39,8 +39,8 @@ class StepResult(NamedTuple):
     """longest run of such steps since the start of this process, int64 ()"""
     z_loss: Tensor | None = None
     """training.z_loss times the mean squared log-sum-exp of the target tokens' logits, float32 (); None: z_loss is 0"""
-    tokens_per_expert: Tensor | None = None
-    """of all ranks, (blocks with experts, E) int64; None: there are no experts"""
+    routing: StepRouting | None = None
+    """what the routers of all ranks did; None: there are no experts"""
 
 
 class TrainStep:
@@ -64,7 +64,7 @@ class TrainStep:
         self.mesh = mesh
         self.training = training
         self.device = device
-        self.expert_balance = ExpertBalance(stages)
+        self.expert_balance = ExpertBalance(stages, training)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.longest_run = torch.zeros((), dtype=torch.int64, device=device)
@@ -78,7 +78,7 @@ class TrainStep:
         norm = grad_norm(self.stages, self.device)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
-        tokens_per_expert = self.expert_balance.finish_step(finite)
+        routing = self.expert_balance.finish_step(finite)
         learning_rate = self.learning_rate(step)
         with phase("optimizer"):
             apply_if_finite(self.optimizer, learning_rate, finite)
@@ -86,9 +86,7 @@ class TrainStep:
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
-        return StepResult(
-            loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, tokens_per_expert
-        )
+        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
 
     def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the loss of all ranks, and the z-loss beside it if there is one; `loss`: this rank's part.
