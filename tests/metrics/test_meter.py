@@ -2,6 +2,7 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 import torchllm.metrics.goodput as goodput_module
 import torchllm.metrics.meter as meter_module
 from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm
 from torchllm.metrics.goodput import LAUNCHED, Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.metrics.slow_rank import SlowRank
 from torchllm.metrics.step_profiler import ProfiledStep
+from torchllm.optim.expert_balance import StepRouting
 from torchllm.runtime.lease import LeaseLost
 from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.train.step import StepResult
@@ -133,6 +136,47 @@ def test_the_z_loss_is_beside_the_loss_where_there_is_one() -> None:
     meter.log(1, result()._replace(z_loss=torch.tensor(0.25)))
     assert sink.records[0]["z_loss"] == 0.25
     assert sink.records[0]["loss"] == 2.5
+
+
+EQUAL = torch.tensor([[8, 8, 8, 8], [8, 8, 8, 8]])
+ROUTING = StepRouting(
+    torch.tensor([[30, 2, 0, 0], [8, 8, 8, 8]]),
+    torch.tensor(0.5 * math.log(4), dtype=torch.float64),
+    {"balance_loss": torch.tensor(0.25, dtype=torch.float64)},
+)
+
+
+def test_loads_of_experts_are_logged_and_a_dead_expert_is_warned_of_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, loads_file = RecordingSink(), RecordingSink()
+    model = replace(MODEL, layers=3, dense_layers=1, experts=4, top_k=1, router_renormalize=False)
+    meter = make(sink, interval=1, loads_file=loads_file)
+    meter.model, meter.load_alarm = model, LoadAlarm(model)
+    for step in range(1, 13):
+        clock.now += 1
+        meter.log(step, result()._replace(routing=ROUTING if step != 12 else ROUTING._replace(tokens_per_expert=EQUAL)))
+    assert {key: value for key, value in sink.records[0].items() if key.startswith("experts/")} == {
+        "experts/largest_load": 3.75,
+        "experts/entropy": pytest.approx(0.5),
+        "experts/dead": 2,
+        "experts/dropped_tokens": 0,
+        "experts/balance_loss": 0.25,
+    }
+    assert loads_file.records[0] == {"step": 1, "layers.1": [30, 2, 0, 0], "layers.2": [8, 8, 8, 8]}
+    assert sink.records[-1]["experts/largest_load"] == 1.0
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "step 10: in 10 logged steps in a row expert 2 of block 1 had no token, expert 3 of block 1 had no token, an "
+        "expert of block 1 had over 3 times the mean tokens; model.router_bias and model.balance_loss keep loads equal"
+    ]
+
+
+def test_every_key_of_experts_is_described() -> None:
+    penalties = {"balance_loss": 0.1, "router_z_loss": 0.1}
+    text = re.sub(r"\s+", " ", meter_module.__doc__ or "")
+    for key in ExpertLoads([[1, 2]], 0.5, penalties).as_record():
+        assert f"{key} " in text or f"{key}," in text
 
 
 def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:

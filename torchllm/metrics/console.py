@@ -72,7 +72,7 @@ class Console:
         words = [f"loss {_number(record.get('loss'), '.4f')}"]
         if self.validation is not None:
             words.append(f"validation {_number(self.validation, '.4f')}")
-        bar.set_postfix_str("  ".join([*words, *_speed(record), *_extra(record)]), refresh=False)
+        bar.set_postfix_str("  ".join([*words, *_load(record), *_speed(record), *_extra(record)]), refresh=False)
         bar.update(step - bar.n)
         bar.refresh()
 
@@ -83,6 +83,7 @@ class Console:
             words.append(f"validation {_number(record['validation_loss'], '.4f')}")
         words.append(f"gradient {_number(record.get('grad_norm'), '.3f')}")
         words.append(f"rate {_number(record.get('learning_rate'), '.2e')}")
+        words.extend(_load(record))
         words.extend(_speed(record))
         words.append(f"{_number(record.get('memory_gib'), '.2f')} GiB")
         seconds = record.get("step_seconds")
@@ -101,6 +102,13 @@ class Console:
 def _speed(record: Record) -> list[str]:
     tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
     return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
+
+
+def _load(record: Record) -> list[str]:
+    """Return how many times the mean tokens the largest expert has; nothing without experts."""
+    if "experts/largest_load" not in record:
+        return []
+    return [f"load {_number(record['experts/largest_load'], '.2f')}x"]
 
 
 def _extra(record: Record) -> list[str]:

@@ -26,6 +26,16 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     memory_reserved_gib
                        GPU: highest memory that torch's allocator has taken from the driver, which is what must fit
     allocation_retries GPU: how often the allocator had to give back what it did not use, and to wait for the device
+    experts/largest_load
+                       tokens of the expert that had most in this step, as a multiple of the mean of its block; of the
+                       block where that is largest. 1: all experts have as many
+    experts/entropy    of a token's scores, as a share of ln E: 1: they are equal, 0: they are one expert's
+    experts/dead       experts, over all blocks, that no token of this step used
+    experts/dropped_tokens
+                       0: none ever is
+    experts/balance_loss, experts/router_z_loss
+                       the penalties of model.balance_loss and router_z_loss with their weight, which the loss does not
+                       contain; only with these keys. Tokens per expert are in experts.jsonl
     gpu/...            rank 0's GPU, with the package nvidia-ml-py (`metrics/device.py`)
     skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
@@ -41,13 +51,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from torchllm.config import Lora, Metrics, Model, Recompute, Training
 from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
+from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.metrics.step_profiler import ProfiledStep
@@ -86,12 +97,13 @@ class Meter:
         sequences: int = 0,
         has_logits_again: bool = False,
         lora: Lora = WITHOUT_LORA,
+        loads_file: Sink | None = None,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
         has_logits_again: of `spec.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written.
-        sinks and console: rank 0's; none of them raises (`TolerantSink`).
+        sinks, console and loads_file, which gets the tokens per expert: rank 0's; none of them raises (`TolerantSink`).
         """
         self.config = config
         self.model = model
@@ -109,6 +121,8 @@ class Meter:
         length = training.sequence_length
         self.lora = lora
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
+        self.loads_file = loads_file
+        self.load_alarm = LoadAlarm(model)
         self.has_described_a_step = False
         self.first = True
         """no step was logged yet"""
@@ -214,6 +228,8 @@ class Meter:
         """Close the sinks, and the account with what came after the last logged step."""
         for sink in self.sinks:
             sink.close()
+        if self.loads_file is not None:
+            self.loads_file.close()
         if self.console is not None:
             self.console.close()
         if self.step:
@@ -251,9 +267,9 @@ class Meter:
         # One transfer for all values: this is where a logged step waits for the device, so the clock is read after it.
         z_losses = [] if result.z_loss is None else [result.z_loss]
         tensors = [result.loss, result.grad_norm, result.skipped, self.pairs, self.targets, *z_losses]
-        loss, grad_norm, skipped, pairs, targets, *z_loss = torch.stack(
-            [tensor.double() for tensor in tensors]
-        ).tolist()
+        scalars = torch.stack([tensor.double() for tensor in tensors])
+        values = torch.cat((scalars, pack(result.routing).to(scalars.device))).tolist()
+        loss, grad_norm, skipped, pairs, targets, *z_loss = values[: len(tensors)]
         seconds = time.perf_counter() - self.interval_started - self.paused_seconds
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
@@ -278,6 +294,10 @@ class Meter:
         }
         if z_loss:
             record["z_loss"] = z_loss[0]
+        if result.routing is not None:
+            loads = unpack(values[len(tensors) :], result.routing)
+            record |= loads.as_record()
+            self._report_loads(step, loads)
         if self.device.type == "cuda":
             record |= allocator_record(self.device)
         if self.gpu is not None:
@@ -285,6 +305,18 @@ class Meter:
                 record |= self.gpu.read()
         self.start_interval()
         return record
+
+    def _report_loads(self, step: int, loads: ExpertLoads) -> None:
+        """Write the tokens per expert, and warn of experts without any: on rank 0."""
+        if self.loads_file is None:
+            return
+        self.check_owner()
+        tokens: dict[str, Any] = {"step": step}
+        for block, tokens_of_block in enumerate(loads.tokens, start=self.model.dense_layers):
+            tokens[f"layers.{block}"] = tokens_of_block
+        self.loads_file.write(step, tokens)
+        if problem := self.load_alarm.notice(loads):
+            log.warning("step %d: %s; model.router_bias and model.balance_loss keep loads equal", step, problem)
 
     def start_interval(self) -> None:
         """Start the clock of the steps up to the next logged one."""

@@ -32,7 +32,7 @@ from torchllm.metrics.bottlenecks import (
 from torchllm.metrics.console import Console
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.meter import Meter, device_name, peak_flops
-from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_sinks
+from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_loads_file, open_sinks
 from torchllm.metrics.step_profiler import ProfiledStep, StepProfiler
 from torchllm.metrics.task_processes import TaskProcesses
 from torchllm.metrics.trace import TraceWriter, parse_steps
@@ -130,6 +130,7 @@ class Monitor:
             world_size=runtime.world_size,
             peak_flops=peak,
             sinks=open_sinks(runtime.folder, config, start, device_name(device)) if runtime.is_main else [],
+            loads_file=open_loads_file(runtime.folder, start) if runtime.is_main and config.model.experts else None,
             console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
             goodput=self.goodput,

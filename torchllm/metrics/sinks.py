@@ -101,6 +101,15 @@ def open_sinks(folder: Path, config: Config, start: int = 0, device: str = "cpu"
     return sinks
 
 
+def open_loads_file(folder: Path, start: int = 0) -> Sink:
+    """Return the sink of the tokens per expert, of a run that has done `start` steps; for rank 0.
+
+    Its records have "step", and a list for each block with experts: "layers.3": [tokens of its first expert, ...].
+    """
+    path = folder / "experts.jsonl"
+    return TolerantSink(str(path), JsonLines(path, start))
+
+
 class JsonLines:
     """Writes metrics.jsonl: one object per record, on disk as soon as it is written.
 
@@ -177,8 +186,9 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) and line.endswith(b"\n") else None
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """Return a value of a record: None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:
@@ -212,7 +222,7 @@ class TensorBoard:
     }
     """key of a record -> name of its curve"""
 
-    GROUPS: Mapping[str, str] = {"breakdown": "time_share", "gpu": "system"}
+    GROUPS: Mapping[str, str] = {"breakdown": "time_share", "experts": "experts", "gpu": "system"}
     """keys with a slash: what stands before it -> group of the curve"""
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
