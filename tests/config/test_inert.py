@@ -18,6 +18,7 @@ HEADERLESS = (Source(kind="nanogpt", path="a"),)
 CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it does nothing, where it does something
     "run.json": (True, {}, {"run.dry_run": True}),
     "model.rope_theta": (5e5, {"model.family": "gpt"}, {}),
+    "model.rotary_fraction": (0.5, {"model.family": "gpt"}, {}),
     "model.rope_scaling_factor": (8.0, {"model.family": "gpt"}, {}),
     "model.rope_scaling": ("yarn", {}, {"model.rope_scaling_factor": 8.0}),
     "model.rope_original_length": (4096, LINEAR, YARN),

@@ -25,6 +25,7 @@ SIZES = {
 WINDOW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """so many that tp 2 leaves each rank of Ulysses with cp 2 a key-value head: a ring has no window"""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -63,6 +64,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | EXPERTS | {"head_dim": 6, "moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
     "olmoe": ("OlmoeConfig", SIZES | EXPERTS | {"pad_token_id": None, "eos_token_id": None}),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        SIZES
+        | GLM_EXPERTS
+        | {"head_dim": 12, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
+    "glm4-moe-air": ("Glm4MoeConfig", SIZES | GLM_EXPERTS | {"partial_rotary_factor": 0.25, "attention_bias": True}),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
@@ -97,6 +106,9 @@ def save_published(
                 parameter.normal_(std=0.2)
             else:
                 parameter.normal_(mean=1.0, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size, **({"save_original_format": False} if stacks else {}))
     return model.float()

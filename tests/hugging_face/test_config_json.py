@@ -79,11 +79,11 @@ def test_spellings_that_differ_are_refused() -> None:
 
 REFUSED = [
     ({"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part of each head"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with code"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor: is missing"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: positions of a part"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: rotary positions"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: is another one for each kind"),
     ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: must be a table"),
     ({"hidden_act": "gelu"}, "hidden_act: is 'gelu': another activation"),
@@ -91,6 +91,7 @@ REFUSED = [
     ({"mlp_bias": True}, "mlp_bias: is True: biases"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: must be ['LlamaForCausalLM']"),
     ({"hidden_size": "32"}, "hidden_size: must be a whole number"),
+    ({"hidden_size": None}, "hidden_size: is null, which says nothing"),
     ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number of at least 1"),
 ]
 
@@ -169,6 +170,9 @@ EXPORTED_AS = {
     "mixtral": SPARSE,
     "qwen3_moe": replace(SPARSE, qk_norm="head", dense_layers=2, expert_ffn=96, router_renormalize=False),
     "olmoe": replace(SPARSE, qk_norm="width", top_k=4),
+    "glm4_moe": replace(
+        SPARSE, router_score="sigmoid", router_bias=True, shared_experts=2, dense_layers=1, rotary_fraction=0.5
+    ),
 }
 
 
@@ -182,6 +186,9 @@ NOT_EXPORTED = [
     (replace(SPARSE, router_renormalize=False), "'mixtral' cannot have model.router_renormalize = False"),
     (replace(SPARSE, router_scale=2.5), "'mixtral' cannot have model.router_scale = 2.5"),
     (replace(SPARSE, shared_experts=2), "'mixtral' cannot have model.shared_experts = 2"),
+    (replace(SPARSE, rotary_fraction=0.5), "'mixtral' cannot have model.rotary_fraction = 0.5"),
+    (replace(EXPORTED_AS["glm4_moe"], router_bias=False), "'glm4_moe' cannot have model.router_bias = False"),
+    (replace(EXPORTED_AS["glm4_moe"], qk_norm="width"), "'glm4_moe' cannot have model.qk_norm = 'width'"),
     (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
     (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
     (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
@@ -201,6 +208,32 @@ def test_keys_that_say_nothing_of_a_model_do_not_keep_it_from_an_export() -> Non
     assert family_to_export(Model(top_k=4, router_scale=2.0)).model_type == "llama"
     written = write_config_json(replace(SPARSE, ffn=7, expert_ffn=96), HUB_FAMILIES["mixtral"])
     assert written["intermediate_size"] == 96  # no block has a layer of width ffn
+
+
+def test_a_model_of_glm_without_shared_experts_is_refused() -> None:
+    with pytest.raises(NoFamily, match=r"'glm4_moe' cannot have n_shared_experts: is 0"):
+        write_config_json(replace(EXPORTED_AS["glm4_moe"], shared_experts=0), HUB_FAMILIES["glm4_moe"])
+
+
+def test_an_export_says_that_it_has_no_block_that_predicts_the_token_after_the_next() -> None:
+    assert write_config_json(EXPORTED_AS["glm4_moe"], HUB_FAMILIES["glm4_moe"])["num_nextn_predict_layers"] == 0
+
+
+FRACTIONS = [
+    (
+        {"partial_rotary_factor": 0.25},
+        "rope_parameters.partial_rotary_factor: is 0.5, but partial_rotary_factor is 0.25",
+    ),
+    ({"n_group": 2}, "n_group: is 2: experts in groups"),
+    ({"first_k_dense_replace": 4}, "first_k_dense_replace: leaves no block with experts"),
+    ({"n_shared_experts": 0}, "n_shared_experts: is 0, but all"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FRACTIONS, ids=[message for _, message in FRACTIONS])
+def test_what_glm_has_and_the_model_has_not_is_refused_by_its_field(change: dict[str, Any], message: str) -> None:
+    (problem,) = read_config_json(as_json(hub_config("glm4-moe")) | change).problems
+    assert problem.startswith(message)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
@@ -240,7 +273,7 @@ REFUSED_EXPERTS = [
     ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: leaves no block with experts"),
     ({"mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers, not 'x'"),
     ({"decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number of at least 1, not 0"),
-    ({"num_local_experts": 0}, "num_local_experts: is 0: a model of this type has experts"),
+    ({"num_local_experts": 0}, "num_local_experts: is 0, but all models of this type have some"),
     ({"num_local_experts": "8"}, "num_local_experts: must be a whole number"),
     ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a whole number"),

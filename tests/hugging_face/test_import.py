@@ -83,7 +83,7 @@ def layout(axes: tuple[str, ...]) -> Settings:
 def sampled() -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Yield a few of all models, layouts and forms, so that every family and every axis is among them."""
     draw = random.Random(16)
-    names = ["llama", "olmo2", "gpt2", "qwen2", "qwen3", "mistral-nemo", "llama31", "mixtral", "qwen3-moe", "olmoe"]
+    names = ["llama", "olmo2", "gpt2", "qwen2", "qwen3", "mistral-nemo", "llama31", "mixtral", "qwen3-moe", "glm4-moe"]
     axes = list(AXES)
     draw.shuffle(axes)
     for number, axis in enumerate(axes):
@@ -108,7 +108,7 @@ def publish(folders: Path, name: str, form: str) -> Path:
 def config_of(folder: Path, settings: Settings) -> Config:
     """Return the config of a run that starts from a published model."""
     config = tiny(settings)
-    model = replace(read_hub_config(folder).model, from_hf=str(folder))
+    model = replace(read_hub_config(folder).model, from_hf=str(folder), router_bias_rate=0.0)
     training = replace(config.training, global_batch_size=SEQUENCES, sequence_length=LENGTH, max_grad_norm=0.0)
     if config.parallel.zero_stage != 3 and config.parallel.pp > 1:
         training = replace(training, micro_batch_size=1)
@@ -219,9 +219,10 @@ def check_layout(folder: Path, settings: Settings) -> Imported:
         pytest.skip(refusals[0].message)
     imported = run(read_on_layout, world_size(config), config)[0]
     expected = one_process(config)
-    assert imported.weights.keys() == {name for name, _ in expected.named_parameters()}
-    for name, parameter in expected.named_parameters():
-        assert np.array_equal(imported.weights[name], parameter.detach().numpy()), name
+    stored = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    assert imported.weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert np.array_equal(imported.weights[name], tensor.detach().numpy()), name
     assert abs(imported.loss - float(plain_loss(expected, 0))) <= 1e-5 * imported.loss
     assert error_of_logits(imported.logits, logits_of_transformers(folder)) <= 1e-5
     return imported
@@ -257,7 +258,7 @@ def plain_loss(model: Decoder, step: int) -> Tensor:
 
 
 LOGITS = [(name, form) for name in CONFIGS for form in ("", "tied")]
-LOGITS += [(name, "stacked") for name in ("mixtral", "qwen3-moe", "olmoe")]
+LOGITS += [(name, "stacked") for name in ("mixtral", "qwen3-moe", "olmoe", "glm4-moe")]
 
 
 @pytest.mark.parametrize(("name", "form"), LOGITS)
@@ -317,6 +318,8 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("qwen3-moe", {"parallel.pp": 2, "parallel.tp": 2}, "stacked"),
     ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
     ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
+    ("glm4-moe", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),
+    ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
 ]
 
 
@@ -407,6 +410,7 @@ TRAINED: list[tuple[str, tuple[str, ...]]] = [
     ("mixtral", ()),
     ("qwen3-moe", ("fsdp", "tp")),
     ("olmoe", ("fsdp",)),
+    ("glm4-moe", ("fsdp", "tp")),
 ]
 
 

@@ -18,7 +18,7 @@ from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies, model_ten
 from torchllm.hugging_face.family import StoredPart, StoredTensor
 from torchllm.hugging_face.files import HubConfig, HubFiles
 from torchllm.hugging_face.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
-from torchllm.spec.shapes import parameter_shapes
+from torchllm.spec.shapes import stored_shapes
 
 THREADS = 4
 """of a rank, that read"""
@@ -68,7 +68,7 @@ def read_hub_weights(files: HubFiles, config: HubConfig, stages: Sequence[nn.Mod
     they are. The tensors have been checked (`check_tensors`). Raises HubFileError if a file is shorter than it was.
     """
     parts = {key.removeprefix(WEIGHTS): part for key, part in parts_of(model_tensors(stages)).items()}
-    shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
+    shapes = stored_shapes(replace(config.model, tied_embeddings=False))
     totals = ReadTotals()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hf-read") as pool:
         reads = []

@@ -142,7 +142,7 @@ class PartReader:
         if not part.experts:
             self._stack = None
             weight = self.weights.read(part.name)
-            is_padded = rule_of(part.name).cut == "vocab" and len(weight) > part.rows
+            is_padded = len(weight) > part.rows and rule_of(part.name).cut == "vocab"
             return weight[: part.rows] if is_padded else weight
         if self._stack is None or self._name != part.name:
             self._stack = None  # before the next one is read
@@ -178,14 +178,14 @@ def write_safetensors(
 ) -> None:
     """Write a new safetensors file and force it to disk. `make` returns each tensor when its turn comes.
 
-    A tensor is rounded to `dtype` here, and nowhere else.
+    A tensor is rounded here, and nowhere else: to `dtype`, or to float32 if it is stored so in any model.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         begin, end = end, end + _bytes_of(tensor, dtype)
         header[tensor.key] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
+            "dtype": SAFETENSORS_DTYPES[_dtype_of(tensor, dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -195,7 +195,7 @@ def write_safetensors(
         file.write(len(content).to_bytes(8, "little"))
         file.write(content)
         for tensor in tensors:
-            _write_tensor(file, make(tensor), dtype)
+            _write_tensor(file, make(tensor), _dtype_of(tensor, dtype))
         file.flush()
         os.fsync(file.fileno())
 
@@ -219,8 +219,13 @@ def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tok
     write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
 
 
+def _dtype_of(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a file of a dtype."""
+    return torch.float32 if tensor.is_float32 else dtype
+
+
 def _bytes_of(tensor: StoredTensor, dtype: torch.dtype) -> int:
-    return math.prod(tensor.shape) * dtype.itemsize
+    return math.prod(tensor.shape) * _dtype_of(tensor, dtype).itemsize
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -135,6 +135,12 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         yield Problem("model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim")
     elif not model.features.learned_positions and model.head_width % 2:
         yield Problem("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
+    elif not model.features.learned_positions and (model.rotary_width % 2 or not model.rotary_width):
+        yield Problem(
+            "model.rotary_fraction",
+            f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
+            "positions turn pairs of features",
+        )
     if model.heads % model.kv:
         yield Problem("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
     if model.features.learned_positions and length > model.max_sequence_length:

@@ -121,6 +121,7 @@ SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage over 0"
 CONTRADICTIONS = (
     Need("run.json", lambda config: config.run.dry_run, "run.dry_run = true"),
     Need("model.rope_theta", _has_rotary_positions, ROTARY),
+    Need("model.rotary_fraction", _has_rotary_positions, ROTARY),
     Need("model.rope_scaling_factor", _has_rotary_positions, ROTARY),
     Need("model.rope_scaling", _scales_rotary_positions, SCALED),
     Need(

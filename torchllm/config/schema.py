@@ -177,6 +177,8 @@ class Model:
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Positive = 10000.0
     """base of the rotary frequencies"""
+    rotary_fraction: Annotated[float, Bound(over=0.0, at_most=1.0)] = 1.0
+    """share of each head, its first features, that rotary positions turn; the rest has no positions (GLM-4.5: 0.5)"""
     rope_scaling: Literal["linear", "llama3", "yarn"] = "llama3"
     """how rope_scaling_factor changes the rotary frequencies; linear: all alike; llama3: as Llama 3.1; yarn: YaRN"""
     rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
@@ -229,6 +231,11 @@ class Model:
     def head_width(self) -> int:
         """Width of one head, resolved."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def expert_width(self) -> int:

@@ -4,6 +4,7 @@ read = read_config_json(fields)         values of [model], what the weights fix,
 fields = write_config_json(model, family)       every field, in the spelling of transformers 4 and 5
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.hugging_face.family import ConfigField, HubFamily, UnmappedParameter
 from torchllm.hugging_face.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
-from torchllm.hugging_face.rope import RopeError, read_rope, write_rope
+from torchllm.hugging_face.rope import FRACTION, RopeError, read_rope, read_rotary_fraction, write_rope
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 SPARSE_STEP_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
@@ -108,8 +109,6 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if content.get("quantization_config"):
         read.report("quantization_config", "quantized weights are not supported: take the model's original ones")
-    if content.get("partial_rotary_factor") not in (None, 1, 1.0):
-        read.report("partial_rotary_factor", "rotary positions of a part of each head are not supported")
     if content.get("auto_map"):
         read.report("auto_map", "a model with code of its own is not supported")
     if read.family is None:
@@ -119,6 +118,7 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     _read_fields(content, read.family, read)
     if read.family.has_rotary_positions:
         try:
+            read.values["rotary_fraction"] = read_rotary_fraction(content, read.family.rotary_fraction)
             read.values |= read_rope(content, read.family.rope_theta)
         except RopeError as error:
             read.problems.append(str(error))
@@ -144,7 +144,7 @@ def _known_fields(family: HubFamily) -> set[str]:
     """Return the fields of a family's config.json that are understood, or of which it is known that they do nothing."""
     names = set(UNUSED_FIELDS) | family.field_names | set(family.ignored_fields)
     names |= {required.name for required in family.required}
-    names |= {"quantization_config", "partial_rotary_factor", "auto_map"}
+    names |= {"quantization_config", FRACTION, "auto_map"} | family.constant_fields.keys()
     if family.has_rotary_positions:
         names |= set(ROPE_FIELDS)
     if family.has_window_fields:
@@ -175,7 +175,10 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
             value = 4 * content.get("n_embd", 768)
         if value is None and config_field.key in ZERO_MEANS_NULL:
             value = 0
-        read.values[config_field.key] = value
+        if value is None:
+            read.report(_name_in(content, config_field), "is null, which says nothing")
+        else:
+            read.values[config_field.key] = config_field.value_of(value)
         if config_field.is_fixed:
             read.fixed[config_field.key] = config_field.name
 
@@ -197,12 +200,13 @@ def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: Rea
 
 def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
     """Read which blocks have experts, and how wide those of a family are whose blocks all have them."""
-    if read.values.get("experts") == 0:
-        (experts,) = (config_field for config_field in family.fields if config_field.key == "experts")
-        read.report(_name_in(content, experts), "is 0: a model of this type has experts")
+    for config_field in family.fields:
+        if config_field.key in ("experts", "shared_experts") and read.values.get(config_field.key) == 0:
+            read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
     if family.has_sparse_step and "layers" in read.values:
         read.values["dense_layers"] = _read_dense_layers(content, read.values["layers"], read)
-        read.fixed["dense_layers"] = "mlp_only_layers"
+    if read.values.get("dense_layers", 0) >= read.values.get("layers", math.inf):
+        read.report(read.fixed["dense_layers"], "leaves no block with experts")
     has_dense_width = any(config_field.key == "ffn" for config_field in family.fields)
     if not has_dense_width and "expert_ffn" in read.values:
         read.values |= {"ffn": read.values["expert_ffn"], "expert_ffn": 0}
@@ -226,9 +230,8 @@ def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig
     sparse = [index for index in range(layers) if (index + 1) % step == 0 and index not in dense]
     dense_layers = layers - len(sparse)
     name = "mlp_only_layers" if step == 1 else "decoder_sparse_step"
-    if not sparse:
-        read.report(name, "leaves no block with experts")
-    elif sparse[0] != dense_layers:
+    read.fixed["dense_layers"] = name
+    if sparse and sparse[0] != dense_layers:
         read.report(name, f"is {content[name]!r}: a block without experts after one with experts is not supported")
     return dense_layers
 
@@ -256,6 +259,7 @@ def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] does not allow, by the names of their fields."""
     assert read.family is not None
     names = {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
+    names["rotary_fraction"] = FRACTION
     faults: list[Fault] = []
     read_table(Model, read.values, faults)
     for fault in faults:
@@ -287,14 +291,19 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json that say what [model] says, and those that a family's models share."""
     resolved = form_of(model) | {"ffn": model.ffn}
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    written |= family.constant_fields
     for config_field in family.fields:
         value = resolved[config_field.key]
-        is_null = config_field.key in ZERO_MEANS_NULL and value == 0
-        written |= dict.fromkeys(config_field.names, None if is_null else value)
+        if config_field.key in ZERO_MEANS_NULL and value == 0:
+            value = None
+        written |= dict.fromkeys(config_field.names, config_field.spelling_of(value))
     for required in family.required:
         written[required.name] = required.values[0]
     if family.has_rotary_positions:
         written |= write_rope(model)
+    if family.rotary_fraction is not None:
+        written[FRACTION] = model.rotary_fraction
+        written["rope_parameters"][FRACTION] = model.rotary_fraction
     if family.has_window_fields:
         kind = "sliding_attention" if model.window else "full_attention"
         written |= {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}

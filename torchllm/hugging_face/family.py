@@ -5,13 +5,13 @@ family: docs/hugging_face.md.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
-from torchllm.spec.shapes import Shape, parameter_shapes
+from torchllm.spec.shapes import Shape, stored_shapes
 
 STACKED_EXPERTS = ".experts.gate_up_proj"
 """ends of keys of files in which the experts of a block are stacked"""
@@ -30,6 +30,19 @@ class ConfigField(NamedTuple):
     """the weights are of this size, so that a run cannot choose another"""
     other_names: tuple[str, ...] = ()
     """further names of it, which other versions of transformers read: all are read, and all are written"""
+
+    spellings: tuple[tuple[Any, Any], ...] = ()
+    """pairs of a value in config.json and what it is in [model], where they are not the same"""
+
+    def value_of(self, spelling: Any) -> Any:
+        """Return the value in [model] of what config.json says."""
+        return next((value for known, value in self.spellings if known == spelling), spelling)
+
+    def spelling_of(self, value: Any) -> Any:
+        """Return what config.json says for a value in [model]; None if it has no word for it."""
+        if not self.spellings:
+            return value
+        return next((spelling for spelling, known in self.spellings if known == value), None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +73,8 @@ class TensorRule(NamedTuple):
     expert by expert"""
     is_transposed: bool = False
     """the file has inputs as rows and outputs as columns (GPT-2's Conv1D)"""
+    is_float32: bool = False
+    """whatever the type of the other tensors is, because last digits count"""
 
 
 class StoredPart(NamedTuple):
@@ -85,6 +100,8 @@ class StoredTensor(NamedTuple):
     is_transposed: bool
     parts: tuple[StoredPart, ...]
     """one after the other along the rows"""
+    is_float32: bool = False
+    """written so, whatever the type of the other tensors is"""
 
     @property
     def columns(self) -> int:
@@ -122,6 +139,13 @@ class HubFamily:
     """sliding windows are said by use_sliding_window, max_window_layers and layer_types (Qwen)"""
     has_sparse_step: bool = False
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
+    has_prediction_blocks: bool = False
+    """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
+    constant_fields: Mapping[str, Any] = field(default_factory=dict)
+    """what an export says of parts that are not read"""
+    rotary_fraction: float | None = None
+    """share of each head that rotary positions turn, where config.json has no partial_rotary_factor; None: whole heads,
+    and no other share is supported"""
     rope_theta: float = 10000.0
     """base of the rotary frequencies where config.json has none"""
     computes_ffn: bool = False
@@ -135,12 +159,20 @@ class HubFamily:
     @property
     def field_names(self) -> set[str]:
         """The fields of config.json that are keys of [model]."""
-        return {name for field in self.fields for name in field.names}
+        return {name for config_field in self.fields for name in config_field.names}
 
     @property
     def has_experts(self) -> bool:
         """Whether the family's models are mixtures of experts."""
-        return any(field.key == "experts" for field in self.fields)
+        return any(config_field.key == "experts" for config_field in self.fields)
+
+    def ignores(self, key: str, layers: int) -> bool:
+        """Return whether a tensor of a file with so many blocks is of no use, though files have it."""
+        name = key.removeprefix(self.prefix)
+        block = re.match(r"layers\.(\d+)\.", name)
+        if self.has_prediction_blocks and block is not None and int(block[1]) >= layers:
+            return True
+        return re.fullmatch(self.ignored_tensors, name) is not None
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
         """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
@@ -153,7 +185,7 @@ class HubFamily:
 
         Raises UnmappedParameter if the family has no tensor for one of the model's parameters.
         """
-        shapes = parameter_shapes(model)
+        shapes = stored_shapes(model)
         yielded: set[str] = set()
         for name in shapes:
             for stored in self.tensors_of(name, shapes):
@@ -164,7 +196,7 @@ class HubFamily:
     def tensors_of(self, name: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
         """Return the tensors of a file that hold a parameter: one, or one for each expert of a stacked parameter.
 
-        shapes: `parameter_shapes` of the model. Raises UnmappedParameter if there is none.
+        shapes: `stored_shapes` of the model. Raises UnmappedParameter if there is none.
         """
         block = re.search(r"\d+", name)
         index = block[0] if block else ""
@@ -182,7 +214,7 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
         parts = _parts_of_tensor(names, shapes)
         whole = (parts[-1].first_row + parts[-1].rows, *shape[1:])
         stored_shape = whole[::-1] if rule.is_transposed else whole
-        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts)]
+        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
     experts, _, columns = shape
     parts = _parts_of_stack(names, shapes, range(experts))
     if "{expert}" not in rule.key:

@@ -194,8 +194,7 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
         if tensor.dtype not in ITEM_SIZES:
             problems.append(f"{place}: is {tensor.dtype}; weights can be read that are {', '.join(ITEM_SIZES)}")
     for key, tensor in files.tensors.items():
-        is_ignored = re.fullmatch(family.ignored_tensors, key.removeprefix(family.prefix))
-        if key not in expected and key != HEAD and not is_ignored:
+        if key not in expected and key != HEAD and not family.ignores(key, model.layers):
             problems.append(f"{files.folder / tensor.file}: {key}: no part of a model of type {family.model_type!r}")
     if model.tied_embeddings and not is_tying_chosen and not problems:
         problems += _check_superfluous_head(files, family, stored_model)

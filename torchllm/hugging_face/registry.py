@@ -1,5 +1,6 @@
 """The families that can be read and written, and what the others have that cannot be read here. No torch."""
 
+from torchllm.hugging_face.families.glm4_moe import GLM4_MOE
 from torchllm.hugging_face.families.gpt2 import GPT2
 from torchllm.hugging_face.families.llama import LLAMA
 from torchllm.hugging_face.families.mistral import MISTRAL
@@ -12,7 +13,8 @@ from torchllm.hugging_face.families.qwen3_moe import QWEN3_MOE
 from torchllm.hugging_face.family import HubFamily
 
 HUB_FAMILIES: dict[str, HubFamily] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, MIXTRAL, QWEN3_MOE, OLMOE)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE)
 }
 """by the model_type of config.json; the first that fits a model is what it is exported as"""
 
@@ -27,7 +29,6 @@ UNSUPPORTED_TYPES = {
     "gemma2": "softcapped scores, norms before and after, and windows in every second block",
     "gemma3": "pictures, norms before and after, and windows in most of the blocks",
     "gemma3_text": "norms before and after, and windows in most of the blocks, with positions of their own",
-    "glm4_moe": "a mixture of experts, and rotary positions of a part of each head",
     "gpt_neox": "attention and feed-forward layer in parallel, and rotary positions of a part of each head",
     "gpt_oss": "sinks of the attention, and a mixture of experts",
     "gptj": "attention and feed-forward layer in parallel, and rotary positions of neighbouring features",

@@ -13,6 +13,10 @@ from torchllm.config import Model
 Fields = Mapping[str, Any]
 """of config.json"""
 
+SPELLINGS = ("rope_scaling", "rope_parameters")
+"""tables of transformers 4 and 5"""
+FRACTION = "partial_rotary_factor"
+"""of each head, in one of the tables or beside them"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -39,6 +43,25 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
 
 class RopeError(Exception):
     """Rotary positions that the model here has not. The message begins with the field of config.json."""
+
+
+def read_rotary_fraction(fields: Fields, default: float | None) -> float:
+    """Return what partial_rotary_factor says, which is beside the other fields, or in one of their tables.
+
+    default: where there is none; None: the model turns whole heads. Raises RopeError if it says otherwise.
+    """
+    found = {}
+    for name in ("", *SPELLINGS):
+        table = fields.get(name) if name else fields
+        if isinstance(table, Mapping) and table.get(FRACTION) is not None:
+            found[f"{name}.{FRACTION}".removeprefix(".")] = table[FRACTION]
+    fraction = next(iter(found.values()), 1.0 if default is None else default)
+    for name, value in found.items():
+        if default is None and value != 1:
+            raise RopeError(f"{name}: rotary positions of a part of each head are not supported in this type")
+        if value != fraction:
+            raise RopeError(f"{name}: is {value}, but {next(iter(found))} is {fraction}: remove one of them")
+    return fraction
 
 
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
@@ -77,8 +100,6 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
         raise RopeError(f"{name}: must be a table, not {scaling!r}")
     if any(isinstance(value, dict) for value in scaling.values()):
         raise RopeError(f"{name}: is another one for each kind of block, which is not supported")
-    if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise RopeError(f"{name}.partial_rotary_factor: positions of a part of each head are not supported")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return {}

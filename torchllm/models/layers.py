@@ -99,16 +99,16 @@ class GELUFeedForward(nn.Module):
 
 
 Rotary = tuple[Tensor, Tensor]
-"""what `rotate` multiplies the features of every position by, and those half a head away: each (B, S, 1, Q) float32"""
+"""what `rotate` multiplies the turned features of every position by, and their partners: each (B, S, 1, R) float32"""
 
 
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
-    """Return the angle per position, in radians, of each pair of features, (Q / 2) float32.
+    """Return the angle per position, in radians, of each pair of features that is turned, (R / 2) float32.
 
     Angles are those of RoFormer (Su et al. 2021, arXiv 2104.09864), or slower ones for contexts that are
     `rope_scaling_factor` times longer, by `rope_scaling`.
     """
-    exponents = torch.arange(0, model.head_width, 2, device=device, dtype=torch.float32) / model.head_width
+    exponents = torch.arange(0, model.rotary_width, 2, device=device, dtype=torch.float32) / model.rotary_width
     unscaled = 1.0 / model.rope_theta**exponents
     scaled = unscaled / model.rope_scaling_factor
     match model.rope_scaling:
@@ -122,7 +122,7 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
 
 
 def _llama3_share_unscaled(model: Model, unscaled: Tensor) -> Tensor:
-    """Return the share of the unscaled frequency in each of Llama 3.1, (Q / 2).
+    """Return the share of the unscaled frequency in each of Llama 3.1, (R / 2).
 
     It is 0 at wavelengths over original_length / low_frequency_factor, 1 at those under original_length /
     high_frequency_factor, and linear in the turns within the original context between these.
@@ -134,16 +134,16 @@ def _llama3_share_unscaled(model: Model, unscaled: Tensor) -> Tensor:
 
 
 def _yarn_share_unscaled(model: Model, device: torch.device) -> Tensor:
-    """Return the share of the unscaled frequency in each of YaRN, (Q / 2) (Peng et al. 2023, arXiv 2309.00071, 3.2).
+    """Return the share of the unscaled frequency in each of YaRN, (R / 2) (Peng et al. 2023, arXiv 2309.00071, 3.2).
 
     It is 1 at pairs that turn beta_fast times within the original context, 0 at those that turn beta_slow times, and
     linear in the number of the pair between these; the two ends may be rounded outward (`rope_truncate`).
     """
     first = max(_pair_that_turns(model, model.rope_beta_fast, round_by=math.floor), 0.0)
-    last = min(_pair_that_turns(model, model.rope_beta_slow, round_by=math.ceil), model.head_width - 1.0)
+    last = min(_pair_that_turns(model, model.rope_beta_slow, round_by=math.ceil), model.rotary_width - 1.0)
     if first == last:
         last += 0.001
-    pairs = torch.arange(model.head_width // 2, device=device, dtype=torch.float32)
+    pairs = torch.arange(model.rotary_width // 2, device=device, dtype=torch.float32)
     share_scaled = ((pairs - first) / (last - first)).clamp(0.0, 1.0)
     return 1.0 - share_scaled
 
@@ -154,7 +154,7 @@ def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int
     round_by: makes it a whole number if the model says so.
     """
     wavelength = model.rope_original_length / turns
-    pair = model.head_width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
+    pair = model.rotary_width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
     return round_by(pair) if model.rope_truncate else pair
 
 
@@ -178,11 +178,15 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the pairs (x[i], x[i + Q / 2]) by the angles of their position: Hugging Face's "rotate half" layout.
+    """Rotate the pairs (x[i], x[i + R / 2]) by the angles of their position: Hugging Face's "rotate half" layout.
 
-    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The products are computed in float32, the type of the angles.
+    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The first R features are turned, R of the angles; the others stay as
+    they are. The products are computed in float32, the type of the angles.
     """
-    return _Rotation.apply(x, *rotary)
+    width = rotary[0].shape[-1]
+    if width == x.shape[-1]:
+        return _Rotation.apply(x, *rotary)
+    return torch.cat((_Rotation.apply(x[..., :width], *rotary), x[..., width:]), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -204,9 +208,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    """Rotate by the angles, or with direction -1 by the negative ones: x (B, S, H, Q) -> (B, S, H, Q).
+    """Rotate by the angles, or with direction -1 by the negative ones: x (B, S, H, R) -> (B, S, H, R).
 
-    A roll by half a head brings each feature to the other one of its pair. The products with the angles are float32.
+    A roll by half the width brings each feature to the other one of its pair. The products with the angles are float32.
     FOOTGUN: where nothing is compiled their sum is written in x's type at once. torch 2.11 loses what a compiled
     backward writes into `out`, or returns from a conversion that changes nothing, and the gradient would be zero.
     """

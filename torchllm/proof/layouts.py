@@ -64,6 +64,7 @@ MIXTURES: dict[str | None, Settings] = {
         "model.dense_layers": 1,
         "model.router_score": "sigmoid",
         "model.router_scale": 2.5,
+        "model.rotary_fraction": 0.5,
     },
 }
 """settings of a mixture of experts, by the model that is built so; None: none"""

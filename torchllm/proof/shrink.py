@@ -82,6 +82,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     }
     if model.experts:
         settings |= small_experts(model, layers)
+    if model.rotary_fraction < 1:
+        settings["model.rotary_fraction"] = 0.5  # of a small head another share may not be pairs
     if model.rope_scaling_factor > 1:
         settings["model.rope_original_length"] = LENGTH // 3
     if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward

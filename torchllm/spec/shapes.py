@@ -22,6 +22,16 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
     return shapes
 
 
+def stored_shapes(model: Model) -> dict[str, Shape]:
+    """Return the shapes of all that is stored of a model: its parameters, and the buffers that are no parameters."""
+    shapes = parameter_shapes(model)
+    if model.router_bias:
+        for index in range(model.layers):
+            if model.is_sparse(index):
+                shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
+    return shapes
+
+
 def block_shapes(model: Model, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a block, by name within it. layer: its index."""
     hidden = model.hidden

@@ -10,19 +10,19 @@ from torchllm.hugging_face.families.llama import (
 )
 from torchllm.hugging_face.family import HubFamily, TensorRule
 
+QKV_BIASES = (
+    TensorRule(ATTENTION + "q_proj.bias", ("layers.{}.self_attn.q_proj.bias",)),
+    TensorRule(ATTENTION + "k_proj.bias", ("layers.{}.self_attn.k_proj.bias",)),
+    TensorRule(ATTENTION + "v_proj.bias", ("layers.{}.self_attn.v_proj.bias",)),
+)
+
 QWEN2 = HubFamily(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     features={"family": "llama", "qkv_bias": True},
     fields=decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768),
     required=(SILU,),
-    tensors=(
-        *DECODER_TENSORS,
-        *NORMS_BEFORE,
-        TensorRule(ATTENTION + "q_proj.bias", ("layers.{}.self_attn.q_proj.bias",)),
-        TensorRule(ATTENTION + "k_proj.bias", ("layers.{}.self_attn.k_proj.bias",)),
-        TensorRule(ATTENTION + "v_proj.bias", ("layers.{}.self_attn.v_proj.bias",)),
-    ),
+    tensors=(*DECODER_TENSORS, *NORMS_BEFORE, *QKV_BIASES),
     ignored_tensors=INVERSE_FREQUENCIES,
     has_window_fields=True,
 )
