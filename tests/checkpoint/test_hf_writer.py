@@ -11,15 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchllm.checkpoint.hf_writer import new_folder, plan_files, write_weights
+from torchllm.checkpoint.hf_writer import new_folder, plan_files, weight_bytes, write_weights
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Model
+from torchllm.hugging_face.families.glm4_moe import GLM4_MOE
 from torchllm.hugging_face.families.gpt2 import GPT2
 from torchllm.hugging_face.families.llama import LLAMA
 from torchllm.hugging_face.families.mixtral import MIXTRAL
 from torchllm.hugging_face.family import HubFamily
 from torchllm.hugging_face.files import INDEX_JSON, WHOLE_MODEL
-from torchllm.spec.shapes import parameter_shapes
+from torchllm.spec.shapes import parameter_shapes, stored_shapes
 
 LLAMA_MODEL = Model(layers=3, hidden=16, heads=4, ffn=24, vocab=50)
 SPARSE_MODEL = replace(LLAMA_MODEL, experts=5, expert_ffn=12)
@@ -109,6 +110,22 @@ def test_each_expert_has_tensors_of_its_own(tmp_path: Path) -> None:
         stack = weights.value(f"layers.1.mlp.routed.experts.{name}_proj")
         for expert in range(5):
             assert torch.equal(tensors[f"model.layers.1.block_sparse_moe.experts.{expert}.{key}.weight"], stack[expert])
+
+
+def test_the_bias_of_a_router_is_float32_in_files_of_any_type(tmp_path: Path) -> None:
+    """transformers computes with it in float32 in any model: bfloat16 has no digits for steps of 0.001."""
+    model = replace(SPARSE_MODEL, router_score="sigmoid", router_bias=True, shared_experts=1)
+    weights = RandomWeights(model)
+    weights.shapes |= stored_shapes(model)
+    tensors = list(GLM4_MOE.stored_tensors(model))
+    write_weights(tmp_path, tensors, weights, torch.bfloat16)
+    saved = load_file(tmp_path / WHOLE_MODEL)
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(saved.pop(key), weights.value("layers.1.mlp.routed.router.bias"))
+    assert {tensor.dtype for name, tensor in saved.items() if "bias" not in name} == {torch.bfloat16}
+    size = (tmp_path / WHOLE_MODEL).stat().st_size
+    header_length = int.from_bytes((tmp_path / WHOLE_MODEL).read_bytes()[:8], "little")
+    assert weight_bytes(tensors, torch.bfloat16) == size - 8 - header_length
 
 
 def test_a_checkpoint_with_more_experts_than_the_config_is_an_error(tmp_path: Path) -> None:

@@ -324,6 +324,14 @@ REFUSALS = {
         [],
         ["x.toml:5: model.kv_heads: 2 key-value heads do not divide 3 heads"],
     ),
+    "a share of a head that is not pairs": Refusal(
+        "[model]\nhead_dim = 12\nrotary_fraction = 0.25",
+        [],
+        [
+            "x.toml:3: model.rotary_fraction: 0.25 of a head of 12 features are 3: rotary positions turn pairs of "
+            "features"
+        ],
+    ),
     "experts": Refusal(
         "[model]\nexperts = 4\ntop_k = 5\ndense_layers = 4\n[compile]\nblock = true\n[float8]\nrecipe = 'rowwise'\n"
         "[optimizer]\nname = 'muon'",

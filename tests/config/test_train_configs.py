@@ -85,9 +85,11 @@ def test_file_and_its_resolved_config_load_without_a_line(
 
 @pytest.mark.parametrize("file", MODELS, ids=name_of)
 def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, with two of its blocks, which are all alike."""
+    """On one rank, with two of its blocks; they are alike, or the first is dense and the second has experts."""
     monkeypatch.setenv("NPROC", "1")
     two_blocks = ["--model.layers=2", "--training.global_batch_size=1", "--training.sequence_length=256"]
+    if "dense_layers" in file.read_text():
+        two_blocks.append("--model.dense_layers=1")
     config = load_config([str(file), *two_blocks, "--run.dry_run=true", "--cluster.name=dgx_h100"])
     (kind,) = examine(config).kinds
     assert kind.memory["parameters"] == 4 * parameter_count(config.model)

@@ -168,6 +168,23 @@ def test_buffers_of_old_versions_are_ignored(folder: Path) -> None:
     assert problems_of(folder) == []
 
 
+def test_a_block_that_predicts_the_token_after_the_next_is_not_read(tmp_path: Path) -> None:
+    """Published files of GLM-4.5 hold it as the block after the last one; of other types it is an error."""
+    more = {"model.layers.4.eh_proj.weight": torch.ones(4), "model.layers.4.shared_head.head.weight": torch.ones(4)}
+    for name, expected in (("glm4-moe", 0), ("qwen3-moe", 2)):
+        folder = tmp_path / name
+        save_published(name, folder, max_shard_size="40KB")
+        with_tensors(lambda tensors: tensors.update(more))(folder)
+        assert len(problems_of(folder)) == expected
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    save_published("mixtral", tmp_path, max_shard_size="40KB")
+    key = "model.layers.3.block_sparse_moe.experts.5.w2.weight"
+    with_tensors(lambda tensors: tensors.pop(key))(tmp_path)
+    assert problems_of(tmp_path) == [f"FOLDER: {key}: is missing; it must be [32, 24]"]
+
+
 def test_keys_may_lack_the_prefix(folder: Path) -> None:
     def strip(tensors: Tensors) -> None:
         for key in list(tensors):

@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 LLAMA = Model(layers=3, hidden=32, heads=4, kv_heads=2, ffn=52, vocab=61, max_sequence_length=64)
 GPT = replace(LLAMA, family="gpt", kv_heads=0)
 QWEN = replace(LLAMA, qk_norm="head", tied_embeddings=True, head_dim=12)
+GLM = replace(LLAMA, qkv_bias=True, head_dim=16, rotary_fraction=0.5)
 QWEN2 = replace(LLAMA, qkv_bias=True)
 OLMO2 = replace(LLAMA, qk_norm="width", norm_position="after")
 MISTRAL = replace(LLAMA, window=5)  # of 24 tokens, and of documents of 7 to 9
@@ -130,6 +131,8 @@ def llama_fields(model: Model) -> dict[str, Any]:
 def rope_of(model: Model) -> dict[str, Any]:
     """Return the arguments of Hugging Face's configs for the rotary positions; transformers 5 reads rope_parameters."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rotary_fraction < 1:
+        rope["partial_rotary_factor"] = model.rotary_fraction
     if model.rope_scaling_factor > 1:
         rope |= {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
         if model.rope_scaling != "linear":
@@ -155,6 +158,24 @@ def test_logits_are_those_of_hugging_faces_llama(changes: dict[str, Any]) -> Non
     from transformers import LlamaConfig, LlamaForCausalLM
 
     check_against(replace(LLAMA, **changes), LlamaForCausalLM, LlamaConfig)
+
+
+GLM_VARIANTS: dict[str, dict[str, Any]] = {
+    "half": {},
+    "quarter": {"rotary_fraction": 0.25},
+    "eager": {"attention": "eager"},
+    "linear-scaling": VARIANTS["linear-scaling"],
+    "llama31-scaling": VARIANTS["llama31-scaling"],
+    "yarn": VARIANTS["yarn"],
+}
+
+
+@pytest.mark.parametrize("changes", GLM_VARIANTS.values(), ids=GLM_VARIANTS)
+def test_logits_are_those_of_hugging_faces_glm_without_experts(changes: dict[str, Any]) -> None:
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    model = replace(GLM, **changes)
+    check_against(model, Glm4MoeForCausalLM, Glm4MoeConfig, attention_bias=True, first_k_dense_replace=model.layers)
 
 
 @pytest.mark.parametrize("changes", QWEN_VARIANTS.values(), ids=QWEN_VARIANTS)

@@ -139,6 +139,20 @@ def test_rotation_keeps_the_type_and_computes_in_float32() -> None:
     assert torch.equal(rotate(x, rotary), expected)
 
 
+def test_a_part_of_each_head_is_turned_as_a_narrower_head_is() -> None:
+    """The first half, and its gradient; the other half passes as it is."""
+    x = inputs(1, 8, 2, 16).requires_grad_()
+    positions = torch.arange(8).unsqueeze(0)
+    rotated = rotate(x, rotary_angles(Model(hidden=32, heads=2, rotary_fraction=0.5), positions))
+    narrow = rotate(x[..., :8], rotary_angles(Model(hidden=16, heads=2), positions))
+    expected = torch.cat((narrow, x[..., 8:]), -1)
+    assert torch.equal(rotated, expected)
+    gradient = inputs(1, 8, 2, 16).flip(1)
+    (rotated_gradient,) = torch.autograd.grad(rotated, x, gradient)
+    (expected_gradient,) = torch.autograd.grad(expected, x, gradient)
+    assert torch.equal(rotated_gradient, expected_gradient)
+
+
 class Operations(TorchDispatchMode):
     """Notes the names of operations that compute: on a GPU each is a kernel."""
 

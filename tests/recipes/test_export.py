@@ -40,6 +40,18 @@ MODELS = {
         tied_embeddings=True, rope_scaling_factor=4.0, rope_original_length=16, rope_theta=5e5, **SIZES
     ),
     "qwen3": Model(kv_heads=2, head_dim=12, qk_norm="head", norm_epsilon=1e-6, **SIZES),
+    "mixtral": Model(kv_heads=2, experts=4, expert_ffn=24, **SIZES),
+    "glm": Model(
+        experts=4,
+        expert_ffn=24,
+        shared_experts=2,
+        dense_layers=1,
+        router_score="sigmoid",
+        router_bias=True,
+        router_scale=2.5,
+        rotary_fraction=0.5,
+        **SIZES,
+    ),
     "gpt2": Model(family="gpt", tied_embeddings=True, **SIZES),
     "gpt2 not tied": Model(family="gpt", **SIZES),
 }
