@@ -206,6 +206,8 @@ def test_a_combination_of_features_that_no_family_has_is_named(model: Model, rea
 
 def test_keys_that_say_nothing_of_a_model_do_not_keep_it_from_an_export() -> None:
     assert family_to_export(Model(top_k=4, router_scale=2.0)).model_type == "llama"
+    balanced = replace(SPARSE, balance_loss="global", balance_weight=0.1, router_z_loss=0.1)
+    assert family_to_export(balanced).model_type == "mixtral"
     written = write_config_json(replace(SPARSE, ffn=7, expert_ffn=96), HUB_FAMILIES["mixtral"])
     assert written["intermediate_size"] == 96  # no block has a layer of width ffn
 
