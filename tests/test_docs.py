@@ -210,7 +210,8 @@ def average_fork(tmp_path: Path) -> Path:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
     settings, read_config = blocks[:2]
     average, make, begin, follow, log = blocks[-5:]
-    assert "`extra_state=average.tensors | warmed.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
+    extra_state = "extra_state=average.tensors | step.expert_balance.tensors"
+    assert f"`{extra_state} | warmed.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
     for old, new in (
@@ -218,7 +219,7 @@ def average_fork(tmp_path: Path) -> Path:
         ("    CONFIGS = load_configs(sys.argv[1:])\n", read_config),
         ("\ndef train(", f"\n{average}\n\ndef train("),
         ("    optimizer = build_optimizer(stages, config.optimizer)\n", f"\\g<0>{make}"),
-        ("extra_state=average.tensors,", "extra_state=average.tensors | warmed.tensors,"),
+        (f"{extra_state},", f"{extra_state} | warmed.tensors,"),
         ("    restored = checkpoints.resume()\n", f"\\g<0>{begin}"),
         ("            result = step(n, packed.unpack(device))\n", f"\\g<0>{follow}"),
         ("            if monitor.log(n, result, validation_loss, force=last):\n", log),

@@ -19,10 +19,12 @@ from tests.workers import run
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.replay import Traced
 from torchllm.dry_run.trace import trace
+from torchllm.models.experts import Router, Routing
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.expert import routed_experts
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.train.step import TrainStep
 
@@ -47,6 +49,16 @@ LAYOUTS: dict[str, Settings] = {
         "parallel.schedule": "Interleaved1F1B",
         "parallel.zero_stage": 1,
         "training.loss_chunk": 16,
+    },
+    "experts shared by tensor and data parallel ranks": {
+        "parallel.dp_shard": 4,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.ep": 4,
+        "model.experts": 8,
+        "model.top_k": 2,
+        "model.shared_experts": 1,
+        "model.dense_layers": 1,
     },
     "Muon, moving average and z-loss over HSDP and tensor parallel": {
         "parallel.dp_replicate": 2,
@@ -83,6 +95,13 @@ class Born(TorchDispatchMode):
         return out
 
 
+def choose_evenly(router: Router, inputs: Any, routing: Routing) -> Routing:
+    """Forward hook: the tokens use all experts equally often, as the dry run assumes."""
+    count = routing.experts.numel()
+    even = torch.arange(count).view_as(routing.experts) % len(router.weight)
+    return routing._replace(experts=even)
+
+
 def really_held(settings: Settings) -> dict[str, Any]:
     """On a rank: bytes by purpose, bytes that each forward saves, bytes sent by axis."""
     config = tiny(settings)
@@ -97,7 +116,8 @@ def really_held(settings: Settings) -> dict[str, Any]:
     def complete(*arguments: Any) -> Tensor:
         nonlocal gradient_bytes
         loss = step(*arguments)
-        gradient_bytes = sum(storages(gradients(stages)).values())
+        counts = [count for stage in stages for routed in routed_experts(stage) for count in routed.router.recorded]
+        gradient_bytes = sum(storages([*gradients(stages), *counts]).values())  # both are what a backward leaves
         return loss
 
     complete.stages, complete.loss_sum = step.stages, step.loss_sum  # type: ignore[attr-defined]
@@ -115,6 +135,8 @@ def really_held(settings: Settings) -> dict[str, Any]:
         left.append(sum(size for at, size in here.items() if at not in weights))
 
     for stage in stages:
+        for routed in routed_experts(stage):
+            routed.router.register_forward_hook(choose_evenly)
         stage.register_forward_pre_hook(lambda module, args: born.storages.clear(), prepend=True)
         stage.register_forward_hook(end)
     sent = Trace(mesh)

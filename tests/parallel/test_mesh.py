@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Parallel
-from torchllm.parallel.mesh import Mesh, build_mesh, destroy_mesh
+from torchllm.parallel.mesh import AXES, Mesh, build_mesh, destroy_mesh
 
 
 @contextmanager
@@ -93,6 +93,32 @@ def test_the_axes_of_a_group_are_those_along_which_its_ranks_differ(zero_stage: 
             assert axis.size == len(ranks)
             divided = [dimension for dimension in axis.dimensions if mesh.world.shape[dimension] > 1]
             assert divided == differing or axis.size == 1, axis
+
+
+def test_experts_borrow_the_innermost_ranks_of_all_that_have_tokens_of_their_own() -> None:
+    """ep 4 is tp 2 and half of dp_shard 4: FSDP shards experts over the other half."""
+    with on_rank(13, 16, dp_replicate=2, dp_shard=4, tp=2, ep=4) as mesh:
+        assert mesh.ep is not None
+        assert mesh.expert_fsdp is not None
+        assert ranks_of(mesh.ep) == [12, 13, 14, 15]
+        assert mesh.expert_fsdp.shape == (2, 2)
+        assert ranks_of(mesh.expert_fsdp, 0) == [5, 13]
+        assert ranks_of(mesh.expert_fsdp, 1) == [9, 13]
+        axes = {axis.name: axis.dimensions for axis in mesh.axis_of_group.values()}
+        assert [AXES[dimension] for dimension in axes["ep"]] == ["tp", "dp_shard"]
+        assert [AXES[dimension] for dimension in axes["efsdp"]] == ["dp_shard"]
+        assert mesh.describe().endswith("tp 2, ep 4")
+
+
+def test_ep_may_be_a_part_of_tp() -> None:
+    with on_rank(5, 8, dp_shard=2, tp=4, ep=2) as mesh:
+        assert mesh.ep is not None
+        assert mesh.expert_fsdp is not None
+        assert ranks_of(mesh.ep) == [4, 5]
+        assert ranks_of(mesh.expert_fsdp) == [1, 3, 5, 7]
+        axes = {axis.name: axis.dimensions for axis in mesh.axis_of_group.values()}
+        assert [AXES[dimension] for dimension in axes["ep"]] == ["tp"]
+        assert [AXES[dimension] for dimension in axes["efsdp"]] == ["tp", "dp_shard"]
 
 
 def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:

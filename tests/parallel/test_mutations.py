@@ -21,6 +21,7 @@ import torchllm.models.routing_record
 import torchllm.optim.expert_balance
 import torchllm.optim.grad_norm
 import torchllm.parallel.context
+import torchllm.parallel.expert
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
 import torchllm.parallel.pipeline
@@ -322,6 +323,29 @@ def rows_not_put_back() -> Any:
     return _replaced(torchllm.models.experts, "put_back", change)
 
 
+def router_gradient_of_tokens_taken_as_whole() -> Any:
+    """Of expert and tensor parallelism: each tp rank has routed its own part of the sequence."""
+    return _replaced(torchllm.parallel.tensor.ExpertsByTokens, "gradient_of_router", lambda real: Replicate())
+
+
+def expert_gradients_halved() -> Any:
+    """Of expert parallelism: as if two ranks' gradients were averaged."""
+
+    def change(own_experts: Any) -> Any:
+        return lambda weight: own_experts(weight) * 0.5 + own_experts(weight).detach() * 0.5
+
+    return _replaced(torchllm.parallel.expert, "_own_experts", change)
+
+
+def arriving_rows_stay_in_the_order_of_ranks() -> Any:
+    """Of expert parallelism: rows from several ranks are not sorted by expert."""
+
+    def change(order_by_expert: Any) -> Any:
+        return lambda origins, rows: torch.arange(rows)
+
+    return _replaced(torchllm.parallel.expert, "_order_by_expert", change)
+
+
 def shared_experts_dropped_on_a_rank() -> Any:
     """Of tensor parallelism: one rank adds nothing for the features of the shared experts that it holds."""
 
@@ -416,6 +440,7 @@ BIAS: Settings = {**EXPERTS, "model.router_bias": True, "model.router_bias_rate"
 TOKENS = "step 1: tokens per expert differ"
 SEQUENCE: Settings = {**EXPERTS, "model.balance_loss": "sequence", "model.balance_weight": 0.3}
 Z_LOSS: Settings = {**EXPERTS, "model.router_z_loss": 0.3}
+EP2: Settings = {**EXPERTS, "parallel.ep": 2}
 UNCLIPPED = {"training.max_grad_norm": 1e9}  # else a wrong norm shows in the next step's gradients
 # the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
 MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
@@ -457,6 +482,9 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     ),
     (router_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, "router.weight: ranks differ"),
     (input_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
+    (router_gradient_of_tokens_taken_as_whole, {**TP2, **EP2}, False, "router.weight: ranks differ"),
+    (expert_gradients_halved, {**FSDP2, **EP2}, False, f"step 1.*{GRADIENT}"),
+    (arriving_rows_stay_in_the_order_of_ranks, {**FSDP2, **EP2}, False, f"step 1.*{GRADIENT}"),
     (rows_not_put_back, {**FSDP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (shared_experts_dropped_on_a_rank, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (tokens_counted_by_every_tp_rank, {**TP2, **BIAS}, False, TOKENS),

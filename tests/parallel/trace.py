@@ -18,7 +18,7 @@ from torchllm.parallel.pipeline import build_forward_backward
 
 KINDS = {
     "allgather": "gather",
-    "reduce_scatter": "scatter",
+    "reducescatter": "scatter",
     "allreduce": "reduce",
     "alltoall": "exchange",
     "send": "send",
@@ -58,7 +58,7 @@ class Trace(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        name = func.__name__.replace("all_", "all")
+        name = func.__name__.replace("_", "")  # some are all_gather_, others allgather_
         kind = next((kind for part, kind in KINDS.items() if part in name), None)
         if "c10d" in func.namespace and kind is not None:
             tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]

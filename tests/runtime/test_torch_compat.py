@@ -329,6 +329,43 @@ def test_all_to_all() -> None:
         assert out == [[10.0 * sender + receiver, -1.0] for sender in range(3)]
 
 
+class ExchangedRows(NamedTuple):
+    sent: list[float]
+    received: list[float]
+
+
+def exchanged_rows() -> ExchangedRows:
+    """Send `rank` rows to rank 0 and one to each other rank, with work between the beginning and the end."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sent = [rank] + [1] * (ranks - 1)
+    received = list(range(ranks)) if rank == 0 else [1] * ranks
+    x = torch.arange(float(sum(sent))) + 10.0 * rank
+    begun = torch_compat.begin_all_to_all(x, sent, received, dist.group.WORLD)
+    return ExchangedRows(x.tolist(), torch_compat.end_all_to_all(begun).tolist())
+
+
+def test_begin_all_to_all() -> None:
+    sent = [result.sent for result in run(exchanged_rows, 3)]
+    assert sent == [[0.0, 1.0], [10.0, 11.0, 12.0], [20.0, 21.0, 22.0, 23.0]]
+
+
+def test_end_all_to_all() -> None:
+    received = [result.received for result in run(exchanged_rows, 3)]
+    assert received == [[10.0, 20.0, 21.0], [0.0, 11.0, 22.0], [1.0, 12.0, 23.0]]
+
+
+def test_unflatten_mesh() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        mesh = torch_compat.unflatten_mesh(flatten_mesh(world["b", "c"], "bc"), (1, 4), ("d", "e"))
+        assert (mesh.shape, mesh.mesh_dim_names) == ((1, 4), ("d", "e"))
+        assert dist.get_process_group_ranks(mesh.get_group("e")) == [4, 5, 6, 7]
+        assert join_meshes(world["a"], mesh["e"]).shape == (2, 4)  # they have one root
+    finally:
+        dist.destroy_process_group()
+
+
 def test_profiled_events() -> None:
     x = torch.ones(50, 50, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -89,6 +89,8 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
         result += _float8_layout_problems(config)
     if not wrong_degrees:  # else the number of data ranks is unknown
         result += _data_rank_problems(config, parallel)
+        if parallel.ep > 1 and config.model.experts:
+            result += _expert_parallel_problems(config, parallel)
     return result
 
 
@@ -391,7 +393,7 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     parallel = config.parallel
     widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
-    if model.expert_ffn:
+    if model.expert_ffn and parallel.ep == 1:
         widths["expert_ffn"] = model.expert_ffn
     for key, size in widths.items():
         if size % parallel.tp:
@@ -407,6 +409,30 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
             divided += " / cp"
         hint = "" if parallel.sequence_parallel else "; or set parallel.scatter_gather = false"
         yield Problem("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
+
+
+def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
+    """Find what expert parallelism cannot share. `parallel`: its degrees are resolved."""
+    ep = parallel.ep
+    ranks = parallel.dp_shard * parallel.cp * parallel.tp
+    if config.model.experts % ep:
+        yield Problem("parallel.ep", f"{ep} does not divide model.experts = {config.model.experts}")
+    if ranks % ep:
+        product = f"dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp} = {ranks}"
+        yield Problem("parallel.ep", f"{ep} does not divide {product}, whose ranks it borrows")
+    if parallel.zero_stage == 0:
+        yield Problem(
+            "parallel.zero_stage", "0 keeps all weights on every rank, but parallel.ep shares the experts: set 1"
+        )
+    shared = config.model.shared_experts * config.model.expert_width
+    if shared % parallel.tp:
+        yield Problem("parallel.tp", f"{parallel.tp} does not divide the width of the shared experts, {shared}")
+    part = config.training.sequence_length // parallel.cp
+    if part % parallel.tp:
+        yield Problem(
+            "parallel.tp",
+            f"{parallel.tp} does not divide the {part} tokens of a sequence, of which ep gives each rank a part",
+        )
 
 
 def _has_rank_without_rows(rows: int, ranks: int) -> bool:

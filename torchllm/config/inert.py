@@ -156,6 +156,7 @@ CONTRADICTIONS = (
         'model.balance_loss = "sequence" or "global"',
     ),
     Need("model.router_z_loss", _has_experts, EXPERTS),
+    Need("parallel.ep", _has_experts, EXPERTS),
     Need("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
     Need("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
     Need("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),

@@ -461,6 +461,9 @@ class Parallel:
     """ranks that share a sequence (context parallelism)"""
     tp: Degree = 1
     """ranks that share each matrix (tensor parallelism)"""
+    ep: Degree = 1
+    """with model.experts: ranks that share the experts of each block (expert parallelism); it borrows the innermost
+    ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
     sequence_parallel: bool = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
     zero_stage: Annotated[int, Bound(at_least=0, at_most=3)] = 3

@@ -237,6 +237,8 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "nothing compiled: what is keeps less"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     yield "sent: in rings, each collective once round"
+    if config.parallel.ep > 1:
+        yield "tokens use all experts equally often: a rank whose experts are chosen more often holds and receives more"
     for kind in report.kinds:
         batches, ranks = kind.traced_micro_batches, kind.traced_pp_ranks
         if batches != report.micro_batches or ranks != config.parallel.pp:
@@ -313,6 +315,8 @@ def _ranks(report: Report) -> int:
 def _layout(report: Report) -> str:
     parallel = report.config.parallel
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in AXES)
+    if parallel.ep > 1:
+        degrees += f", ep {parallel.ep}"
     schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
     return f"{degrees}, zero_stage {parallel.zero_stage}{schedule}, recompute {report.config.recompute.mode}"
 

@@ -32,6 +32,7 @@ from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.expert import split_evenly
 from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
@@ -88,6 +89,8 @@ def trace(
         if gpu:
             use_fused_norms(model)
         stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
+        for stage in stages:
+            split_evenly(stage)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _trace(config, dtype, stages, mesh, part, micro_batches, fake)

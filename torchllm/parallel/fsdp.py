@@ -5,8 +5,10 @@ they are replicated over the first (HSDP: shard inside a node, replicate across 
 dimension of one rank.
 
 Stacked matrices of experts are sharded by expert, or by hidden states where ranks could not have equally many experts.
+With expert parallelism they are sharded over other ranks than the rest, those of efsdp, and so are units of their own.
 
-Sent, per unit (the embedding; each block; the router of a block with experts, in float32; final norm and head), when:
+Sent, per unit (the embedding; each block; the router of a block with experts, in float32; experts that are shared by
+rank; final norm and head), when:
   stage 3   all-gather before the forward and again before the backward of every micro batch, reduce-scatter after it
   stage 2   all-gather once per step, reduce-scatter after the backward of every micro batch
   stage 1   all-gather once per step, reduce-scatter once per step
@@ -35,7 +37,7 @@ from torch.distributed.tensor import Shard
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, Router
-from torchllm.runtime.torch_compat import free_gather_buffer
+from torchllm.runtime.torch_compat import free_gather_buffer, local_region
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 """of routers, whose weights are gathered in float32: which experts a token uses depends on last digits"""
@@ -46,14 +48,16 @@ class Unit(NamedTuple):
 
     outer: FSDPModule
     inner: Sequence[FSDPModule] = ()
-    """its routers"""
+    """its routers, and its experts if they are sharded over other ranks"""
 
 
-def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype) -> None:
+def apply_fsdp(
+    stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype, expert_mesh: DeviceMesh | None
+) -> None:
     """Shard a stage in place, its root last.
 
     mesh: one dimension (shard) or two (replicate, shard). dtype: of the computation; weights and reductions stay
-    float32.
+    float32. expert_mesh: the same, of experts that are shared by rank; None without expert parallelism.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
@@ -76,7 +80,19 @@ def apply_fsdp(stage: Decoder, mesh: DeviceMesh, parallel: Parallel, dtype: torc
             for router in block.modules()
             if isinstance(router, Router)
         ]
-        placements = _placements_of_experts(block, ranks=mesh.size(mesh.ndim - 1))
+        placements = _placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
+        if expert_mesh is not None:
+            inner += [
+                fully_shard(
+                    experts,
+                    mesh=expert_mesh,
+                    mp_policy=policy,
+                    reshard_after_forward=frees,
+                    shard_placement_fn=placements.get,
+                )
+                for experts in block.modules()
+                if isinstance(experts, Experts)
+            ]
         outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
         units.append(Unit(outer, inner))
 
@@ -115,7 +131,7 @@ def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, S
     placements: dict[nn.Parameter, Shard] = {}
     for module in block.modules():
         if isinstance(module, Experts):
-            count, hidden, _ = module.down_proj.shape
+            (count, hidden, _), _ = local_region(module.down_proj)
             if count % ranks and hidden % ranks == 0:
                 placements |= {module.gate_proj: Shard(2), module.up_proj: Shard(2), module.down_proj: Shard(1)}
     return placements

@@ -6,6 +6,9 @@ tp communicates in every layer, so its ranks are neighbours inside a node; dp_re
 pp sends one tensor per micro batch, so these two cross nodes. FSDP shards over dp_shard x cp together ("fsdp"): cp
 ranks hold different tokens but need the same weights. HSDP is FSDP over that axis, replicated over dp_replicate.
 
+Experts (ep) borrow the innermost ranks of dp_shard x cp x tp, so ep is no axis of its own; FSDP shards experts over
+what is left of these ranks ("efsdp").
+
 FOOTGUN: `fully_shard` on a two-dimensional mesh means HSDP (replicate, shard), not sharding over both dimensions. That
 is why dp_shard and cp are flattened into one dimension here.
 """
@@ -18,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchllm.config import Parallel
-from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes
+from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes, unflatten_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-AXIS_NAMES = ("world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp")
+AXIS_NAMES = ("world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp", "efsdp", "ep")
 """of the process groups, see `MeshAxis`"""
 
 
@@ -54,6 +57,12 @@ class Mesh:
     """ranks that share each matrix"""
     loss: DeviceMesh
     """ranks whose losses and token counts add up: dp x cp, flattened"""
+    expert_ranks: DeviceMesh | None
+    """dp_shard x cp x tp, flattened, which have different tokens where experts are shared; None without ep"""
+    ep: DeviceMesh | None
+    """ranks that share the experts; None without expert parallelism"""
+    expert_fsdp: DeviceMesh | None
+    """like `fsdp`, of the experts"""
     data_rank: int
     """which part of a step's sequences this rank reads, 0 <= data_rank < data_size"""
     data_size: int
@@ -86,11 +95,29 @@ class Mesh:
             over_cp = group.size() != self.world.size(AXES.index("dp_replicate"))
             dimensions = ("dp_replicate", "cp") if over_cp else ("dp_replicate",)
             add("dp_replicate", group, *dimensions)
+        if self.ep is not None and self.expert_fsdp is not None:
+            add("efsdp", self.expert_fsdp.get_all_groups()[-1], *self._divided_by_experts(self.ep.size(), inner=False))
+            add("ep", self.ep.get_group(), *self._divided_by_experts(self.ep.size(), inner=True))
         return axes
+
+    def _divided_by_experts(self, ep: int, inner: bool) -> list[str]:
+        """Return the axes along which the ranks of ep (inner), or of efsdp, differ; the one in between is in both."""
+        within = []
+        beyond = []
+        ranks = 1  # so many neighbours differ along the axes so far
+        for axis in ("tp", "cp", "dp_shard"):
+            size = self.world.size(AXES.index(axis))
+            if size > 1 and ranks < ep:
+                within.append(axis)
+            ranks *= size
+            if size > 1 and ranks > ep:
+                beyond.append(axis)
+        return within if inner else beyond
 
     def describe(self) -> str:
         """Return the degrees in one line: "pp 1 x dp_replicate 2 x ..."."""
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.world.shape, strict=True))
+        degrees = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.world.shape, strict=True))
+        return degrees if self.ep is None else f"{degrees}, ep {self.ep.size()}"
 
 
 class MeshKey(NamedTuple):
@@ -104,6 +131,7 @@ class MeshKey(NamedTuple):
     whole_weights: bool
     """zero_stage 0: every rank holds whole weights, so all data parallel ranks are replicas"""
     cp_method: str
+    ep: int
 
 
 _BUILT: dict[MeshKey, Mesh] = {}
@@ -117,7 +145,7 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     If this job has built it, return that one. Call it on all ranks, in the same order.
     """
     degrees = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
-    key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero_stage == 0, parallel.cp_method)
+    key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero_stage == 0, parallel.cp_method, parallel.ep)
     for built in list(_BUILT):
         if built.job is not key.job:  # of a job that this process has left
             del _BUILT[built]
@@ -131,7 +159,9 @@ def destroy_mesh(mesh: Mesh) -> None:
     for key, built in list(_BUILT.items()):
         if built is mesh:
             del _BUILT[key]
-    groups = {group.group_name: group for part in (mesh.world, mesh.fsdp, mesh.loss) for group in part.get_all_groups()}
+    meshes = [mesh.world, mesh.fsdp, mesh.loss]
+    meshes += [part for part in (mesh.ep, mesh.expert_fsdp, mesh.expert_ranks) if part is not None]
+    groups = {group.group_name: group for part in meshes for group in part.get_all_groups()}
     for group in groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -153,6 +183,13 @@ def _new_mesh(parallel: Parallel, device: torch.device) -> Mesh:
         fsdp = flatten_mesh(world["dp_shard", "cp"], "fsdp")
         if replicate > 1:
             fsdp = join_meshes(world["dp_replicate"], fsdp)
+    expert_ranks = ep = expert_fsdp = None
+    if parallel.ep > 1:
+        expert_ranks = flatten_mesh(world["dp_shard", "cp", "tp"], "expert_ranks")
+        sharing = unflatten_mesh(expert_ranks, (expert_ranks.size() // parallel.ep, parallel.ep), ("efsdp", "ep"))
+        ep, expert_fsdp = sharing["ep"], sharing["efsdp"]
+        if replicate > 1:
+            expert_fsdp = join_meshes(world["dp_replicate"], expert_fsdp)
     return Mesh(
         world=world,
         fsdp=fsdp,
@@ -161,6 +198,9 @@ def _new_mesh(parallel: Parallel, device: torch.device) -> Mesh:
         cp_method=parallel.cp_method,
         tp=world["tp"],
         loss=loss,
+        expert_ranks=expert_ranks,
+        ep=ep,
+        expert_fsdp=expert_fsdp,
         data_rank=world.get_local_rank("dp_replicate") * shard + world.get_local_rank("dp_shard"),
         data_size=replicate * shard,
     )

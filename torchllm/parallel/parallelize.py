@@ -2,7 +2,8 @@
 
 First the model is cut into pipeline stages. Then, to each stage:
   float8             replaces layers by others with the same parameters
-  tensor parallel    needs plain parameters
+  expert parallel    needs plain parameters
+  tensor parallel    needs plain parameters, but for the experts
   context parallel   its attention core gets the heads that tensor parallelism leaves to a rank
   recompute          wraps modules that both have changed
   compile            sees the recomputation
@@ -17,6 +18,7 @@ from torchllm.config import Compile, Float8, Parallel, Recompute
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile, must_recompute_outside
 from torchllm.parallel.context import apply_context_parallel
+from torchllm.parallel.expert import apply_expert_parallel
 from torchllm.parallel.float8 import apply_float8
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.mesh import Mesh
@@ -51,8 +53,12 @@ def parallelize(
             apply_float8(stage, float8, dtype, mesh.world.device_type, shards_weights)
             say("float8 %s products in the blocks", float8.recipe)
 
+        if mesh.ep is not None:
+            apply_expert_parallel(stage, mesh.ep)
+            say("expert parallel over %d ranks", parallel.ep)
+
         if parallel.tp > 1:
-            apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel)
+            apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel, shares_experts=mesh.ep is not None)
             say("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
             if parallel.scatter_gather and not parallel.sequence_parallel:
                 apply_scatter_gather(stage, mesh.tp)
@@ -71,6 +77,6 @@ def parallelize(
 
         # On one rank in float32 FSDP would only copy weights and run hooks, which takes 40 % of a small step.
         if mesh.world.size() > 1 or dtype != torch.float32:
-            apply_fsdp(stage, mesh.fsdp, parallel, dtype)
+            apply_fsdp(stage, mesh.fsdp, parallel, dtype, mesh.expert_fsdp)
             say("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

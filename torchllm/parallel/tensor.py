@@ -12,7 +12,9 @@ tokens. The gradients of the norms' weights, D numbers each, are summed then; th
 width (model.qk_norm = "width") are cut as the heads are, and all-reduce one number per token each, in the forward and
 in the backward. The loss sends three numbers per token, never the logits. Low-rank updates (LoRA) are cut as their
 matrices are, and of each the gradient of the factor that is whole on every rank is summed (`LowRankUpdate`). Experts
-are cut as dense feed-forward layers are, each by F; the router is whole, and its gradient is summed.
+are cut as dense feed-forward layers are, each by F; the router is whole, and its gradient is summed. Experts that are
+shared by rank (`parallel/expert.py`) are not cut: each tp rank routes its part of the sequence, and without sequence
+parallelism the results are gathered.
 """
 
 from collections.abc import Callable
@@ -39,12 +41,15 @@ from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
 from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
+from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import Cut, canonical_name, rule_of
 
 
-def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool, shares_experts: bool) -> None:
     """Cut a stage's parameters over the tp ranks, in place. mesh: one dimension, the tp ranks.
+
+    shares_experts: each rank has some experts, whole (expert parallelism).
 
     FOOTGUN: `parallelize_module` replaces the embedding's and the head's parameters one by one, so a tied embedding
     would silently become two weights; `tie_embeddings` makes them one again.
@@ -57,12 +62,19 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     gather_mlp = PrepareModuleInput(
         input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
-    # One gather for router, experts and shared experts too, and one reduction of the sum of their results.
-    gather_and_sum = PrepareModuleInputOutput(
+    # One gather for router, experts and shared experts too, and one reduction of the sum of their results. Experts
+    # that are shared by rank need neither, so that shared experts, which all tokens use, have their own.
+    routed: ParallelStyle = ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
+    tokens_of_rank: Placement = hidden if shares_experts else Replicate()
+    sums_of_rank: Placement = hidden if shares_experts else Partial()
+    mixture = PrepareModuleInputOutput(
         input_layouts=(hidden,),
-        desired_input_layouts=(Replicate(),),
-        output_layouts=(Partial(),),
+        desired_input_layouts=(tokens_of_rank,),
+        output_layouts=(sums_of_rank,),
         desired_output_layouts=(hidden,),
+    )
+    gather_shared = PrepareModuleInput(
+        input_layouts=(tokens_of_rank,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
         ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
@@ -85,18 +97,20 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
             updated.append(f"{name}.")
         elif isinstance(module, Router):
-            continue  # cut by `ExpertsByFeatures`
+            continue  # cut by the style of `routed`
         elif name.endswith(".mlp.shared.down_proj"):
-            plan[name] = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+            plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
         elif "weight" in dict(module.named_parameters(recurse=False)):
             kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # that of float8 is derived from it
             plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, kind]()
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
         elif isinstance(module, MixtureOfExperts):
-            plan[name] = gather_and_sum
+            plan[name] = mixture
+        elif name.endswith(".mlp.shared"):
+            plan[name] = gather_shared
         elif isinstance(module, RoutedExperts):
-            plan[name] = ExpertsByFeatures()
+            plan[name] = routed
         elif name.endswith(".mlp"):
             plan[name] = gather_mlp
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
@@ -190,8 +204,8 @@ class ExpertsByFeatures(ParallelStyle):
             weight = distribute_tensor(module.experts.get_parameter(name), device_mesh, [placement])
             module.experts.register_parameter(name, nn.Parameter(weight))
         module.experts.local = self._own_features
-        module.router.local = self._whole_router
         module.router.repeats = device_mesh.size()
+        module.router.local = partial(_whole_router, self.gradient_of_router)
         module.own_tokens = self._all_tokens
         module.hidden_states = partial(self._part_of_sum, device_mesh)
         return distribute_module(module, device_mesh)
@@ -200,16 +214,48 @@ class ExpertsByFeatures(ParallelStyle):
         assert isinstance(weight, DTensor)
         return weight.to_local()
 
-    def _whole_router(self, weight: Tensor) -> Tensor:
-        assert isinstance(weight, DTensor)
-        return weight.to_local(grad_placements=[self.gradient_of_router])
-
     def _all_tokens(self, x: Tensor) -> Tensor:
         assert isinstance(x, DTensor)
         return x.to_local(grad_placements=[Partial()])
 
     def _part_of_sum(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
         return DTensor.from_local(out, mesh, [Partial()], run_check=False)
+
+
+class ExpertsByTokens(ParallelStyle):
+    """Routed experts that are shared by rank: a tp rank routes its part of the sequence, as data parallel ranks do.
+
+    What it computes of the gradient of the router is therefore a part of a sum over tp.
+    """
+
+    gradient_of_router: Placement = Partial()
+    """what a rank has of the gradient of the router's weights"""
+
+    def __init__(self, hidden: Placement) -> None:
+        self.hidden = hidden
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RoutedExperts)
+        distribute_module(module.router, device_mesh)
+        module.router.local = partial(_whole_router, self.gradient_of_router)
+        sum_over_sequence(module, device_mesh.get_group())
+        module.own_tokens = self._part_of_sequence
+        module.hidden_states = partial(self._laid_out, device_mesh)
+        return module
+
+    def _part_of_sequence(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        return x.redistribute(placements=[Shard(1)]).to_local()
+
+    def _laid_out(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
+        part = DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
+        return part.redistribute(placements=[self.hidden])
+
+
+def _whole_router(gradient: Placement, weight: Tensor) -> Tensor:
+    """Return the router's weights. gradient: what a rank has of theirs."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[gradient])
 
 
 class LowRankUpdate(ParallelStyle):

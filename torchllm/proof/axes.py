@@ -93,6 +93,12 @@ TECHNIQUES = (
         "parameter used there whose gradient nobody adds up over tp",
     ),
     Technique(
+        {"parallel.dp_shard": 2, "parallel.ep": 2},
+        lambda config: config.parallel.ep > 1,
+        "each rank has some of the experts, whole, and tokens travel to them. Look for a number that depends on all "
+        "experts, or on all tokens of a rank",
+    ),
+    Technique(
         {"parallel.cp": 2, "parallel.cp_method": "ring"},
         _uses("ring"),
         "each rank has two pieces of every sequence. Look for a mean or a norm over the tokens of a sequence, for a "

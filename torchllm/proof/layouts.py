@@ -41,6 +41,7 @@ PARALLEL: dict[str, tuple[Any, ...]] = {
     "parallel.sequence_parallel": (False, True),
     "parallel.scatter_gather": (True, False),
     "parallel.zero_stage": (3, 2, 1, 0),
+    "parallel.ep": (1, 2, 4),
 }
 """settings of [parallel] that change how a step is computed, beside the degrees"""
 RECOMPUTE: dict[str, tuple[Any, ...]] = {"recompute.mode": get_args(c.Recompute.__annotations__["mode"])}
@@ -66,8 +67,18 @@ MIXTURES: dict[str | None, Settings] = {
         "model.router_scale": 2.5,
         "model.rotary_fraction": 0.5,
     },
+    "Mixtral, ep 2": {"model.experts": 8, "model.top_k": 2, "parallel.ep": 2},
+    "GLM-4.5, ep 4": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.shared_experts": 1,
+        "model.dense_layers": 1,
+        "model.router_score": "sigmoid",
+        "parallel.ep": 4,
+    },
 }
-"""settings of a mixture of experts, by the model that is built so; None: none"""
+"""settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
@@ -165,6 +176,10 @@ class LayoutSpace:
                 matters = shard * cp > 1
                 if replicas > 1:  # stage 0 makes replicas of all of dp
                     values = tuple(stage for stage in values if stage > 0)
+            case "parallel.ep":
+                experts, ranks = self.base.model.experts, shard * cp * tp
+                values = tuple(ep for ep in values if experts % ep == ranks % ep == 0)
+                matters = experts > 0 and len(values) > 1 and layout.get("parallel.zero_stage") != 0
             case "parallel.keep_last_block":
                 matters = layout.get("parallel.zero_stage") == 3
             case "parallel.prefetch":

@@ -83,6 +83,7 @@ PLAIN: Settings = {
     "parallel.sequence_parallel": False,
     "parallel.scatter_gather": True,
     "parallel.zero_stage": 3,
+    "parallel.ep": 1,
     "parallel.keep_last_block": True,
     "parallel.prefetch": 1,
     SPLIT: BALANCED,

@@ -42,10 +42,12 @@ __all__ = [
     "TorchDispatchMode",
     "all_to_all",
     "allocations",
+    "begin_all_to_all",
     "break_profile_cycle",
     "checkpoint_wrapper",
     "chosen_attention",
     "dump_memory",
+    "end_all_to_all",
     "flatten_mesh",
     "flight_records",
     "foreach_multiply",
@@ -61,6 +63,7 @@ __all__ = [
     "skip_pipeline_vote",
     "standard_strides",
     "storage_info",
+    "unflatten_mesh",
     "varlen_attention",
 ]
 
@@ -102,6 +105,14 @@ _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return all dimensions of a mesh as one dimension called `name`. Private: torch has no public name for it yet."""
     return mesh._flatten(name)
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the ranks of a mesh of one dimension as several dimensions, outermost first.
+
+    Private: as `flatten_mesh`.
+    """
+    return mesh._unflatten(0, sizes, names)
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
@@ -159,9 +170,21 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Not differentiable. Private: the public `all_to_all_single` writes into a tensor that it is given, which selective
     recomputation cannot keep.
     """
-    ops = torch.ops._c10d_functional
     rows_per_rank = [1] * len(x)
-    return ops.wait_tensor(ops.all_to_all_single(x, rows_per_rank, rows_per_rank, group.group_name))
+    return end_all_to_all(begin_all_to_all(x, rows_per_rank, rows_per_rank, group))
+
+
+def begin_all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Begin to send sent[i] rows of x to rank i of `group`: (N, ...) -> (M, ...), to be given to `end_all_to_all`.
+
+    sent: their sum is N; received: rows from each rank, their sum is M. Not differentiable. Private: as `all_to_all`.
+    """
+    return torch.ops._c10d_functional.all_to_all_single(x, received, sent, group.group_name)
+
+
+def end_all_to_all(x: Tensor) -> Tensor:
+    """Wait for what `begin_all_to_all` returned. Not differentiable. Private: as `all_to_all`."""
+    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

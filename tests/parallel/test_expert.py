@@ -1,0 +1,211 @@
+"""Expert parallelism: the layouts that it meets, what ranks hold, what is under way while shared experts compute."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint.test_resume_layouts import hop_over, train
+from tests.parity import Settings, build, check, tiny
+from tests.workers import run
+from torchllm.config.checks import problems
+from torchllm.models.experts import ExpertRows, Routing
+from torchllm.models.layers import SwiGLU
+from torchllm.parallel import expert
+from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
+from torchllm.proof.layouts import describe_layout
+from torchllm.spec.parameters import canonical_name
+
+EXPERTS: Settings = {
+    "model.experts": 8,
+    "model.top_k": 2,
+    "model.expert_ffn": 32,
+    "model.shared_experts": 1,
+    "model.dense_layers": 1,
+}
+FSDP2: Settings = {"parallel.dp_shard": 2}
+SEQUENCE_PARALLEL: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+LAYOUTS: list[Settings] = [
+    {**FSDP2, "parallel.tp": 2, "parallel.ep": 4},
+    {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 2, "recompute.mode": "selective"},
+    {**FSDP2, "parallel.dp_replicate": 2, "parallel.ep": 2, "recompute.mode": "full"},
+    {**FSDP2, "parallel.cp": 2, "parallel.ep": 4, "recompute.mode": "ffn", "parallel.zero_stage": 2},
+    {**FSDP2, "parallel.pp": 2, "parallel.ep": 2, "parallel.schedule": "ZBVZeroBubble"},
+    {"parallel.tp": 4, "parallel.ep": 2, "recompute.mode": "selective_half"},
+    {"parallel.dp_shard": 8, "parallel.ep": 2, "model.experts": 4, "parallel.zero_stage": 1},
+]
+"""techniques and ways to recompute with ep; tp over more ranks than ep, FSDP over more than a rank has experts"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=describe_layout)
+def test_gradients_are_those_of_one_process(layout: Settings) -> None:
+    check({**EXPERTS, **layout}, ragged=True)
+
+
+@pytest.mark.parametrize("balance_loss", ["sequence", "global"])
+def test_loads_are_balanced_as_in_one_process(balance_loss: str) -> None:
+    """Each tp rank counts its part of a sequence, and each cp rank its own."""
+    balance: Settings = {"model.balance_loss": balance_loss, "model.balance_weight": 0.3, "model.router_z_loss": 0.3}
+    bias: Settings = {"model.router_bias": True, "model.router_bias_rate": 0.01}
+    check({**EXPERTS, **balance, **bias, **SEQUENCE_PARALLEL, "parallel.cp": 2, "parallel.ep": 4}, ragged=True)
+
+
+def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Return what this rank holds of the first sparse block's experts, by the name of the matrix."""
+    _, (stage,) = build(tiny({**EXPERTS, **settings}))
+    shapes = {}
+    for name, parameter in stage.layers["1"].named_parameters():
+        assert isinstance(parameter, DTensor)
+        *_, owner, matrix = canonical_name(name).split(".")
+        if owner == "experts":
+            shapes[matrix] = tuple(parameter.to_local().shape)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "gate", "down"),
+    [
+        (4, {"parallel.dp_shard": 4, "parallel.ep": 2}, (2, 32, 64), (2, 64, 32)),
+        (4, {**FSDP2, "parallel.tp": 2, "parallel.ep": 4}, (2, 32, 64), (2, 64, 32)),
+        # 4 ranks share 2 experts: by hidden states
+        (8, {"parallel.dp_shard": 8, "parallel.ep": 2, "model.experts": 4}, (2, 32, 16), (2, 16, 32)),
+    ],
+)
+def test_ranks_hold_their_share_of_the_experts(
+    ranks: int, settings: Settings, gate: tuple[int, ...], down: tuple[int, ...]
+) -> None:
+    for shapes in run(local_shapes, ranks, settings):
+        assert shapes == {"gate_proj": gate, "up_proj": gate, "down_proj": down}
+
+
+def test_a_checkpoint_resumes_with_any_ep(tmp_path: Path) -> None:
+    layouts: list[Settings] = [
+        {**FSDP2, "parallel.ep": 2},
+        {**FSDP2, "parallel.tp": 2, "parallel.ep": 4},
+        {"parallel.dp_shard": 8, "parallel.ep": 4},
+        {"parallel.tp": 2},
+    ]
+    common = {**EXPERTS, "training.steps": 4}
+    (uninterrupted,) = run(train, 1, common, range(1, 5), None)
+    hops = hop_over(layouts, common, tmp_path)
+    assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
+    assert hops[0].loaded == uninterrupted.loaded  # initial weights, bit for bit
+    for earlier, later in pairwise(hops):
+        assert later.loaded == earlier.saved
+
+
+def calls_of_a_step(settings: Settings) -> list[str]:
+    """Return the order in which a block's forward and backward send rows and compute the shared experts."""
+    calls: list[str] = []
+    begin, end, forward = expert.begin_all_to_all, expert.end_all_to_all, SwiGLU.forward
+
+    def noting_begin(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        calls.append("begin" if x.is_floating_point() else "begin counts")
+        return begin(x, sent, received, group)
+
+    def noting_end(x: Tensor) -> Tensor:
+        calls.append("end" if x.is_floating_point() else "end counts")
+        return end(x)
+
+    def noting_forward(module: SwiGLU, x: Tensor) -> Tensor:
+        calls.append("shared")
+        out = forward(module, x)
+        out.register_hook(lambda gradient: calls.append("gradient of shared"))
+        return out
+
+    expert.begin_all_to_all, expert.end_all_to_all = noting_begin, noting_end
+    SwiGLU.forward = noting_forward  # type: ignore[method-assign]
+    try:
+        _, (stage,) = build(tiny({**EXPERTS, "model.layers": 1, "model.dense_layers": 0, **settings}))
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
+    finally:
+        expert.begin_all_to_all, expert.end_all_to_all = begin, end
+        SwiGLU.forward = forward  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_shared_experts_compute_while_rows_are_under_way(tp: int) -> None:
+    counts = ["begin counts", "end counts"]
+    forward = [*counts, "begin", "shared", "end", "begin", "end"]
+    for calls in run(calls_of_a_step, 2, {"parallel.dp_shard": 2 // tp, "parallel.tp": tp, "parallel.ep": 2}):
+        assert calls[: len(forward)] == forward
+        backward = calls[len(forward) :]
+        assert [call for call in backward if "shared" not in call] == ["begin", "end", "begin", "end"]
+        assert backward[-1] == "end"
+
+
+class OneRow:
+    """A dispatch that brings nothing but zeros: stands for a library's kernels."""
+
+    def send(self, tokens: Tensor, routing: Routing) -> Any:
+        return tokens, routing
+
+    def receive(self, sent: Any) -> ExpertRows:
+        tokens, _ = sent
+        return ExpertRows(0.0 * tokens[:1], torch.tensor([1] * 4, dtype=torch.int32))
+
+    def send_back(self, results: Tensor, sent: Any) -> Any:
+        return results
+
+    def receive_back(self, returned: Any, sent: Any) -> Tensor:
+        _, routing = sent
+        return returned.expand(*routing.experts.shape, -1)
+
+
+def out_of_another_dispatch(settings: Settings) -> float:
+    """Return the largest number that the experts add with a dispatch that brings them zeros."""
+    _, (stage,) = build(tiny({**EXPERTS, "model.shared_experts": 0, **settings}))
+    largest = 0.0
+
+    def note(module: object, inputs: object, output: Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, output.abs().max().item())
+
+    for block in list(stage.layers.values())[1:]:
+        block.get_submodule("mlp").register_forward_hook(note)
+    for routed in routed_experts(stage):
+        assert isinstance(routed.dispatch, ExchangeDispatch)
+        routed.dispatch = OneRow()
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    stage(tokens, torch.arange(8).unsqueeze(0), None, tokens)
+    return largest
+
+
+def test_the_dispatch_can_be_replaced() -> None:
+    assert run(out_of_another_dispatch, 2, {**FSDP2, "parallel.ep": 2}) == [0.0, 0.0]
+
+
+def test_even_splits_send_all_rows() -> None:
+    splits = even_splits(torch.empty(4), torch.empty(4), 10)
+    assert splits.sent == splits.received == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({**FSDP2, "parallel.ep": 2, "model.experts": 5}, "parallel.ep", "2 does not divide model.experts = 5"),
+        (
+            {**FSDP2, "parallel.tp": 2, "parallel.ep": 8},
+            "parallel.ep",
+            "8 does not divide dp_shard 2 x cp 1 x tp 2 = 4, whose ranks it borrows",
+        ),
+        ({**FSDP2, "parallel.ep": 2, "parallel.zero_stage": 0}, "parallel.zero_stage", "0 keeps all weights"),
+        (
+            {"parallel.tp": 4, "parallel.ep": 4, "training.sequence_length": 30},
+            "parallel.tp",
+            "4 does not divide the 30 tokens of a sequence, of which ep gives each rank a part",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(settings: Settings, key: str, message: str) -> None:
+    config = tiny({**EXPERTS, **settings})
+    [problem] = problems(config, config.parallel.ranks)
+    assert problem.key == key
+    assert problem.message.startswith(message)
