@@ -321,6 +321,8 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
     ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
     ("glm4-moe", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),
+    ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
+    ("mixtral", {"parallel.dp_shard": 4, "parallel.ep": 2}, "stacked"),
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
 ]
 
@@ -335,7 +337,7 @@ def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings
     config = read_hub_config(folder)
     files = find_hub_files(folder, config.family)
     size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
-    shards = {"parallel.dp_shard", "parallel.cp"}
+    shards = {"parallel.dp_shard", "parallel.cp", "parallel.ep"}
     if settings.keys() <= shards:  # each weight is on one rank
         assert sum(read for read, _ in imported.totals) == size
         ranks = len(imported.totals)
