@@ -29,7 +29,10 @@ LAYOUTS: list[Settings] = [
     {**FSDP2, "parallel.cp": 2, "recompute.mode": "selective_half"},
     {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "ffn"},
     {**FSDP2, "parallel.dp_replicate": 2, "parallel.tp": 2, "recompute.mode": "full"},
-    {"parallel.pp": 2, "parallel.tp": 2, "model.norm_position": "after", "model.qk_norm": "width"},
+    {
+        **{"parallel.pp": 2, "parallel.tp": 2, "model.norm_position": "after", "model.qk_norm": "width"},
+        "model.rotary_fraction": 0.5,
+    },
 ]
 """each technique and each way to recompute once, in pairs; on 4 ranks of FSDP experts are cut by hidden states"""
 
