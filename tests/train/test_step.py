@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchllm.data.batch import Batch
 from torchllm.metrics.breakdown import PHASES
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
+from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -224,6 +226,22 @@ def test_a_step_that_is_not_finite_on_one_rank_is_applied_on_none(ranks: int) ->
         assert len(observed) == len(layouts) * len(FAILURES)
         for case, step in observed.items():
             assert step == expected, f"{case}, rank {rank}"
+
+
+def skip_a_step_that_balances(settings: Settings) -> bool:
+    """Return whether a step that is skipped leaves all as it was, if it balances experts as one that is applied."""
+    finish_step = ExpertBalance.finish_step
+
+    def always(self: ExpertBalance, applied: Tensor) -> StepRouting | None:
+        return finish_step(self, torch.ones_like(applied))
+
+    with mock.patch.object(ExpertBalance, "finish_step", always):
+        return skip_a_step(settings, FAILURES["loss"]).untouched
+
+
+def test_a_bias_that_moves_in_a_skipped_step_is_noticed() -> None:
+    settings = LAYOUTS[2]["experts"]
+    assert run(skip_a_step_that_balances, 2, settings) == [False, False]
 
 
 def counted_steps() -> list[tuple[int, int]]:

@@ -1,4 +1,10 @@
-"""Ranks that have parts of the same sequences: what a router counts within a sequence is added up over them."""
+"""Ranks that have parts of the same sequences: what a router counts within a sequence is added up over them.
+
+Each technique that leaves the routers of a rank a part of a sequence calls it with its group: context parallelism, and
+whatever else cuts the sequence before the routers. Those of one rank add up.
+
+Sent, with `model.balance_loss = "sequence"` alone: in the backward pass of each router, B x E counts.
+"""
 
 from functools import partial
 

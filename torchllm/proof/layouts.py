@@ -57,7 +57,20 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 MIXTURES: dict[str | None, Settings] = {
     None: {},
     "Mixtral": {"model.experts": 8, "model.top_k": 2},
-    "OLMoE": {"model.experts": 6, "model.top_k": 3, "model.expert_ffn": 48, "model.router_renormalize": False},
+    "Qwen3-MoE": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.balance_loss": "global",
+        "model.balance_weight": 0.3,
+    },
+    "OLMoE": {
+        "model.experts": 6,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.router_renormalize": False,
+        "model.router_z_loss": 0.1,
+    },
     "GLM-4.5": {
         "model.experts": 6,
         "model.top_k": 2,
@@ -66,8 +79,18 @@ MIXTURES: dict[str | None, Settings] = {
         "model.router_score": "sigmoid",
         "model.router_scale": 2.5,
         "model.rotary_fraction": 0.5,
+        "model.router_bias": True,
+        "model.router_bias_rate": 0.03,
+        "model.balance_loss": "sequence",
+        "model.balance_weight": 0.3,
     },
-    "Mixtral, ep 2": {"model.experts": 8, "model.top_k": 2, "parallel.ep": 2},
+    "Qwen3-MoE, ep 2": {
+        "model.experts": 8,
+        "model.top_k": 2,
+        "model.balance_loss": "global",
+        "model.balance_weight": 0.3,
+        "parallel.ep": 2,
+    },
     "GLM-4.5, ep 4": {
         "model.experts": 8,
         "model.top_k": 3,
@@ -75,10 +98,15 @@ MIXTURES: dict[str | None, Settings] = {
         "model.shared_experts": 1,
         "model.dense_layers": 1,
         "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_bias_rate": 0.03,
+        "model.balance_loss": "sequence",
+        "model.balance_weight": 0.3,
         "parallel.ep": 4,
     },
 }
-"""settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none"""
+"""settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none.
+Penalties are heavy, to be seen"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
