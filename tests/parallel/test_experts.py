@@ -29,6 +29,8 @@ LAYOUTS: list[Settings] = [
     {**FSDP2, "parallel.cp": 2, "recompute.mode": "selective_half"},
     {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "ffn"},
     {**FSDP2, "parallel.dp_replicate": 2, "parallel.tp": 2, "recompute.mode": "full"},
+    # a rank's first stage is freed between the forward and the backward of its later micro batches
+    {**FSDP2, "parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "recompute.mode": "selective"},
     {
         **{"parallel.pp": 2, "parallel.tp": 2, "model.norm_position": "after", "model.qk_norm": "width"},
         "model.rotary_fraction": 0.5,

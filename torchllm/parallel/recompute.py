@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -82,9 +83,10 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
         case "selective" | "selective_half":
             has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
             saver = _SAVERS[config.mode, has_ring]
-            has_router = any(isinstance(module, Router) for module in stage.modules())
-            context_fn = partial(_with_units_inside, saver) if has_router else saver
-            _wrap(stage.layers, stage.layers, context_fn=context_fn)
+            for name, block in list(stage.layers.items()):
+                has_router = any(isinstance(module, Router) for module in block.modules())
+                context_fn = partial(_with_units_inside, saver, block) if has_router else saver
+                _wrap(stage.layers, [name], context_fn=context_fn)
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
@@ -167,19 +169,25 @@ def _save_rings(outside: Policy) -> Any:
     return results.saving(forward), results.replaying(recomputation)
 
 
-def _with_units_inside(saver: Callable[[], Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of `saver`, for blocks within which FSDP gathers a unit by itself: a router.
+def _with_units_inside(
+    saver: Callable[[], Any], block: nn.Module
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of `saver`, for a block within which FSDP gathers units by themselves, of its experts.
 
-    It gathers it in the forward pass, but in a recomputation only if it is not gathered yet. Selective checkpointing
-    would take an operation that is in one of them alone for an error.
+    FSDP gathers a unit unless it is gathered already, which may differ between a forward and its recomputation.
+    Selective checkpointing would take an operation that is in one of them alone for an error. So the units are gathered
+    before each begins, and the marks that FSDP makes for the profiler are ignored.
     """
     forward, recomputation = saver()
-    return _ignoring_marks(forward), _ignoring_marks(recomputation)
+    return _with_gathered_units(block, forward), _with_gathered_units(block, recomputation)
 
 
 @contextmanager
-def _ignoring_marks(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `mode`, and meanwhile let no selective checkpoint of this process see FSDP's marks."""
+def _with_gathered_units(block: nn.Module, mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Gather the units inside a block, and enter `mode`. No selective checkpoint of this process sees marks in it."""
+    for module in block.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
     added = set(PROFILER_MARKS) - SAC_IGNORED_OPS
     SAC_IGNORED_OPS.update(added)
     try:
