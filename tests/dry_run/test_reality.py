@@ -60,6 +60,14 @@ LAYOUTS: dict[str, Settings] = {
         "model.shared_experts": 1,
         "model.dense_layers": 1,
     },
+    "experts cut by hidden states": {
+        "parallel.dp_shard": 4,
+        "parallel.tp": 2,
+        "parallel.ep": 2,
+        "model.experts": 4,
+        "model.top_k": 2,
+        "training.global_batch_size": 16,
+    },
     "Muon, moving average and z-loss over HSDP and tensor parallel": {
         "parallel.dp_replicate": 2,
         "parallel.dp_shard": 2,
@@ -116,7 +124,8 @@ def really_held(settings: Settings) -> dict[str, Any]:
     def complete(*arguments: Any) -> Tensor:
         nonlocal gradient_bytes
         loss = step(*arguments)
-        counts = [count for stage in stages for routed in routed_experts(stage) for count in routed.router.recorded]
+        sums = [routed.router.sums for stage in stages for routed in routed_experts(stage)]
+        counts = [total for total in sums if total is not None]
         gradient_bytes = sum(storages([*gradients(stages), *counts]).values())  # both are what a backward leaves
         return loss
 

@@ -97,7 +97,7 @@ class Tracker(TorchDispatchMode):
         kind = FSDP.get(name, "")
         for tensor in _tensors((out, (kwargs or {}).get("out"))):
             self._hold(tensor, kind)
-            if name in ("split_with_sizes_copy", "copy_"):  # how FSDP fills gathered weights
+            if name in ("split_with_sizes_copy", "copy_", "cat"):  # how FSDP fills gathered weights
                 storage = tensor.untyped_storage()
                 if id(storage) in self._live:
                     self._filled[id(storage)] = weakref.ref(storage)

@@ -34,19 +34,18 @@ class Matrices(NamedTuple):
     ffn: int
     """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
-    """the block's last product, included in `ffn`: output projection of the feed-forward layer, or of the shared
-    experts; 0 where the last product is that of routed experts, whose weighted sum needs its result for the gradient"""
+    """the block's last product, included in `ffn`, if no gradient needs its result: output projection of the
+    feed-forward layer; 0 with experts, whose weighted sum needs it"""
 
 
 @lru_cache(maxsize=1024)
 def matrices(model: Model, layer: int) -> Matrices:
     """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
     sizes = product_sizes(model, layer)
-    ends_in_routed_experts = model.is_sparse(layer) and not model.shared_experts
     return Matrices(
         attention=sum(sizes[:4]),
         ffn=sum(sizes[4:]),
-        down=0 if ends_in_routed_experts else sizes[-1],
+        down=0 if model.is_sparse(layer) else sizes[-1],
     )
 
 
@@ -58,8 +57,8 @@ def head_size(model: Model) -> int:
 def product_sizes(model: Model, layer: int) -> list[int]:
     """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
 
-    q, k, v, o, then (gate,) up, down; with experts router, gate, up, down, and gate, up, down of the shared ones. Of
-    routed experts one product has the matrices that a token uses.
+    q, k, v, o, then (gate,) up, down; with experts router, gate, up, down of the shared ones, and gate, up, down of the
+    routed ones, of which one product has the matrices that a token uses.
     """
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
@@ -70,17 +69,18 @@ def product_sizes(model: Model, layer: int) -> list[int]:
     router = model.hidden * model.experts
     expert = model.hidden * model.expert_width
     shared = [model.shared_experts * expert] * 3 if model.shared_experts else []
-    return [*attention, router, *[model.top_k * expert] * 3, *shared]
+    return [*attention, router, *shared, *[model.top_k * expert] * 3]
 
 
 def half_of_products(model: Model, layer: int) -> int:
     """Return the size of those of a block's matrices whose products recompute.mode selective_half computes again.
 
-    They are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or where it
-    is of routed experts; of these it is the eighth, and saved.
+    They are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or by the
+    weighted sum of experts.
     """
     sizes = product_sizes(model, layer)
-    return sum(sizes[::2] if model.norm_position == "after" else sizes[:-1:2])
+    is_last_needed = model.norm_position == "after" or model.is_sparse(layer)
+    return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
 @lru_cache(maxsize=1024)
