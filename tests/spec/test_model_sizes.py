@@ -37,7 +37,7 @@ EXACT = {
     "olmo2_1b": 1_484_916_736,
     "mistral_7b": 7_241_732_096,
     "debug": 1_222_560,
-    "moe_debug": 3_716_000,
+    "moe_debug": 2_886_560,
 }
 # Narayanan et al. 2021, table 1: billions of parameters, layers, hidden size, attention heads.
 GPT = {

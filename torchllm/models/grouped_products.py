@@ -47,8 +47,11 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8."""
-    if not left.is_cuda or left.dtype != torch.bfloat16:
+    """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8.
+
+    Rows there must be: with expert parallelism a rank may get none.
+    """
+    if not left.is_cuda or left.dtype != torch.bfloat16 or not len(left):
         return False
     widths = (*left.shape[1:], *right.shape[1:])
     fits = all(width % KERNEL_MULTIPLE == 0 for width in widths)
