@@ -746,7 +746,8 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
     errors = run.err.read_text()
     assert "rank 1: failed:\nTraceback" in errors
     assert "RuntimeError: the probe" in errors
-    assert errors.splitlines()[-1] == "RuntimeError: the probe"  # what it does to its peers is folded away
+    lines = [line for line in errors.splitlines() if not line.startswith("SIGTERM: ")]  # to a peer that is slow to end
+    assert lines[-1] == "RuntimeError: the probe"  # what it does to its peers is folded away
     assert errors.count("Traceback") == 1
     assert "terminate called" not in errors
     assert "crash_rank = 1" in (tmp_path / "run/config.toml").read_text()
