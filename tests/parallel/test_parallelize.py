@@ -48,7 +48,7 @@ def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
 
     def noting(name: str) -> Any:
         real = getattr(torchllm.parallel.parallelize, name)
-        return lambda *args: (order.append(name), real(*args))[1]
+        return lambda *args, **kwargs: (order.append(name), real(*args, **kwargs))[1]
 
     noted = {name: noting(name) for name in TECHNIQUES}
     noted["apply_float8"] = lambda *args: order.append("apply_float8")  # the real one: test_float8.py

@@ -217,6 +217,10 @@ class LayoutSpace:
             case "model.experts":  # experts are SwiGLU layers
                 features = FAMILIES[layout["model.family"]]
                 matters = features.gated_ffn and not features.biases
+                # With a norm after attention, what a fresh model's routers get is so small that the scores of several
+                # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
+                if layout.get("model.norm_position") == "after":
+                    values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
             case "lora.rank" if layout.get(EXPERTS) is not None:
                 matters = False  # experts have no low-rank updates
             case "model.rope_scaling" | "lora.rank":
