@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
+from tests.parallel.test_experts import local_shapes
 from tests.parity import Settings, build, check, tiny
 from tests.workers import run
 from torchllm.config.checks import problems
@@ -19,7 +21,6 @@ from torchllm.models.layers import SwiGLU
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
 from torchllm.proof.layouts import describe_layout
-from torchllm.spec.parameters import canonical_name
 
 EXPERTS: Settings = {
     "model.experts": 8,
@@ -55,18 +56,6 @@ def test_loads_are_balanced_as_in_one_process(balance_loss: str) -> None:
     check({**EXPERTS, **balance, **bias, **SEQUENCE_PARALLEL, "parallel.cp": 2, "parallel.ep": 4}, ragged=True)
 
 
-def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Return what this rank holds of the first sparse block's experts, by the name of the matrix."""
-    _, (stage,) = build(tiny({**EXPERTS, **settings}))
-    shapes = {}
-    for name, parameter in stage.layers["1"].named_parameters():
-        assert isinstance(parameter, DTensor)
-        *_, owner, matrix = canonical_name(name).split(".")
-        if owner == "experts":
-            shapes[matrix] = tuple(parameter.to_local().shape)
-    return shapes
-
-
 @pytest.mark.parametrize(
     ("ranks", "settings", "gate", "down"),
     [
@@ -79,7 +68,7 @@ def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
 def test_ranks_hold_their_share_of_the_experts(
     ranks: int, settings: Settings, gate: tuple[int, ...], down: tuple[int, ...]
 ) -> None:
-    for shapes in run(local_shapes, ranks, settings):
+    for shapes in run(local_shapes, ranks, {**EXPERTS, **settings}):
         assert shapes == {"gate_proj": gate, "up_proj": gate, "down_proj": down}
 
 
@@ -118,15 +107,11 @@ def calls_of_a_step(settings: Settings) -> list[str]:
         out.register_hook(lambda gradient: calls.append("gradient of shared"))
         return out
 
-    expert.begin_all_to_all, expert.end_all_to_all = noting_begin, noting_end
-    SwiGLU.forward = noting_forward  # type: ignore[method-assign]
-    try:
+    exchanges = mock.patch.multiple(expert, begin_all_to_all=noting_begin, end_all_to_all=noting_end)
+    with exchanges, mock.patch.object(SwiGLU, "forward", noting_forward):
         _, (stage,) = build(tiny({**EXPERTS, "model.layers": 1, "model.dense_layers": 0, **settings}))
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
-    finally:
-        expert.begin_all_to_all, expert.end_all_to_all = begin, end
-        SwiGLU.forward = forward  # type: ignore[method-assign]
     return calls
 
 

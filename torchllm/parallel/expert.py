@@ -69,102 +69,6 @@ def _own_experts(weight: Tensor) -> Tensor:
     return weight.to_local()
 
 
-class SentRows(NamedTuple):
-    """Rows on their way to the ranks of their experts."""
-
-    order: SortedRows
-    """of the rows that this rank sent; those to one rank are neighbours, for its experts are"""
-    exchange: "RowExchange"
-    ticket: Tensor
-    """what `RowExchange.end` takes"""
-    origins: Tensor
-    """rows that arrive from each rank for each expert here, (ep, E / ep) int64"""
-    by_expert: Tensor
-    """order of the arriving rows by expert, (N) int64: they arrive by rank"""
-
-
-class ExchangeDispatch:
-    """Sends rows to the ranks of their experts and back, by two all-to-alls. Replaces `LocalDispatch`."""
-
-    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
-        self.group = group
-        self.experts = experts
-        self.splits: Callable[[Tensor, Tensor, int], Splits] = read_splits
-        """replaceable: the numbers of rows; a dry run has none to read"""
-
-    def send(self, tokens: Tensor, routing: Routing) -> SentRows:
-        """Sort the rows by expert, and begin to send them. Waits for the device."""
-        order = sort_by_expert(tokens, routing, self.experts)
-        ranks = self.group.size()
-        per_rank = [self.experts // ranks] * ranks
-        origins = end_all_to_all(begin_all_to_all(order.counts, per_rank, per_rank, self.group)).view(ranks, -1)
-        splits = self.splits(order.counts.view(ranks, -1).sum(1), origins.sum(1), len(order.rows))
-        exchange = RowExchange(splits, self.group)
-        ticket = exchange.begin(order.rows)
-        return SentRows(order, exchange, ticket, origins, _order_by_expert(origins, sum(splits.received)))
-
-    def receive(self, sent: SentRows) -> ExpertRows:
-        """Wait for the rows of this rank's experts, and sort them by expert."""
-        rows = sent.exchange.end(sent.ticket)
-        ends = sent.origins.sum(0).cumsum(0).int()
-        return ExpertRows(rows.index_select(0, sent.by_expert), ends)
-
-    def send_back(self, results: Tensor, sent: SentRows) -> "Returned":
-        """Begin to send the results to where the rows came from."""
-        by_rank = results.index_select(0, _inverse(sent.by_expert))
-        exchange = RowExchange(sent.exchange.splits.reversed(), self.group)
-        return Returned(exchange, exchange.begin(by_rank))
-
-    def receive_back(self, returned: "Returned", sent: SentRows) -> Tensor:
-        """Wait for the results, and put them back in the order of the tokens."""
-        return put_back(returned.exchange.end(returned.ticket), sent.order)
-
-
-class Returned(NamedTuple):
-    """Results on their way to the ranks of their tokens."""
-
-    exchange: "RowExchange"
-    ticket: Tensor
-    """what `RowExchange.end` takes"""
-
-
-def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
-    """Return the numbers of rows, for which the host waits. sent, received: (ep) int64. rows: that are sent."""
-    to_each, from_each = torch.stack((sent, received)).tolist()
-    return Splits(to_each, from_each)
-
-
-def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
-    """Return the same, of ranks whose tokens use all experts equally often: nothing is read."""
-    ranks = len(sent)
-    share, rest = divmod(rows, ranks)
-    each = [share + int(rank < rest) for rank in range(ranks)]
-    return Splits(each, each)
-
-
-def split_evenly(stage: nn.Module) -> None:
-    """Let a stage on fake tensors, which have no numbers, send equally many rows to each rank."""
-    for routed in routed_experts(stage):
-        if isinstance(routed.dispatch, ExchangeDispatch):
-            routed.dispatch.splits = even_splits
-
-
-def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
-    """Return the order that sorts arriving rows by expert, and then by the rank that they come from: (N) int64.
-
-    origins: rows from each rank for each expert here, (ep, E / ep). rows: their sum, which the host knows.
-    """
-    ranks, experts = origins.shape
-    expert_of_part = torch.arange(experts, device=origins.device).repeat(ranks)
-    expert_of_row = expert_of_part.repeat_interleave(origins.flatten(), output_size=rows)
-    return expert_of_row.argsort(stable=True)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the permutation that undoes another, (N) int64."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
 class RowExchange:
     """An all-to-all of rows, which is under way between `begin` and `end`; in the backward that of their gradients is.
 
@@ -217,3 +121,99 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         back = ctx.exchange.splits.reversed()
         return begin_all_to_all(gradient.contiguous(), back.sent, back.received, ctx.exchange.group), None
+
+
+class SentRows(NamedTuple):
+    """Rows on their way to the ranks of their experts."""
+
+    order: SortedRows
+    """of the rows that this rank sent; those to one rank are neighbours, for its experts are"""
+    exchange: RowExchange
+    ticket: Tensor
+    """what `RowExchange.end` takes"""
+    origins: Tensor
+    """rows that arrive from each rank for each expert here, (ep, E / ep) int64"""
+    by_expert: Tensor
+    """order of the arriving rows by expert, (N) int64: they arrive by rank"""
+
+
+class Returned(NamedTuple):
+    """Results on their way to the ranks of their tokens."""
+
+    exchange: RowExchange
+    ticket: Tensor
+    """what `RowExchange.end` takes"""
+
+
+class ExchangeDispatch:
+    """Sends rows to the ranks of their experts and back, by two all-to-alls. Replaces `LocalDispatch`."""
+
+    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
+        self.group = group
+        self.experts = experts
+        self.splits: Callable[[Tensor, Tensor, int], Splits] = read_splits
+        """replaceable: the numbers of rows; a dry run has none to read"""
+
+    def send(self, tokens: Tensor, routing: Routing) -> SentRows:
+        """Sort the rows by expert, and begin to send them. Waits for the device."""
+        order = sort_by_expert(tokens, routing, self.experts)
+        ranks = self.group.size()
+        per_rank = [self.experts // ranks] * ranks
+        origins = end_all_to_all(begin_all_to_all(order.counts, per_rank, per_rank, self.group)).view(ranks, -1)
+        splits = self.splits(order.counts.view(ranks, -1).sum(1), origins.sum(1), len(order.rows))
+        exchange = RowExchange(splits, self.group)
+        ticket = exchange.begin(order.rows)
+        return SentRows(order, exchange, ticket, origins, _order_by_expert(origins, sum(splits.received)))
+
+    def receive(self, sent: SentRows) -> ExpertRows:
+        """Wait for the rows of this rank's experts, and sort them by expert."""
+        rows = sent.exchange.end(sent.ticket)
+        ends = sent.origins.sum(0).cumsum(0).int()
+        return ExpertRows(rows.index_select(0, sent.by_expert), ends)
+
+    def send_back(self, results: Tensor, sent: SentRows) -> Returned:
+        """Begin to send the results to where the rows came from."""
+        by_rank = results.index_select(0, _inverse(sent.by_expert))
+        exchange = RowExchange(sent.exchange.splits.reversed(), self.group)
+        return Returned(exchange, exchange.begin(by_rank))
+
+    def receive_back(self, returned: Returned, sent: SentRows) -> Tensor:
+        """Wait for the results, and put them back in the order of the tokens."""
+        return put_back(returned.exchange.end(returned.ticket), sent.order)
+
+
+def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
+    """Return the numbers of rows, for which the host waits. sent, received: (ep) int64. rows: that are sent."""
+    to_each, from_each = torch.stack((sent, received)).tolist()
+    return Splits(to_each, from_each)
+
+
+def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
+    """Return the same, of ranks whose tokens use all experts equally often: nothing is read."""
+    ranks = len(sent)
+    share, rest = divmod(rows, ranks)
+    each = [share + int(rank < rest) for rank in range(ranks)]
+    return Splits(each, each)
+
+
+def split_evenly(stage: nn.Module) -> None:
+    """Let a stage on fake tensors, which have no numbers, send equally many rows to each rank."""
+    for routed in routed_experts(stage):
+        if isinstance(routed.dispatch, ExchangeDispatch):
+            routed.dispatch.splits = even_splits
+
+
+def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
+    """Return the order that sorts arriving rows by expert, and then by the rank that they come from: (N) int64.
+
+    origins: rows from each rank for each expert here, (ep, E / ep). rows: their sum, which the host knows.
+    """
+    ranks, experts = origins.shape
+    expert_of_part = torch.arange(experts, device=origins.device).repeat(ranks)
+    expert_of_row = expert_of_part.repeat_interleave(origins.flatten(), output_size=rows)
+    return expert_of_row.argsort(stable=True)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes another, (N) int64."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
