@@ -41,7 +41,7 @@ def every(of: Job) -> list[Layout]:
         if of.refusal(mesh):
             continue
         for size in of.pieces(mesh):
-            for (name, stages), (replicate, shard, zero), mode, sp, method in product(
+            for (name, stages), (replicate, shard, zero, ep), mode, sp, method in product(
                 of.schedules(mesh, size),
                 of.shardings(mesh),
                 of.modes(mesh),
@@ -49,7 +49,7 @@ def every(of: Job) -> list[Layout]:
                 of.context_methods(mesh),
             ):
                 found.append(
-                    Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, name, stages, size, zero, mode, sp, method)
+                    Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, name, stages, size, zero, mode, sp, method, ep)
                 )
     return found
 
@@ -155,7 +155,8 @@ def test_bounds_hold() -> None:
             exact = predict(of.case(layout)).step * (1 + 1e-9)
             assert bounds.work(known, False) <= exact, layout
             assert bounds.work(known) <= exact, layout
-            sharding = next(one for one in bounds.shardings(mesh) if one.degrees == (*layout[1:3], layout.zero_stage))
+            degrees = (*layout[1:3], layout.zero_stage, layout.ep)
+            sharding = next(one for one in bounds.shardings(mesh) if one.degrees == degrees)
             assert bounds.work(layout) + sharding.tail <= exact, layout
             order = next(one for one in bounds.orders(known, mesh) if one[:2] == layout[5:7])
             assert bounds.holds(known, sharding, order) <= least.memory.total * (1 + 1e-9), layout

@@ -14,7 +14,7 @@ from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.predict import memory_of, tail
-from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
+from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, ShardingDegrees
 from torchllm.planner.simulate import StageTimes, most_in_flight
 from torchllm.planner.stage import BlockCost, Computed, StageCost, computed, cost_of_block, end_times
 from torchllm.spec.flops import recompute_interval
@@ -58,8 +58,7 @@ class ScheduleBound(NamedTuple):
 class Sharding(NamedTuple):
     """A way to share weights, gradients and optimizer on a mesh."""
 
-    degrees: tuple[int, int, int]
-    """dp_replicate, dp_shard, zero_stage"""
+    degrees: ShardingDegrees
     standing: float
     """lower bound of the bytes held all step long"""
     reserve: float
@@ -176,8 +175,8 @@ class Bounds:
             sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
             cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})  # a backward that hides what can be hidden
             found = []
-            for replicate, shard, zero in self.job.shardings(mesh):
-                case = self.job.case(Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, zero_stage=zero))
+            for replicate, shard, zero, ep in self.job.shardings(mesh):
+                case = self.job.case(Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, zero_stage=zero, ep=ep))
                 key = mesh.pp, mesh.tp, shard * mesh.cp, zero
                 if key not in self._standing:
                     of = memory_of(case, sizes, 0)
@@ -186,7 +185,7 @@ class Bounds:
                     scattered = shard * mesh.cp if zero >= 2 and mesh.pp == 1 else 1
                     self._standing[key] = standing, of.reserve, case.software.gradients * whole / scattered
                 seconds = sum(tail(case, sizes[:1], [cost]).values())
-                found.append(Sharding((replicate, shard, zero), *self._standing[key], seconds))
+                found.append(Sharding(ShardingDegrees(replicate, shard, zero, ep), *self._standing[key], seconds))
             self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
         return self._sharded[mesh]
 
@@ -202,12 +201,12 @@ class Bounds:
             self._ways[mesh] = [(one.degrees, one.standing + one.reserve, one.gradients) for one in whole[:1] + apart]
         capacity, least = self.job.hardware.memory, math.inf
         received, most, later = self.held(layout, order)
-        for (replicate, shard, zero), standing, gradients in self._ways[mesh]:
+        for (replicate, shard, zero, ep), standing, gradients in self._ways[mesh]:
             graded = later + gradients
             over = standing + received + (graded if graded > most else most) - capacity
             if over <= 0:
                 if zero == 3:
-                    layout = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
+                    layout = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero, ep=ep)
                 return layout, over
             least = min(least, over)
         return layout, least

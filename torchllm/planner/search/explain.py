@@ -137,8 +137,8 @@ def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
     layouts = []
     for name, stages in schedules:
         scheduled = moved._replace(schedule=name, virtual_stages=stages)
-        for replicate, shard, zero in job.shardings(mesh):
-            layouts.append(scheduled._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero))
+        for sharding in job.shardings(mesh):
+            layouts.append(scheduled._replace(**sharding._asdict()))
     return _accepted(job, layouts)
 
 

@@ -66,6 +66,7 @@ class Layout(NamedTuple):
     recompute: RecomputeMode = "none"
     sequence_parallel: bool = False
     cp_method: ContextMethod = "ring"
+    ep: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -87,6 +88,8 @@ class Layout(NamedTuple):
         parts.append(f"micro batch {self.micro_batch_size}")
         if self.data_ranks * self.cp > 1:
             parts.append(f"zero {self.zero_stage}")
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
         if self.cp > 1:
             parts.append(self.cp_method)
         if self.sequence_parallel:
@@ -119,6 +122,15 @@ class DegreeMesh(NamedTuple):
     data: int
     cp: int
     tp: int
+
+
+class ShardingDegrees(NamedTuple):
+    """How a mesh shares weights, gradients and optimizer; the fields are named as in the config."""
+
+    dp_replicate: int
+    dp_shard: int
+    zero_stage: int
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -309,19 +321,39 @@ class Job:
             found += [(name, v) for v in self.allowed("virtual_stages", stages)]
         return found
 
-    def shardings(self, mesh: DegreeMesh) -> list[tuple[int, int, int]]:
-        """Return the possible (dp_replicate, dp_shard, zero_stage)."""
+    def shardings(self, mesh: DegreeMesh) -> list[ShardingDegrees]:
+        """Return the possible ways to share weights, gradients and optimizer, experts too."""
         stages = self.allowed("zero_stage", [0, 1, 2, 3])
         if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once per step: 2 is 1
             stages = [stage for stage in stages if stage != 2]
         found = []
-        for shard in divisors(mesh.data):
+        for shard in self.allowed("dp_shard", divisors(mesh.data)):
+            replicate = mesh.data // shard
+            if self.fixed.get("dp_replicate", replicate) != replicate:
+                continue
             if shard * mesh.cp > 1:
-                found += [(mesh.data // shard, shard, stage) for stage in stages if stage or shard == mesh.data]
+                of_shard = [stage for stage in stages if stage or replicate == 1]
             elif mesh.data == 1:
-                found.append((1, 1, self.fixed.get("zero_stage", 3)))
-        keep = self.fixed.get("dp_replicate"), self.fixed.get("dp_shard")
-        return [one for one in found if keep[0] in (None, one[0]) and keep[1] in (None, one[1])]
+                of_shard = [self.fixed.get("zero_stage", 3)]
+            else:
+                continue
+            for stage in of_shard:
+                for ep in self.expert_degrees(mesh, shard, stage):
+                    found.append(ShardingDegrees(replicate, shard, stage, ep))
+        return found
+
+    def expert_degrees(self, mesh: DegreeMesh, dp_shard: int, zero_stage: int) -> list[int]:
+        """Return the possible degrees of expert parallelism, as `config.checks` accepts them."""
+        model = self.model
+        borrowed = dp_shard * mesh.cp * mesh.tp
+        degrees = divisors(math.gcd(model.experts, borrowed)) if model.experts else [1]
+        shared_fits = model.shared_experts * model.expert_width % mesh.tp == 0
+        sequence_fits = self.training.sequence_length // mesh.cp % mesh.tp == 0
+        if zero_stage == 0 or not shared_fits or not sequence_fits:
+            degrees = [1]
+        if model.experts and model.expert_width % mesh.tp:  # without ep tp cuts each expert
+            degrees = [ep for ep in degrees if ep > 1]
+        return self.allowed("ep", degrees)
 
     def modes(self, mesh: DegreeMesh) -> list[RecomputeMode]:
         """Return the possible modes of recomputation."""
@@ -337,7 +369,8 @@ class Job:
             return False
         return (
             (layout.schedule, layout.virtual_stages) in self.schedules(mesh, layout.micro_batch_size)
-            and (layout.dp_replicate, layout.dp_shard, layout.zero_stage) in self.shardings(mesh)
+            and ShardingDegrees(layout.dp_replicate, layout.dp_shard, layout.zero_stage, layout.ep)
+            in self.shardings(mesh)
             and layout.cp_method in self.context_methods(mesh)
             and layout.sequence_parallel in self.sequence_parallel(mesh)
             and layout.recompute in self.modes(mesh)

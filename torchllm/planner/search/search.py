@@ -153,8 +153,7 @@ class Search:
         work, beside = bounds.work(layout), bounds.memory(layout, mesh)
         shardings = bounds.shardings(mesh)
         for at, sharding in enumerate(shardings):
-            replicate, shard, zero = sharding.degrees
-            part = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero)
+            part = layout._replace(**sharding.degrees._asdict())
             if (over := beside + sharding.standing - self.job.hardware.memory) > 0:
                 self.reject(part, mesh, over, 1)
                 self.found.rejected[MEMORY] += len(shardings) - at - 1  # the rest need more
