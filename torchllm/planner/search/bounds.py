@@ -84,7 +84,7 @@ class Bounds:
         self._smallest: dict[tuple[int, int], ScheduleBound] = {}
         self._received: dict[tuple[object, ...], float] = {}
         self._stages: dict[tuple[object, ...], list[StageSize]] = {}
-        self._ways: dict[DegreeMesh, list[tuple[tuple[int, int, int], float, float]]] = {}
+        self._ways: dict[DegreeMesh, list[tuple[ShardingDegrees, float, float]]] = {}
         self._kept: dict[tuple[object, ...], float] = {}
 
     def block_key(self, layout: Layout) -> tuple[object, ...]:
