@@ -16,7 +16,7 @@ from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parame
 from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
 from torchllm.planner.simulate import StageTimes, played, simulate_played
-from torchllm.planner.stage import StageCost, boundary, cost_of_block, exposed, stage_cost
+from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
 from torchllm.spec.stages import balanced_split, stage_of_rank
@@ -74,15 +74,40 @@ def _seconds(
 
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     """Predict the whole step. `pipeline`: times the schedule; `bounds.at_least` is a bound, a hundred times faster."""
+    sizes = stage_sizes(case)
+    terms, busiest = step_terms(case, sizes, cost_of_block(case), pipeline)
+    total = sum(terms.values())
+    ranks = sorted({0, min(1, case.parallel.pp - 1), case.parallel.pp - 1, busiest})
+    memory = max((memory_of(case, sizes, rank) for rank in ranks), key=lambda of: of.total)
+    tokens = case.training.global_batch_size * case.training.sequence_length
+    peak = case.ranks * case.hardware.peak.bfloat16
+    mfu = tokens * flops_per_token(case.model, case.training.sequence_length, lora=case.lora) / total / peak
+    hfu = tokens * hardware_flops(case) / total / peak
+    return Prediction(total, terms, memory, mfu, hfu, memory.total <= case.hardware.memory)
+
+
+def stage_sizes(case: Case) -> list[StageSize]:
+    """Return what each pipeline stage has, first to last."""
+    split = balanced_split(case.model, case.parallel, case.training.sequence_length)
+    last = len(split) - 1
+    return [StageSize(blocks, at == 0, at == last) for at, blocks in enumerate(split)]
+
+
+class StepTerms(NamedTuple):
+    """Where the time of a step goes."""
+
+    seconds: dict[str, float]
+    """of the rank that computes most, by cause; they sum to the step"""
+    busiest: int
+    """the rank that computes most"""
+
+
+def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: Pipeline) -> StepTerms:
+    """Return where the time of a step goes. sizes: `stage_sizes(case)`; block: `cost_of_block(case)`."""
     parallel, m = case.parallel, case.micro_batches
-    split = balanced_split(case.model, parallel, case.training.sequence_length)
-    last = parallel.stages - 1
-    sizes = [StageSize(blocks, at == 0, at == last) for at, blocks in enumerate(split)]
-    block = cost_of_block(case)
-    alike_sizes = {size: stage_cost(case, size, block) for size in dict.fromkeys(sizes)}
-    costs = [alike_sizes[size] for size in sizes]
-    transfer = boundary(case)
-    step, busy = pipeline(case, [cost.times for cost in costs], transfer)
+    cost_of_size = {size: stage_cost(case, size, block) for size in dict.fromkeys(sizes)}
+    costs = [cost_of_size[size] for size in sizes]
+    step, busy = pipeline(case, [cost.times for cost in costs], boundary(case))
     ranks = [[costs[stage] for stage in stage_of_rank(parallel, rank)] for rank in range(parallel.pp)]
     busiest = max(range(parallel.pp), key=lambda rank: busy[rank])
     terms: dict[str, float] = {}
@@ -96,16 +121,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     tails = (tail(case, list(of), ranks[rank]) for of, rank in alike.items())
     for name, seconds in max(tails, key=lambda of: sum(of.values())).items():
         terms[name] = terms.get(name, 0.0) + seconds
-    total = sum(terms.values())
-    memory = max(
-        (memory_of(case, sizes, rank) for rank in sorted({0, min(1, parallel.pp - 1), parallel.pp - 1, busiest})),
-        key=lambda of: of.total,
-    )
-    tokens = case.training.global_batch_size * case.training.sequence_length
-    peak = case.ranks * case.hardware.peak.bfloat16
-    mfu = tokens * flops_per_token(case.model, case.training.sequence_length, lora=case.lora) / total / peak
-    hfu = tokens * hardware_flops(case) / total / peak
-    return Prediction(total, terms, memory, mfu, hfu, memory.total <= case.hardware.memory)
+    return StepTerms(terms, busiest)
 
 
 def hardware_flops(case: Case) -> float:
