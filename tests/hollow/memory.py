@@ -89,14 +89,9 @@ class Choice(NamedTuple):
         return math.prod(degrees)
 
 
-class Row(NamedTuple):
-    """One rank of one layout; sizes in GiB."""
+class Peak(NamedTuple):
+    """Memory of one rank of a layout; sizes in GiB."""
 
-    model: str
-    recompute: str
-    tensor: str
-    context: str
-    pipeline: str
     pp_rank: int
     live: float
     """largest memory of tensors during a step"""
@@ -109,6 +104,13 @@ class Row(NamedTuple):
     def difference(self) -> float:
         """How much more is live than predicted, as a share of the prediction."""
         return self.live / self.predicted - 1
+
+
+class Row(NamedTuple):
+    """One rank of a choice."""
+
+    choice: Choice
+    peak: Peak
 
 
 def choices() -> Iterator[Choice]:
@@ -138,29 +140,29 @@ def predict(arguments: Arguments) -> Iterator[dict[str, Any]]:
     yield from json.loads(done.stdout[done.stdout.index("{") :])["kinds"]
 
 
-def rows(choice: Choice) -> Iterator[Row]:
-    """Yield a row for the first and the last kind of rank of a choice."""
-    kinds = list(predict(choice.arguments))
+def peaks(arguments: Arguments, ranks_per_stage: int) -> Iterator[Peak]:
+    """Yield the peak of the first and of the last kind of rank of a command line."""
+    kinds = list(predict(arguments))
     ends = kinds if len(kinds) < 3 else [kinds[0], kinds[-1]]
     cases = {}
     for kind in ends:
-        rank = kind["shown_pp_rank"] * choice.ranks_per_stage
-        cases[str(kind["shown_pp_rank"])] = [f"--rank={rank}", *choice.arguments]
+        rank = kind["shown_pp_rank"] * ranks_per_stage
+        cases[str(kind["shown_pp_rank"])] = [f"--rank={rank}", *arguments]
     reports = measure(cases, HUGE, PYTORCH_ALLOC_CONF="expandable_segments:True")
     for kind, report in zip(ends, reports.values(), strict=True):
         if "error" in report:
-            raise RuntimeError(f"{choice}: {report['error']}")
-        yield Row(*choice, kind["shown_pp_rank"], report["live"], report["reserved"], kind["peak"] / GIB)
+            raise RuntimeError(f"{arguments}: {report['error']}")
+        yield Peak(kind["shown_pp_rank"], report["live"], report["reserved"], kind["peak"] / GIB)
 
 
 def write(table: Iterable[Row]) -> None:
     """Write the rows to `TABLE`."""
     with TABLE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*Row._fields, "difference"])
-        for row in table:
-            sizes = [f"{size:.2f}" for size in (row.live, row.reserved, row.predicted)]
-            writer.writerow([*row[:6], *sizes, f"{row.difference:+.3f}"])
+        writer.writerow([*Choice._fields, *Peak._fields, "difference"])
+        for choice, peak in table:
+            sizes = [f"{size:.2f}" for size in (peak.live, peak.reserved, peak.predicted)]
+            writer.writerow([*choice, peak.pp_rank, *sizes, f"{peak.difference:+.3f}"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -174,12 +176,12 @@ def main(arguments: Sequence[str]) -> int:
         measured = [measured[int(number)] for number in options.only.split(",")]
     measured_rows = []
     for choice in measured:
-        for row in rows(choice):
-            measured_rows.append(row)
-            print(f"{row.difference:+.1%}", *row, flush=True)
+        for peak in peaks(choice.arguments, choice.ranks_per_stage):
+            measured_rows.append(Row(choice, peak))
+            print(f"{peak.difference:+.1%}", *choice, *peak, flush=True)
     if not options.only:
         write(measured_rows)
-    return 1 if any(abs(row.difference) > WITHIN for row in measured_rows) else 0
+    return 1 if any(abs(row.peak.difference) > WITHIN for row in measured_rows) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from types import SimpleNamespace
@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.hollow import counts
 from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config import Config, load_config
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.expert import ExchangeDispatch, Splits, even_splits, read_splits, routed_experts
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import skip_pipeline_vote
@@ -106,12 +109,26 @@ def measure(config: Config, rank: int) -> RankReport:
     device = torch.device("cuda", 0)
     mesh = build_mesh(config.parallel, device)
     trial = build_trial(config, SimpleNamespace(device=device), mesh)  # type: ignore[arg-type]  # it needs no more
+    share_rows(trial.stages)
     forward_backward = trial.step.forward_backward
     if isinstance(forward_backward, Pipeline):
         skip_pipeline_vote(forward_backward.schedule)
     batches = synthetic_batches(config, mesh, device)
     numbers = count(1)
     return report(lambda: trial.step(next(numbers), batches))
+
+
+def share_rows(stages: Sequence[Decoder]) -> None:
+    """Let experts on all ranks get equally many rows: their numbers are read as in a run, but are zero here."""
+    for stage in stages:
+        for routed in routed_experts(stage):
+            if isinstance(routed.dispatch, ExchangeDispatch):
+                routed.dispatch.splits = _read_and_share
+
+
+def _read_and_share(sent: Tensor, received: Tensor, rows: int) -> Splits:
+    read_splits(sent, received, rows)
+    return even_splits(sent, received, rows)
 
 
 def report(take_step: Callable[[], object]) -> RankReport:
