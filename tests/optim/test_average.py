@@ -41,6 +41,7 @@ LAYOUTS: dict[int, list[Settings]] = {
         {"parallel.dp_shard": 2},
         {"parallel.dp_shard": 2, "parallel.zero_stage": 0},
         {"parallel.tp": 2, "model.experts": 4, "model.router_bias": True, "model.router_bias_rate": 0.01},
+        {"parallel.dp_shard": 2, "parallel.ep": 2, "model.experts": 4},
         {"parallel.tp": 2, **TIED},
         {"parallel.cp": 2},
         {"parallel.pp": 2, **TIED},

@@ -23,7 +23,7 @@ from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Compile, Config, Float8, Model, Optimizer, Parallel, Recompute
 from torchllm.dry_run.trace import fake_ranks
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.optim.muon import Muon, OwnedMatrix, deal, orthogonalize, rate_factor
+from torchllm.optim.muon import Muon, OwnedMatrices, deal, orthogonalize, rate_factor
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
@@ -36,10 +36,15 @@ CPU = torch.device("cpu")
 MODEL = Model(
     family="gpt", layers=2, hidden=20, heads=4, kv_heads=2, head_dim=5, ffn=18, vocab=16, max_sequence_length=6
 )
+EXPERTS = Model(
+    layers=2, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=18, vocab=16, experts=6, expert_ffn=14, dense_layers=1
+)
+UNEVEN = replace(EXPERTS, hidden=22)  # over 4 ranks by expert, and the last rank has none
 MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
 RATES = [0.1, 0.05, 0.2, 0.02]
 SKIPPED = 2  # index of a step that is not finite
 
+EP2: Settings = {"parallel.ep": 2}
 LAYOUTS: dict[int, dict[str, Settings]] = {
     1: {"one": {}},
     2: {
@@ -62,14 +67,28 @@ LAYOUTS: dict[int, dict[str, Settings]] = {
 }
 
 
-def build(settings: Settings) -> list[Decoder]:
-    """Return this rank's stages of the model in a layout."""
-    parallel = with_settings(Config(model=MODEL, parallel=Parallel(dp_shard=1)), settings).parallel
+LAYOUTS_OF_EXPERTS: dict[int, dict[str, Settings]] = {
+    2: {name: LAYOUTS[2][name] for name in ("fsdp2", "zero0", "tp2", "pp2")} | {"ep2": {"parallel.dp_shard": 2, **EP2}},
+    4: {
+        "fsdp4": {"parallel.dp_shard": 4},  # along the hidden states
+        "fsdp2xtp2": {"parallel.dp_shard": 2, "parallel.tp": 2},  # by expert, and their features
+        "fsdp4+ep2": {"parallel.dp_shard": 4, **EP2},  # by expert, and 3 of them along the hidden states
+        "fsdp2xtp2+ep2": {"parallel.dp_shard": 2, "parallel.tp": 2, **EP2},
+        "hsdp2x2+ep2": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, **EP2},
+    },
+    6: {"fsdp6+ep2": {"parallel.dp_shard": 6, **EP2}},  # by expert, twice
+    8: {"cp4xtp2": {"parallel.cp": 4, "parallel.tp": 2}},  # both dimensions of a matrix
+}
+
+
+def build(settings: Settings, of: Model = MODEL) -> list[Decoder]:
+    """Return this rank's stages of a model in a layout."""
+    parallel = with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings).parallel
     mesh = build_mesh(parallel, CPU)
     with torch.device("meta"):
-        model = build_model(MODEL)
+        model = build_model(of)
     stages = parallelize(model, mesh, parallel, Recompute(), Compile(), Float8(), torch.float32, 8)
-    initialize(stages, MODEL, CPU, seed=0)
+    initialize(stages, of, CPU, seed=0)
     return stages
 
 
@@ -110,28 +129,51 @@ def matrices_and_momenta(stages: list[Decoder], optimizer: torch.optim.Optimizer
     return tensors
 
 
-def trained(layouts: dict[str, Settings]) -> dict[str, dict[str, np.ndarray]]:
+def trained(layouts: dict[str, Settings], model: Model) -> dict[str, dict[str, np.ndarray]]:
     """Return the whole matrices of this rank's stages and their momenta, by layout and name."""
     results = {}
     for layout, settings in layouts.items():
-        stages = build(settings)
+        stages = build(settings, model)
         optimizer = train(stages, MUON)
         results[layout] = matrices_and_momenta(stages, optimizer)
     return results
 
 
-def test_from_the_same_gradients_every_layout_takes_the_same_step_to_the_bit() -> None:
-    (expected,) = run(trained, 1, LAYOUTS[1])
-    assert "momentum of layers.1.mlp.down_proj.weight" in expected["one"]
-    for ranks in (2, 4):
-        of_ranks = run(trained, ranks, LAYOUTS[ranks])
-        for layout in LAYOUTS[ranks]:
+@pytest.mark.parametrize(
+    ("model", "layouts_by_ranks", "name"),
+    [
+        (MODEL, {2: LAYOUTS[2], 4: LAYOUTS[4]}, "layers.1.mlp.down_proj.weight"),
+        (EXPERTS, LAYOUTS_OF_EXPERTS, "layers.1.mlp.routed.experts.down_proj"),
+        (UNEVEN, {4: {"fsdp4": {"parallel.dp_shard": 4}}}, "layers.1.mlp.routed.experts.down_proj"),
+    ],
+    ids=["dense", "experts", "a rank without experts"],
+)
+def test_from_the_same_gradients_every_layout_takes_the_same_step_to_the_bit(
+    model: Model, layouts_by_ranks: dict[int, dict[str, Settings]], name: str
+) -> None:
+    (expected,) = run(trained, 1, LAYOUTS[1], model)
+    assert f"momentum of {name}" in expected["one"]
+    for ranks, layouts in layouts_by_ranks.items():
+        of_ranks = run(trained, ranks, layouts, model)
+        for layout in layouts:
             names = set()
             for results in of_ranks:
                 for name, value in results[layout].items():
                     names.add(name)
                     np.testing.assert_array_equal(value, expected["one"][name], f"{layout} {name}")
             assert names == expected["one"].keys(), layout
+
+
+def test_each_expert_is_a_matrix_of_its_own() -> None:
+    stack = torch.randn(3, 24, 10, generator=torch.Generator().manual_seed(3))
+    stacked = nn.Parameter(stack.clone())
+    single = [nn.Parameter(matrix.clone()) for matrix in stack]
+    for parameters in ([stacked], single):
+        optimizer = Muon([{"params": parameters, "weight_decay": 0.3, "orthogonalized": True}], MUON)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().exp()
+        apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    assert torch.equal(stacked.detach(), torch.stack([parameter.detach() for parameter in single]))
 
 
 # -- checkpoints
@@ -224,14 +266,14 @@ def test_rate_factors() -> None:
 def test_singular_values_come_close_to_one_and_vectors_stay(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    result = orthogonalize(matrix)
+    (result,) = orthogonalize(matrix.unsqueeze(0))
     assert result.shape == matrix.shape
     values = left.T @ result @ right.T
     assert values.diagonal().min() > 0.6
     assert values.diagonal().max() < 1.3
     off_diagonal = values - values.diagonal().diag()
     assert off_diagonal.abs().max() < 1e-5
-    assert not orthogonalize(torch.zeros(shape)).any()  # zero, not nan
+    assert not orthogonalize(torch.zeros(1, *shape)).any()  # zero, not nan
 
 
 def test_matrices_have_momentum_and_all_others_the_state_of_adamw() -> None:
@@ -265,6 +307,11 @@ STEPS_OF_LAYOUTS: dict[int, list[Settings]] = {
         {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 2},
     ],
 }
+SPARSE: Settings = {"model.experts": 6, "model.expert_ffn": 32, "model.shared_experts": 1}
+STEPS_OF_EXPERTS: dict[int, list[Settings]] = {
+    2: [{"parallel.dp_shard": 2, "parallel.zero_stage": 1}, {"parallel.tp": 2}],
+    4: [{"parallel.dp_shard": 4, **EP2}, {"parallel.dp_shard": 2, "parallel.tp": 2, **EP2}],
+}
 TRAINED: Settings = {"optimizer.name": "muon", "optimizer.learning_rate": 0.02, "model.layers": 2}
 
 
@@ -277,16 +324,22 @@ def weights_after_three_steps(settings: list[Settings]) -> list[dict[str, np.nda
     return weights
 
 
-def test_three_steps_of_every_layout_are_those_of_one_process() -> None:
-    (expected,) = run(weights_after_three_steps, 1, [{}])[0]
-    config = tiny(TRAINED)
-    model = build_model(config.model)
-    initialize([model], config.model, CPU, config.run.seed)
+@pytest.mark.parametrize(
+    ("model", "layouts_by_ranks"), [({}, STEPS_OF_LAYOUTS), (SPARSE, STEPS_OF_EXPERTS)], ids=["dense", "experts"]
+)
+def test_three_steps_of_every_layout_are_those_of_one_process(
+    model: Settings, layouts_by_ranks: dict[int, list[Settings]]
+) -> None:
+    (expected,) = run(weights_after_three_steps, 1, [model])[0]
+    config = tiny({**TRAINED, **model})
+    initial = build_model(config.model)
+    initialize([initial], config.model, CPU, config.run.seed)
     updates = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in initial.named_parameters():
         updates[name] = np.linalg.norm(expected[name] - parameter.detach().numpy())
-    for ranks, layouts in STEPS_OF_LAYOUTS.items():
-        for settings, weights in zip(layouts, run(weights_after_three_steps, ranks, layouts)[0], strict=True):
+    for ranks, layouts in layouts_by_ranks.items():
+        of_model = [{**model, **settings} for settings in layouts]
+        for settings, weights in zip(layouts, run(weights_after_three_steps, ranks, of_model)[0], strict=True):
             assert weights.keys() == expected.keys()
             for name, weight in weights.items():
                 error = np.linalg.norm(weight - expected[name]) / updates[name]
@@ -333,18 +386,17 @@ def sent_in_a_step(settings: Settings) -> Sent:
     events: list[Sent] = []
     products: list[int] = []
 
-    def noting(matrix: Tensor) -> Tensor:
-        fewer, other = sorted(matrix.shape)
-        products.append(2 * fewer * fewer * other + fewer**3)
-        return orthogonalize(matrix)
+    def noting(matrices: Tensor) -> Tensor:
+        count, *shape = matrices.shape
+        fewer, other = sorted(shape)
+        products.append(count * (2 * fewer * fewer * other + fewer**3))
+        return orthogonalize(matrices)
 
     with counted(events), mock.patch("torchllm.optim.muon.orthogonalize", noting):
         apply_if_finite(optimizer, 0.1, torch.tensor(True))
     held = 0
     for matrices in optimizer.rounds:
-        for matrix in matrices:
-            parameter = matrix.parameter
-            held += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+        held += sum(owned.parts(owned.parameter).numel() for owned in matrices)
     totals = [sum(counts) for counts in zip(*events, strict=True)] or [0] * 5
     return Sent(totals[0], totals[1], totals[2], held, sum(products))
 
@@ -375,7 +427,7 @@ def test_a_rank_sends_its_shards_once_there_and_once_back_per_process_group() ->
 def test_matrices_of_a_round_cost_alike() -> None:
     group: dict[str, Any] = {}
     shapes = [(4, 4), (64, 64), (4, 6), (64, 80)] * 2
-    matrices = [OwnedMatrix(torch.empty(shape), group, shape, ()) for shape in shapes]
+    matrices = [OwnedMatrices(torch.empty(shape), group, shape) for shape in shapes]
     rounds = [[matrix.shape for matrix in matrices_of_round] for matrices_of_round in deal(matrices, 2)]
     assert rounds == [[(64, 80)] * 2, [(64, 64)] * 2, [(4, 6)] * 2, [(4, 4)] * 2]
 

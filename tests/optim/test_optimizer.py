@@ -229,6 +229,23 @@ def test_learning_rate_and_weight_decay_by_role(name: Any) -> None:
     assert rates == {0.25, 0.125, 0.5, 1.5}
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_experts_and_routers_decay_as_matrices(name: Any) -> None:
+    """A gradient of zero again. The routers' biases are buffers, which no optimizer knows."""
+    model = Model(layers=1, hidden=8, heads=2, kv_heads=2, ffn=12, vocab=16, experts=4, router_bias=True)
+    decoder = build_model(model)
+    initialize([decoder], model, CPU, seed=0)
+    optimizer = build_optimizer([decoder], replace(ROLES, name=name))
+    routed = {key: value for key, value in decoder.named_parameters() if ".routed." in key}
+    assert len(routed) == 4
+    initial = {key: value.detach().clone() for key, value in routed.items()}
+    for value in decoder.parameters():
+        value.grad = torch.zeros_like(value)
+    apply_if_finite(optimizer, 0.5, torch.tensor(True))
+    for key, value in routed.items():
+        torch.testing.assert_close(value.detach(), initial[key] * (1 - 0.5 * 0.25), msg=key)
+
+
 def test_a_tied_head_has_the_settings_of_the_embedding() -> None:
     with torch.device("meta"):
         decoder = build_model(replace(MODEL, tied_embeddings=True))

@@ -43,7 +43,7 @@ def seconds_of(shape: tuple[int, int]) -> float:
 @pytest.mark.parametrize("shape", [MatrixShape(4096, 14336), MatrixShape(14336, 4096)])
 def test_operations_are_those_counted_by_hand(shape: MatrixShape) -> None:
     assert orthogonalization_flops(shape) == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3)
-    matrix = muon.OwnedMatrix(torch.empty(0), {}, tuple(shape), ())
+    matrix = muon.OwnedMatrices(torch.empty(0), {}, tuple(shape))
     assert orthogonalization_flops(shape) == muon.ITERATIONS * 2 * matrix.products
     assert muon_time.ITERATIONS == muon.ITERATIONS
 
@@ -53,7 +53,7 @@ def test_a_round_takes_as_long_as_its_largest_matrix(owners: int) -> None:
     group: dict[str, Any] = {}
     shapes = [shape for _ in range(MODEL.layers) for shape in target_shapes(MODEL).values()]
     assert sorted(shapes) == sorted(SHAPES * MODEL.layers)
-    matrices = [muon.OwnedMatrix(torch.empty(0), group, tuple(shape), ()) for shape in shapes]
+    matrices = [muon.OwnedMatrices(torch.empty(0), group, tuple(shape)) for shape in shapes]
     rounds = muon.deal(matrices, owners)
     expected = sum(max(seconds_of(matrix.shape) for matrix in of_round) for of_round in rounds)
     assert iteration_seconds(MODEL, MODEL.layers, owners, dgx_a100()) == pytest.approx(expected, rel=1e-12)

@@ -184,8 +184,6 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         yield Problem("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
     if config.float8.is_on:
         yield Problem("float8.recipe", 'has no products of experts: set it to "none"')
-    if config.optimizer.name == "muon":
-        yield Problem("optimizer.name", 'muon takes no stacked matrices of experts: use "adamw"')
 
 
 def _float8_problems(config: Config) -> Iterator[Problem]:

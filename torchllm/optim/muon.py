@@ -9,9 +9,13 @@ matrices as there are ranks each owns one. An owner gets all parts of its matrix
 its part of the result. So the update is the same in every layout, to the bit, and no rank computes what another one
 does. Ranks that hold copies of the same shards (dp_replicate, zero_stage 0) each do all of it.
 
-Sent, in each such round: an all-to-all over the ranks of FSDP and one over those of tp, there and back. A rank sends
-its own shards once per all-to-all, whatever the number of ranks; in 16 bits on a GPU, where the iterations are in
-bfloat16, and in float32 on a CPU.
+Each expert of a mixture has matrices of its own, stacked in one parameter. Ranks that have other experts (FSDP by
+expert, ep) orthogonalize those, and send nothing; ranks that have other parts of the same experts (tp, FSDP along the
+hidden states) share their matrices equally.
+
+Sent, in each such round: an all-to-all over the ranks of FSDP and one over those of tp, there and back, as far as these
+cut matrices. A rank sends its own shards once per all-to-all, whatever the number of ranks; in 16 bits on a GPU, where
+the iterations are in bfloat16, and in float32 on a CPU.
 """
 
 import math
@@ -34,31 +38,41 @@ SMALLEST_NORM = 1e-7
 
 
 class Cut(NamedTuple):
-    """How a matrix is cut over the ranks of a process group."""
+    """How matrices are cut over the ranks of a process group."""
 
+    group: dist.ProcessGroup
     dimension: int
-    """0: by rows; 1: by columns"""
+    """-2: by rows; -1: by columns"""
     sizes: tuple[int, ...]
     """rows or columns of each rank"""
 
 
-class OwnedMatrix(NamedTuple):
-    """A matrix that some rank orthogonalizes."""
+class OwnedMatrices(NamedTuple):
+    """Matrices of one shape that some rank orthogonalizes: a parameter, or some of its stacked experts."""
 
     parameter: Tensor
     group: Group
     """of the optimizer, with its settings"""
     shape: tuple[int, int]
-    """of the whole matrix"""
-    cuts: tuple[Cut, ...]
-    """by process group, in the order in which its parts are gathered"""
+    """of each whole matrix"""
+    cuts: tuple[Cut, ...] = ()
+    """in the order in which its parts are gathered"""
+    first: int = 0
+    """index of the first one among those on this rank"""
+    number: int = 1
 
     @property
     def products(self) -> int:
         """Multiplications of one iteration, with m rows or columns, whichever are fewer, and n of the other: the Gram
         matrix, its square, and the product with the matrix."""
         fewer, other = sorted(self.shape)
-        return 2 * fewer * fewer * other + fewer**3
+        return self.number * (2 * fewer * fewer * other + fewer**3)
+
+    def parts(self, tensor: Tensor) -> Tensor:
+        """Return a view of this rank's parts of them, (number, R, C). tensor: has the sharding of the parameter."""
+        local = local_tensor(tensor)
+        stacked = local.unsqueeze(0) if local.ndim == 2 else local
+        return stacked[self.first : self.first + self.number]
 
 
 class Muon(torch.optim.Optimizer):
@@ -82,13 +96,8 @@ class Muon(torch.optim.Optimizer):
                 continue
             for parameter in group["params"]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                matrices.append(OwnedMatrix(parameter, group, tuple(parameter.shape), cuts_of(parameter)))
-        self.process_groups: list[dist.ProcessGroup] = []
-        """over which matrices are cut: of FSDP, then of tp; one of a single rank is omitted"""
-        if matrices and isinstance(matrices[0].parameter, DTensor):
-            mesh = matrices[0].parameter.device_mesh
-            self.process_groups = [mesh.get_group(axis) for axis in cut_axes(matrices[0].parameter)]
-        self.rounds = deal(matrices, math.prod(map(dist.get_world_size, self.process_groups)))
+                matrices += matrices_of(parameter, group)
+        self.rounds = rounds_of(matrices)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -97,37 +106,36 @@ class Muon(torch.optim.Optimizer):
             if not group["orthogonalized"]:
                 update_by_adamw(group, self.state, self.found_inf)
         for matrices in self.rounds:
-            with_gradient = [matrix for matrix in matrices if matrix.parameter.grad is not None]
+            with_gradient = [owned for owned in matrices if owned.parameter.grad is not None]
             if with_gradient:
                 self._update(with_gradient)
 
-    def _update(self, matrices: Sequence[OwnedMatrix]) -> None:
-        """Update matrices of which each rank owns at most one."""
-        directions = [self._direction(matrix) for matrix in matrices]
-        cuts = [matrix.cuts for matrix in matrices]
-        orthogonal = orthogonalize_parts(directions, cuts, self.process_groups)
-        for matrix, part in zip(matrices, orthogonal, strict=True):
-            self._apply(matrix, part)
+    def _update(self, matrices: Sequence[OwnedMatrices]) -> None:
+        """Update matrices, those of a round."""
+        directions = [self._direction(owned) for owned in matrices]
+        orthogonal = orthogonalize_parts(directions, [owned.cuts for owned in matrices])
+        for owned, parts in zip(matrices, orthogonal, strict=True):
+            self._apply(owned, parts)
 
-    def _direction(self, matrix: OwnedMatrix) -> Tensor:
+    def _direction(self, owned: OwnedMatrices) -> Tensor:
         """Take a gradient into the momentum; return this rank's part of what is orthogonalized (Nesterov's momentum).
 
         Each operation rounds once, where a fused one would round by the place of an element in a shard.
         """
-        assert matrix.parameter.grad is not None
-        new_part = local_tensor(matrix.parameter.grad) * (1.0 - self.momentum)
-        buffer = local_tensor(self.state[matrix.parameter]["momentum_buffer"])
+        assert owned.parameter.grad is not None
+        new_part = owned.parts(owned.parameter.grad) * (1.0 - self.momentum)
+        buffer = owned.parts(self.state[owned.parameter]["momentum_buffer"])
         updated = (buffer * self.momentum).add_(new_part)
         direction = (updated * self.momentum).add_(new_part)
         self._write(buffer, updated)
         return direction.to(iteration_dtype(direction.device))
 
-    def _apply(self, matrix: OwnedMatrix, direction: Tensor) -> None:
-        """Move this rank's part of a matrix against its part of the orthogonalized direction."""
-        rate = matrix.group["lr"]
-        weight = local_tensor(matrix.parameter)
-        moved = weight * (1.0 - rate * matrix.group["weight_decay"])
-        moved.sub_(direction.to(weight.dtype) * (rate * rate_factor(matrix.shape, self.adjust_lr_fn)))
+    def _apply(self, owned: OwnedMatrices, direction: Tensor) -> None:
+        """Move this rank's part of matrices against its part of the orthogonalized direction."""
+        rate = owned.group["lr"]
+        weight = owned.parts(owned.parameter)
+        moved = weight * (1.0 - rate * owned.group["weight_decay"])
+        moved.sub_(direction.to(weight.dtype) * (rate * rate_factor(owned.shape, self.adjust_lr_fn)))
         self._write(weight, moved)
 
     def _write(self, tensor: Tensor, value: Tensor) -> None:
@@ -151,36 +159,61 @@ def rate_factor(shape: tuple[int, int], adjust_lr_fn: Literal["original", "match
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return about U Vᵀ of a matrix U S Vᵀ (R, C), by Newton-Schulz iterations in its type."""
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Return about U Vᵀ of each matrix U S Vᵀ, (N, R, C), by Newton-Schulz iterations in its type."""
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
 
 
-def deal(matrices: Sequence[OwnedMatrix], ranks: int) -> list[list[OwnedMatrix]]:
-    """Return the matrices in rounds of at most one per rank, those of a round of like cost; equal on all ranks."""
-    by_cost = sorted(matrices, key=lambda matrix: matrix.products, reverse=True)
+def matrices_of(parameter: Tensor, group: Group) -> list[OwnedMatrices]:
+    """Return the matrices of a parameter that are on this rank, in as many parts as ranks share them.
+
+    group: of the optimizer. A parameter that is no stack is one matrix.
+    """
+    cuts = cuts_of(parameter)
+    shape = (parameter.shape[-2], parameter.shape[-1])
+    stacked = 1 if parameter.ndim == 2 else len(local_tensor(parameter))
+    each = max(1, math.ceil(stacked / owners_of(cuts)))
+    firsts = range(0, stacked, each)
+    return [OwnedMatrices(parameter, group, shape, cuts, first, min(each, stacked - first)) for first in firsts]
+
+
+def owners_of(cuts: Sequence[Cut]) -> int:
+    """Return how many ranks share matrices that are cut so."""
+    return math.prod(dist.get_world_size(cut.group) for cut in cuts)
+
+
+def rounds_of(matrices: Sequence[OwnedMatrices]) -> list[list[OwnedMatrices]]:
+    """Return the matrices in rounds: equal on all ranks that share them, which are the same ones in a round."""
+    by_ranks: dict[tuple[dist.ProcessGroup, ...], list[OwnedMatrices]] = {}
+    for owned in matrices:
+        by_ranks.setdefault(tuple(cut.group for cut in owned.cuts), []).append(owned)
+    return [of_round for shared in by_ranks.values() for of_round in deal(shared, owners_of(shared[0].cuts))]
+
+
+def deal(matrices: Sequence[OwnedMatrices], ranks: int) -> list[list[OwnedMatrices]]:
+    """Return the matrices in rounds of at most one member per rank, those of a round of like cost."""
+    by_cost = sorted(matrices, key=lambda owned: owned.products, reverse=True)
     return [by_cost[first : first + ranks] for first in range(0, len(by_cost), ranks)]
 
 
-def orthogonalize_parts(
-    parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], process_groups: Sequence[dist.ProcessGroup]
-) -> list[Tensor]:
+def orthogonalize_parts(parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
     """Return this rank's parts of orthogonalized matrices.
 
-    parts: this rank's, one per matrix. cuts: of each matrix, one per process group. The matrices are dealt out over
-    the ranks of the first group, which join the parts of theirs, then over those of the next one. A rank that has a
-    matrix whole orthogonalizes it, and all goes the same way back.
+    parts: this rank's, one tensor (N, R, C) per member of a round. cuts: of each member, over the same process groups.
+    The members are dealt out over the ranks of the first group, which join the parts of theirs, then over those of the
+    next one. A rank that has matrices whole orthogonalizes them, and all goes the same way back.
     """
-    if not process_groups or not parts:
+    if not parts or not cuts[0]:
         return [orthogonalize(part) for part in parts]
-    group, *inner_groups = process_groups
+    group = cuts[0][0].group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     own_parts, own_cuts = parts[rank::ranks], cuts[rank::ranks]
     outgoing = [parts[receiver::ranks] for receiver in range(ranks)]
@@ -189,7 +222,7 @@ def orthogonalize_parts(
     joined = []
     for position, (cut, *_) in enumerate(own_cuts):
         joined.append(torch.cat([of_sender[position] for of_sender in received], dim=cut.dimension))
-    results = orthogonalize_parts(joined, [inner for _, *inner in own_cuts], inner_groups)
+    results = orthogonalize_parts(joined, [inner for _, *inner in own_cuts])
     answers: list[list[Tensor]] = [[] for _ in range(ranks)]
     for result, (cut, *_) in zip(results, own_cuts, strict=True):
         for receiver, piece in enumerate(result.split(cut.sizes, dim=cut.dimension)):
@@ -202,7 +235,7 @@ def orthogonalize_parts(
 
 
 def _shape_on(rank: int, part: Tensor, cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a matrix. part, cuts: this rank's part, and the cuts that are left."""
+    """Return the shape of a rank's part of matrices. part, cuts: this rank's part, and the cuts that are left."""
     shape = list(part.shape)
     shape[cuts[0].dimension] = cuts[0].sizes[rank]
     return tuple(shape)
@@ -232,29 +265,28 @@ def exchange(
     return tensors
 
 
-def cut_axes(parameter: Tensor) -> list[int]:
-    """Return the axes of a parameter's mesh over which it is cut: FSDP's, then that of tp."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and not parameter.placements[axis].is_replicate()]
-
-
 def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
-    """Return how a matrix is cut over the ranks of each of its `cut_axes`.
+    """Return how each matrix of a parameter is cut: over the ranks of FSDP, then over those of tp.
 
-    FSDP cuts what tensor parallelism has left to a rank, as torch.chunk does: the last ranks may have fewer rows.
+    FSDP cuts what tensor parallelism has left to a rank, as torch.chunk does: the last ranks may have fewer rows. Where
+    a stack is cut between its matrices, none of them is.
     """
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
     cuts: list[Cut] = []
     left = list(parameter.shape)
-    for axis in reversed(cut_axes(parameter)):
-        assert isinstance(parameter, DTensor)
+    for axis in reversed(range(mesh.ndim)):
+        placement, ranks = parameter.placements[axis], mesh.size(axis)
+        if ranks == 1 or placement.is_replicate():
+            continue
         # Shard, or the strided one of FSDP over tp, which has no public name
-        dimension = parameter.placements[axis].dim  # type: ignore[attr-defined]
-        ranks = parameter.device_mesh.size(axis)
+        dimension = placement.dim - parameter.ndim  # type: ignore[attr-defined]
+        if dimension < -2:
+            continue
         length = left[dimension]
         per_rank = math.ceil(length / ranks)
         sizes = tuple(min(per_rank, max(0, length - per_rank * rank)) for rank in range(ranks))
-        cuts.insert(0, Cut(dimension, sizes))
-        left[dimension] = sizes[parameter.device_mesh.get_local_rank(axis)]
+        cuts.insert(0, Cut(mesh.get_group(axis), dimension, sizes))
+        left[dimension] = sizes[mesh.get_local_rank(axis)]
     return tuple(cuts)
