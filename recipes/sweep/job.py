@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.inert import idle_keys
+from torchllm.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
 from torchllm.planner.evidence.rows import measurement_of
 from torchllm.planner.search.auto import cluster_with_gpu, planned
 from torchllm.resources import resource
@@ -26,14 +27,7 @@ from torchllm.start import load_configs
 Overrides = tuple[str, ...]
 """what makes a layout of the sweep's run: overrides of the command line, such as --parallel.tp=2"""
 
-_COLUMN_LINES = (
-    "dataset stack group model n_params layers hidden heads kv_heads head_dim qkv_bias qk_norm norm_position window",
-    "ffn vocab tied_emb seq_len",
-    "cluster gpu gpus dp dp_replicate dp_shard tp pp cp cp_method schedule interleave_v micro_batch grad_accum",
-    "global_batch_seqs zero_stage seq_parallel act_ckpt attn_impl rmsnorm_kernel compile precision status step_time_s",
-    "tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct note source spread_pct layout",
-)
-COLUMNS = " ".join(_COLUMN_LINES).split()
+COLUMNS = (*MEASURED_COLUMNS, "spread_pct", "layout")
 """columns of a measurement, as recipes/plan.py reads them; then the spread of the steps and the overrides"""
 
 MEASURING = (

@@ -462,7 +462,7 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]
             f"{parallel.data_ranks} data-parallel ranks = {per_pass}",
         )
     if parallel.pp > 1 and _has_stages_it_allows(parallel):
-        yield from _micro_batch_problems(parallel, gradient_accumulation(training, parallel.data_ranks))
+        yield from micro_batch_problems(parallel, gradient_accumulation(training, parallel.data_ranks))
 
 
 def _has_stages_it_allows(parallel: Parallel) -> bool:
@@ -531,7 +531,7 @@ def _stage_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _micro_batch_problems(parallel: Parallel, count: int) -> Iterator[Problem]:
+def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[Problem]:
     """Find what is wrong with `count` micro batches per step under the pipeline schedule."""
     key = "training.global_batch_size"
     needs = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"

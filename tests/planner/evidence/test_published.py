@@ -14,7 +14,7 @@ from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 
-A100: dict[str, Any] = {"gpu": "A100-80GB", "cluster": "dgx_a100", "status": "ok"}
+A100: dict[str, Any] = {"gpu": "A100-80GB", "cluster": "dgx_a100", "status": "ok", "precision": "bf16"}
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1 and the micro batches and interleaving of its published scripts:
 # billions of parameters, layers, hidden, heads, tp, pp, GPUs, sequences, micro batch, virtual stages, seconds (from
@@ -128,7 +128,7 @@ def test_schedules_in_their_order_and_their_peaks() -> None:
                     **{"stack": "megatron-zero-bubble-2023", "model": name, "layers": layers, "hidden": hidden},
                     **{"heads": heads, "ffn": 4 * hidden, "seq_len": 1024, "gpus": 8, "pp": 8, "micro_batch": micro},
                     **{"grad_accum": count, "schedule": schedule, "interleave_v": virtual, "zero_stage": 0},
-                    **{"step_time_s": seconds[at], "attn_impl": "fused_softmax"},
+                    **{"step_time_s": seconds[at], "attn_impl": "fused_softmax", "act_ckpt": "none"},
                 )
                 assert row.case is not None
                 prediction = predict(row.case)

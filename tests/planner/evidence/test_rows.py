@@ -2,10 +2,15 @@
 
 import pytest
 
+import torchllm
 from tests.parity import Settings, tiny
 from torchllm.config import Model
+from torchllm.planner.evidence.cells import COLUMNS, Cells
 from torchllm.planner.evidence.measurements import read_row
+from torchllm.planner.evidence.row_layout import parallel_of
+from torchllm.planner.evidence.row_model import model_of
 from torchllm.planner.evidence.rows import measurement_of
+from torchllm.planner.evidence.stacks import STACKS
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "HSDP": (4, {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 3}),
@@ -52,6 +57,32 @@ def test_a_row_is_the_layout(name: str) -> None:
     for key in ("micro_batch_size", "global_batch_size", "sequence_length"):
         assert getattr(case.training, key) == getattr(config.training, key), key
     assert case.recompute.mode == config.recompute.mode
+
+
+def test_a_mixture_of_experts_is_in_the_columns() -> None:
+    sizes = {"experts": 8, "top_k": 2, "expert_ffn": 32, "shared_experts": 1, "dense_layers": 1, "kv_heads": 2}
+    config = tiny({"parallel.tp": 2, "parallel.ep": 2, **{f"model.{key}": value for key, value in sizes.items()}})
+    cells = measurement_of(config, 2)
+    columns = ("experts", "top_k", "moe_ffn", "shared_experts", "dense_layers", "ep", "etp", "tp_overlap")
+    assert [cells[column] for column in columns] == ["8", "2", "32", "1", "1", "2", "1", "none"]
+    model = model_of(Cells(cells, []), STACKS["torchllm"])
+    for key, value in sizes.items():
+        assert getattr(model, key) == value, key
+    assert parallel_of(Cells(cells, []), model, STACKS["torchllm"]).ep == 2
+    without_ep = tiny({"parallel.tp": 2, "model.experts": 8, "model.expert_ffn": 32})
+    assert measurement_of(without_ep, 2)["etp"] == "2"
+    assert "experts" not in measurement_of(tiny({}), 1)
+
+
+def test_every_cell_has_a_column() -> None:
+    config = tiny({"parallel.tp": 2, "model.experts": 8, "model.expert_ffn": 32})
+    assert set(measurement_of(config, 2)) <= set(COLUMNS)
+
+
+def test_a_row_names_the_software_and_its_fold() -> None:
+    cells = measurement_of(tiny({}), 1)
+    assert cells["software"] == torchllm.__version__
+    assert cells["fold"].startswith("torchllm/llama-")
 
 
 def test_a_table_without_columns_for_parts_of_the_model_is_read() -> None:

@@ -36,6 +36,7 @@ ROW = {
     "zero_stage": "3",
     "act_ckpt": "none",
     "attn_impl": "flash2",
+    "precision": "bf16",
     "status": "ok",
 }
 

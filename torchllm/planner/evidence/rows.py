@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torchllm.config import Config, gradient_accumulation
+from torchllm import __version__
+from torchllm.config import Config, Model, Parallel, gradient_accumulation
 from torchllm.spec.flops import parameter_count
 
 
@@ -27,6 +28,7 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "norm_position": model.norm_position,
         "window": model.window or "",
         "ffn": model.ffn,
+        **expert_cells(model, parallel),
         "vocab": model.vocab,
         "tied_emb": int(model.tied_embeddings),
         "seq_len": training.sequence_length,
@@ -46,10 +48,28 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "global_batch_seqs": training.global_batch_size,
         "zero_stage": parallel.zero_stage,
         "seq_parallel": int(parallel.sequence_parallel),
+        "tp_overlap": "none" if parallel.tp > 1 else "",
         "act_ckpt": config.recompute.mode,
         "attn_impl": attention,
         "rmsnorm_kernel": int(config.compile.norm or config.compile.block is True),
         "compile": int(config.compile.block is True),
+        "fold": f"torchllm/{model.family}-{model.layers}x{model.hidden}",
+        "software": __version__,
         "precision": f"float8 {config.float8.recipe}" if config.float8.is_on else config.training.dtype,
     }
     return {key: str(value) for key, value in found.items()}
+
+
+def expert_cells(model: Model, parallel: Parallel) -> dict[str, Any]:
+    """Return the cells of a mixture of experts; none of a dense model. etp: ranks that share a matrix of an expert."""
+    if not model.experts:
+        return {}
+    return {
+        "experts": model.experts,
+        "top_k": model.top_k,
+        "moe_ffn": model.expert_width,
+        "shared_experts": model.shared_experts,
+        "dense_layers": model.dense_layers,
+        "ep": parallel.ep,
+        "etp": parallel.tp if parallel.ep == 1 else 1,
+    }

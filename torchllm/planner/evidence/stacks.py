@@ -74,21 +74,100 @@ STACKS = {
         logits_backward=4.0,
         constants=Constants(launch=1e-6, traffic=0.55, exposed=0.8),
     ),
-    "torchtitan": Software("torchtitan", attention="flash2", keeps_every_other=True),
+    "torchtitan": Software(
+        "torchtitan",
+        attention="flash2",
+        keeps_every_other=True,
+        default_sequence_parallel=True,  # models/llama3/infra/parallelize.py: norms are SequenceParallel in every plan
+    ),
     "deepspeed-zero3-2021": replace(
         MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
     ),
+    # github.com/NVIDIA/Megatron-LM, megatron/core, and NeMo and Megatron-Bridge, whose recipes start it. Its
+    # distributed optimizer is ZeRO 1 with float32 main gradients, which products add to in place; gradients are
+    # reduced while the backward computes (overlap_grad_reduce); kernels of Transformer Engine; no dropout; sequence
+    # parallelism where there is tp; "selective" recomputes the core of attention. Its logs have allocated bytes.
+    "megatron-core": replace(
+        MEGATRON,
+        dropout=False,
+        attention="flash3",
+        default_zero_stage=1,
+        default_sequence_parallel=True,
+        overlaps_tensor_parallel=True,
+        overlaps_reduction=True,
+        peaks_allocated=True,
+    ),
+    # github.com/KempnerInstitute/KempnerForge at 5666d0d: FSDP2 of 16-bit weights, whose AdamW has 16-bit moments and
+    # no float32 copy (benchmarks/mfu_scaling); norms of a shard of the sequence and a loss of gathered logits
+    # (distributed/tensor_parallel.py)
+    "kempnerforge": Software(
+        "kempnerforge",
+        gradients=2.0,
+        states=6.0,
+        shards=2.0,
+        attention="flash2",
+        default_sequence_parallel=True,
+        whole_logits=True,
+    ),
+    # github.com/foundation-model-stack/fms-fsdp: FSDP1, bfSixteen policy (16-bit gathers and reductions of float32
+    # shards), torch's SDPA
+    "fms-fsdp": Software("fms-fsdp", attention="flash2", default_vocab=32000),
+    # github.com/InternLM/InternEvo at c628a8c8: 16-bit weights and gradients on every rank, float32 states sharded over
+    # some or all data ranks (zero1), Megatron's tensor parallelism with whole sequences, fused norms, no dropout
+    "internevo": replace(
+        MEGATRON,
+        dropout=False,
+        fused_elementwise=False,
+        gradients=2.0,
+        temporary_gradients=2.0,
+        keeps_gathered=True,
+        attention="flash2",
+        default_zero_stage=1,
+        default_vocab=103168,
+    ),
+    # github.com/PrimeIntellect-ai/prime-rl at 559b44772: FSDP2 of float32 shards, gathered in 16 bits and reduced in
+    # float32; whole blocks are recomputed
+    "prime-rl": Software("prime-rl", attention="flash2"),
     "torchllm": Software(overlaps_reduction=True, saves_collectives=True),
 }
 
 
+OTHER_NAMES = {
+    "megatron-lm": "megatron-core",
+    "megatron-lm-2024": "megatron-core",
+    "megatron-bridge": "megatron-core",
+    "nemo-megatron": "megatron-core",
+    "kempnerforge-2026": "kempnerforge",
+    "fms-fsdp-2024": "fms-fsdp",
+    "prime-rl (fsdp2)": "prime-rl",
+}
+"""names of stacks in tables, in small letters, and what they are here"""
+KINDS = {
+    "nanotron": "nanotron-2025",
+    "llm-foundry": "llm-foundry-2023",
+    "torchtitan": "torchtitan",
+    "kempnerforge": "kempnerforge",
+    "fms-fsdp": "fms-fsdp",
+    "internevo": "internevo",
+    "prime-rl": "prime-rl",
+    "megatron-deepspeed": "megatron-deepspeed-2023",
+    "megatron": "megatron-core",
+    "nemo": "megatron-core",
+}
+"""words in the name of another version of a stack, and the one that it is read as; the first that fits counts"""
+
+
 def stack_of(name: str, assumed: list[str]) -> Software:
-    """Return a framework by name. If it is unknown, return the closest of its kind and say so in `assumed`."""
-    if name in STACKS:
-        return STACKS[name]
-    kind = next((known for known in ("megatron", "nanotron", "llm-foundry", "torchtitan") if known in name.lower()), "")
-    known = {"megatron": "megatron-2022", "llm-foundry": "llm-foundry-2023", "nanotron": "nanotron-2025"}.get(
-        kind, "torchtitan"
-    )
-    assumed.append(f"stack {name!r} is unknown: as {known}")
-    return STACKS[known]
+    """Return a framework by name. Another version of one is read as it, which is said in `assumed`.
+
+    ValueError if nothing is known of it: frameworks differ by more than a factor of two.
+    """
+    plain = name.lower()
+    plain = OTHER_NAMES.get(plain, plain)
+    if plain in STACKS:
+        return STACKS[plain]
+    for word, known in KINDS.items():
+        if word in plain:
+            assumed.append(f"stack {name!r} is unknown: as {known}")
+            return STACKS[known]
+    raise ValueError(f"stack {name!r} is unknown (known: {', '.join(STACKS)})")

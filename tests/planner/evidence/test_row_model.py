@@ -1,0 +1,58 @@
+"""The model of a row: its family by its size, experts, and what is said instead of guessed."""
+
+import pytest
+
+from tests.planner.evidence.test_score import ROW
+from torchllm.config import Model
+from torchllm.planner.evidence.cells import Cells
+from torchllm.planner.evidence.row_model import model_of
+from torchllm.planner.evidence.stacks import STACKS
+from torchllm.spec.flops import parameter_count
+
+QWEN3_30B = {
+    **{"layers": "48", "hidden": "2048", "heads": "32", "kv_heads": "4", "vocab": "151936", "seq_len": "4096"},
+    **{"experts": "128", "top_k": "8", "moe_ffn": "768", "tied_emb": "0", "note": "head_dim 128; all layers MoE"},
+}
+"""Qwen3-30B-A3B, as huggingface.co/Qwen/Qwen3-30B-A3B describes it"""
+
+
+def read(**cells: str) -> Model:
+    return model_of(Cells(cells, []), STACKS["torchllm"])
+
+
+def test_the_family_is_the_one_with_the_published_number_of_parameters() -> None:
+    """A feed-forward layer of 4 hidden is a GPT's, but for a model that says it has three matrices."""
+    square = {**ROW, "model": "1B", "hidden": "2048", "ffn": "8192", "heads": "32", "vocab": "131072", "tied_emb": "1"}
+    gated = read(**{**square, "n_params": "1342177280"})
+    assert gated.family == "llama"
+    assert parameter_count(gated) == pytest.approx(1342177280, rel=1e-3)
+    assert read(**{**square, "model": "0.8B"}).family == "gpt"
+
+
+def test_a_published_model_without_a_feed_forward_width_is_a_gpt() -> None:
+    cells = Cells({**ROW, "model": "145B", "layers": "80", "hidden": "12288", "heads": "96", "ffn": ""}, [])
+    model = model_of(cells, STACKS["torchllm"])
+    assert (model.family, model.ffn) == ("gpt", 49152)
+    assert cells.assumed == ["ffn 4 x hidden"]
+
+
+def test_a_mixture_of_experts_has_the_published_number_of_parameters() -> None:
+    model = read(**QWEN3_30B)
+    assert (model.experts, model.top_k, model.expert_width, model.head_width) == (128, 8, 768, 128)
+    assert parameter_count(model) == pytest.approx(30.53e9, rel=1e-3)
+    dense_first = read(**QWEN3_30B, ffn="6144", dense_layers="1", shared_experts="2")
+    assert (dense_first.dense_layers, dense_first.shared_experts, dense_first.ffn) == (1, 2, 6144)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"kv_heads": ""}, "latent attention"),
+        ({"moe_ffn": ""}, "moe_ffn is missing"),
+        ({"dense_layers": "1"}, "ffn is missing"),
+        ({"qk_norm": "some"}, "qk_norm = 'some' is not one of none, head, width"),
+    ],
+)
+def test_what_is_not_said_is_not_guessed(cells: dict[str, str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read(**{**QWEN3_30B, **cells})

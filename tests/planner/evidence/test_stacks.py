@@ -1,0 +1,42 @@
+"""Frameworks by the names that tables have for them; one of which nothing is known is refused."""
+
+import pytest
+
+from torchllm.planner.evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("torchtitan", "torchtitan"),
+        ("nemo-megatron", "megatron-core"),
+        ("KempnerForge", "kempnerforge"),
+        ("InternEvo", "internevo"),
+        ("prime-rl (FSDP2)", "prime-rl"),
+    ],
+)
+def test_a_known_stack_is_a_fact(name: str, known: str) -> None:
+    assumed: list[str] = []
+    assert stack_of(name, assumed) == STACKS[known]
+    assert assumed == []
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("torchtitan-2030", "torchtitan"), ("Megatron-DeepSpeed", "megatron-deepspeed-2023"), ("NeMo 3", "megatron-core")],
+)
+def test_another_version_of_a_stack_is_said(name: str, known: str) -> None:
+    assumed: list[str] = []
+    assert stack_of(name, assumed) == STACKS[known]
+    assert assumed == [f"stack {name!r} is unknown: as {known}"]
+
+
+@pytest.mark.parametrize("name", ["", "Abacus"])
+def test_an_unknown_stack_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is unknown"):
+        stack_of(name, [])
+
+
+def test_every_name_is_one_of_a_stack() -> None:
+    assert set(OTHER_NAMES.values()) | set(KINDS.values()) <= set(STACKS)
+    assert all(name == name.lower() for name in [*STACKS, *OTHER_NAMES, *KINDS])

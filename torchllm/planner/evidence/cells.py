@@ -1,0 +1,81 @@
+"""The columns of a table of measurements, and one row of it: its cells, and what is assumed where they are silent.
+
+No torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_COLUMN_LINES = (
+    "dataset stack group model n_params layers hidden heads kv_heads head_dim qkv_bias qk_norm norm_position window",
+    "ffn experts top_k moe_ffn shared_experts dense_layers vocab tied_emb seq_len",
+    "cluster gpu gpus dp dp_replicate dp_shard tp pp cp ep etp cp_method schedule interleave_v micro_batch grad_accum",
+    "global_batch_seqs zero_stage seq_parallel tp_overlap act_ckpt attn_impl rmsnorm_kernel compile precision",
+    "status step_time_s tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct",
+    "fold software assumed note source",
+)
+COLUMNS = tuple(" ".join(_COLUMN_LINES).split())
+"""the columns of a row; an empty cell is one that the source does not say"""
+
+ASSUMPTION = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=[;,\s]\s*\w+\s*=|;?\s*$)")
+"""one "column=value" of the column `assumed`; several are separated by semicolons, commas or blanks"""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One row."""
+
+    texts: Mapping[str, str]
+    """cells by column, those included that the column `assumed` fills"""
+    assumed: list[str]
+    """what is assumed, for the reader of a score; more is added while the row is read"""
+
+    def text(self, column: str) -> str:
+        """Return a cell; "" if it is empty or there is no such column."""
+        return self.texts.get(column, "")
+
+    def number(self, column: str) -> int:
+        """Return a whole number. ValueError naming the column if the cell is empty or something else."""
+        text = self.text(column)
+        if not text:
+            raise ValueError(f"{column} is missing")
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{column} = {text!r} is not a number") from None
+        if value != int(value) or value < 0:
+            raise ValueError(f"{column} = {text} is not a whole number")
+        return int(value)
+
+    def number_or(self, column: str, default: int) -> int:
+        """Return a whole number, or `default` if the cell is empty."""
+        return self.number(column) if self.text(column) else default
+
+    def is_set(self, column: str, default: bool = False) -> bool:
+        """Return whether a cell is 1, or `default` if it is empty."""
+        return self.text(column) == "1" if self.text(column) else default
+
+    def assume(self, what: str) -> None:
+        """Note something that the row does not say."""
+        self.assumed.append(what)
+
+
+def with_assumptions(texts: Mapping[str, str], assumed: list[str]) -> Cells:
+    """Return a row with the cells that its column `assumed` states, which are named in the list `assumed`.
+
+    A stated value replaces another one: tables have columns that mean something else, as the batch of a rank for the
+    micro batch of its pipeline. ValueError if the column is not understood.
+    """
+    column_text = texts.get("assumed", "").strip()
+    found = ASSUMPTION.findall(column_text)
+    if column_text and not found:
+        raise ValueError(f'assumed = {column_text!r} is not "column=value; column=value"')
+    filled = dict(texts)
+    for column, value in found:
+        if column not in COLUMNS:
+            raise ValueError(f"assumed names {column!r}, which is no column")
+        was = filled.get(column, "")
+        filled[column] = value
+        assumed.append(f"{column} = {value}" + (f" instead of {was}" if was not in ("", value) else ""))
+    return Cells(filled, assumed)

@@ -1,0 +1,103 @@
+"""Read which kernels a row of measurements used, and what it recomputed. No torch."""
+
+import re
+from dataclasses import replace
+from typing import NamedTuple, get_args
+
+from torchllm.config import Recompute
+from torchllm.planner.compute import Kernels
+from torchllm.planner.evidence.cells import Cells
+from torchllm.spec.software import AttentionKernel, Software
+
+ATTENTION = {
+    "flash_attn2": "flash2",
+    "flash_attention_2": "flash2",
+    "flash_attention_3": "flash3",
+    "sdpa": "flash2",
+    "sdpa_flash": "flash2",
+    "flex": "flash2",
+    "cudnn": "flash3",
+    "te": "flash3",  # Transformer Engine takes cuDNN's
+    "torch": "eager",
+    "unfused": "eager",
+    "megatron": "fused_softmax",
+}
+"""kernels by their other names"""
+RECOMPUTATION = {
+    "0": "none",
+    "1": "full",
+    "disabled": "none",
+    "every_layer": "full",
+    "selective op": "selective",
+    "selective (core_attn)": "selective",
+    "selective layer (every other)": "every_k",
+}
+"""what is recomputed, by its other names"""
+NO_FLOAT8 = re.compile(r"auto|(amp_)?(bf16|bfloat16|fp16|float16|float32)( .*)?")
+FLOAT8 = re.compile(
+    r"(amp_)?(mx)?(float8|fp8)(-\w+|_cublas|_cublas_rceil)?( dynamic| nocompile)*"
+    r"( tensorwise| rowwise| rowwise_with_gw_hp| current scaling| linears \+ grouped gemm)?( \+ fp8 all-gather)?"
+)
+"""precisions in which all products of the blocks have factors of eight bits"""
+
+
+class Recomputed(NamedTuple):
+    """What is recomputed, and the software if that says more than the mode."""
+
+    recompute: Recompute
+    software: Software
+
+
+def recompute_of(cells: Cells, software: Software) -> Recomputed:
+    """Return what a row recomputes: nothing in a table without this column.
+
+    ValueError if only this row does not say it, or in unknown words.
+    """
+    word = cells.text("act_ckpt").lower()
+    if "act_ckpt" not in cells.texts:
+        cells.assume("act_ckpt none")
+        word = "none"
+    if not word:
+        raise ValueError("act_ckpt is missing: name what is recomputed in it, or in the column assumed")
+    mode = RECOMPUTATION.get(word, word)
+    modes = get_args(Recompute.__annotations__["mode"])
+    if mode not in modes:
+        raise ValueError(f"act_ckpt {word!r} is unknown ({', '.join([*modes, *RECOMPUTATION])})")
+    if mode == "selective" and word != "selective":  # the words say which of the two selections it is
+        software = replace(software, recomputes_attention_only=word != "selective op")
+    return Recomputed(Recompute(mode=mode), software)  # type: ignore[arg-type]  # checked above
+
+
+def measured_kernels(cells: Cells, software: Software) -> Kernels:
+    """Return which kernels a row used. ValueError if its words are unknown."""
+    return Kernels(
+        attention=_attention(cells, software),
+        fused_norm=cells.is_set("rmsnorm_kernel", default=software.fused_norm),
+        compiled=cells.is_set("compile"),
+        float8=_is_float8(cells),
+    )
+
+
+def _attention(cells: Cells, software: Software) -> AttentionKernel:
+    word = cells.text("attn_impl").lower()
+    if not word:
+        cells.assume(f"attention {software.attention}")
+    if word in ("", "flash"):  # that of the framework's time
+        return software.attention
+    kind = ATTENTION.get(word, word)
+    kinds = get_args(AttentionKernel)
+    if kind not in kinds:
+        raise ValueError(f"attn_impl {word!r} is unknown ({', '.join([*kinds, *ATTENTION])})")
+    return kind  # type: ignore[return-value]  # checked above
+
+
+def _is_float8(cells: Cells) -> bool:
+    word = cells.text("precision").lower()
+    if not word:
+        cells.assume("precision bf16")
+        return False
+    if NO_FLOAT8.fullmatch(word):
+        return False
+    if FLOAT8.fullmatch(word):
+        return True
+    raise ValueError(f"precision {word!r} is unknown, or not that of all products")
