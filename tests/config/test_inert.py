@@ -34,6 +34,7 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "model.shared_experts": (1, {}, EXPERTS),
     "model.dense_layers": (1, {}, EXPERTS),
     "model.router_score": ("sigmoid", {}, EXPERTS),
+    "model.router_dtype": ("compute", {}, EXPERTS),
     "model.router_renormalize": (False, {}, EXPERTS),
     "model.router_scale": (2.5, {}, EXPERTS),
     "model.router_bias": (True, {}, EXPERTS),

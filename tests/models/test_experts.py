@@ -1,8 +1,10 @@
 """Mixture of experts: routing and layers against their formulas, one token at a time, in float64."""
 
 import copy
+import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,9 @@ VARIANTS = {
     "with a bias": replace(MODEL, router_score="sigmoid", router_bias=True),
     "softmax with a bias": replace(MODEL, router_bias=True),
 }
+
+
+MODULES = {"Mixtral": "mixtral", "Qwen3Moe": "qwen3_moe", "Olmoe": "olmoe", "Glm4Moe": "glm4_moe"}
 
 
 def one_token(layer: MixtureOfExperts, model: Model, token: Tensor) -> Tensor:
@@ -69,6 +74,49 @@ def test_a_layer_and_its_gradients_are_the_formula(name: str) -> None:
         if not largest:  # of a router whose one score is divided by itself
             continue
         torch.testing.assert_close(parameter.grad.double() / largest, exact.grad / largest, rtol=0.0, atol=2e-6)
+
+
+ROUNDED_ONCE = 2**-9
+"""most that a number under 1 changes when it becomes bfloat16"""
+PUBLISHED_ROUTERS: dict[str, tuple[str, float, Model]] = {
+    "Mixtral": ("compute", 0.0, MODEL),
+    "Qwen3Moe": ("compute", ROUNDED_ONCE, MODEL),
+    "Olmoe": ("compute", ROUNDED_ONCE, replace(MODEL, router_renormalize=False)),
+    "Glm4Moe": ("float32", 0.0, replace(MODEL, router_score="sigmoid", router_bias=True)),
+}
+"""which router_dtype is that of transformers' class, and how it rounds the weights of the experts, as the docs say"""
+
+
+@pytest.mark.parametrize("name", PUBLISHED_ROUTERS)
+def test_each_published_class_runs_its_router_in_the_type_that_the_docs_say(name: str) -> None:
+    own_type, rounding, model = PUBLISHED_ROUTERS[name]
+    module = importlib.import_module(f"transformers.models.{MODULES[name]}.modeling_{MODULES[name]}")
+    gate = getattr(module, f"{name}{'Topk' if name == 'Glm4Moe' else 'TopK'}Router")(
+        SimpleNamespace(
+            **{"hidden_size": 24, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 2, "norm_topk_prob": model.router_renormalize, "routed_scaling_factor": 1.0},
+            **{"n_group": 1, "topk_group": 1},
+        )
+    )
+    gate = gate.bfloat16()
+    tokens = inputs(1, 200, 24).bfloat16()
+    with torch.no_grad():
+        gate.weight.copy_(inputs(6, 24))
+        logits, scores, chosen = gate(tokens)
+    expected = torch.zeros(200, 6).scatter(1, chosen, scores.float())
+    errors = {}
+    for router_dtype in ("float32", "compute"):
+        router = Router(replace(model, router_dtype=router_dtype))  # type: ignore[arg-type]
+        with torch.no_grad():
+            router.weight.copy_(gate.weight)
+            routing = router(tokens)
+        assert routing.weights.dtype == torch.float32
+        weights = torch.zeros(200, 6).scatter(1, routing.experts, routing.weights)
+        errors[router_dtype] = float((weights - expected).abs().max())
+    other_type = "compute" if own_type == "float32" else "float32"
+    assert logits.dtype == (torch.float32 if own_type == "float32" else torch.bfloat16)
+    assert errors[own_type] < rounding + 1e-6
+    assert errors[other_type] > rounding + 5e-4
 
 
 def test_equal_scores_choose_the_lower_expert() -> None:

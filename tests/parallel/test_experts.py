@@ -106,10 +106,25 @@ def types_in_a_forward_pass(settings: Settings) -> tuple[torch.dtype, torch.dtyp
     return types[True], types[False]
 
 
+@pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_routers_are_gathered_in_float32_in_a_bfloat16_model(tp: int) -> None:
-    settings = {**FSDP2, "parallel.tp": tp}
-    assert run(types_in_a_forward_pass, 2 * tp, settings) == [(torch.float32, torch.bfloat16)] * (2 * tp)
+def test_routers_are_gathered_in_their_own_type_in_a_bfloat16_model(
+    tp: int, router_dtype: str, dtype: torch.dtype
+) -> None:
+    settings = {**FSDP2, "parallel.tp": tp, "model.router_dtype": router_dtype}
+    assert run(types_in_a_forward_pass, 2 * tp, settings) == [(dtype, torch.bfloat16)] * (2 * tp)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**FSDP2, "parallel.tp": 2, "parallel.ep": 2, "recompute.mode": "selective"},
+        {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.zero_stage": 2},
+    ],
+    ids=describe_layout,
+)
+def test_a_router_that_is_gathered_with_its_block_trains_the_same_model(layout: Settings) -> None:
+    check({**EXPERTS, **BALANCED["sequence"], "model.router_dtype": "compute", **layout}, ragged=True)
 
 
 def test_a_checkpoint_resumes_on_layouts_that_cut_the_experts_in_other_ways(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ CONTRADICTIONS = (
     Need("model.shared_experts", _has_experts, EXPERTS),
     Need("model.dense_layers", _has_experts, EXPERTS),
     Need("model.router_score", _has_experts, EXPERTS),
+    Need("model.router_dtype", _has_experts, EXPERTS),
     Need("model.router_renormalize", _has_experts, EXPERTS),
     Need("model.router_scale", _has_experts, EXPERTS),
     Need("model.router_bias", _has_experts, EXPERTS),

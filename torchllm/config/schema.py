@@ -142,6 +142,9 @@ class Model:
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """how the router's logits become scores, by which experts are chosen and weighted"""
+    router_dtype: Literal["float32", "compute"] = "float32"
+    """type of the router's weights and logits; compute: that of the other layers (training.dtype), as in transformers'
+    Mixtral, Qwen3-MoE and OLMoE; scores are float32 in any case"""
     router_renormalize: bool = True
     """divide the scores of a token's experts by their sum"""
     router_scale: Positive = 1.0

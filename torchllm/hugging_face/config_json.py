@@ -69,7 +69,15 @@ EXPERT_KEYS = (
 """keys of [model] that say nothing of a dense model"""
 ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
 """keys of [model] whose 0 is null in config.json: as many as heads; hidden / heads; no window"""
-FREE_KEYS = {"attention", "from_hf", "router_bias_rate", "balance_loss", "balance_weight", "router_z_loss"}
+FREE_KEYS = {
+    "attention",
+    "from_hf",
+    "router_dtype",
+    "router_bias_rate",
+    "balance_loss",
+    "balance_weight",
+    "router_z_loss",
+}
 """keys of [model] that no config.json knows: they say how a model is trained or run, not what it is"""
 
 

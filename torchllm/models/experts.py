@@ -46,7 +46,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses K experts for every token, by the scores of its product with one row of weights per expert.
 
-    Weights, logits and scores are float32, whatever the type of the computation: a choice depends on last digits.
+    Scores are float32, and unless model.router_dtype says otherwise weights and logits are, whatever the type of the
+    computation: a choice depends on last digits.
 
     FOOTGUN: what penalties need of a step, it does not know: `optim.expert_balance` sets it.
     """
@@ -59,6 +60,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
         self.register_buffer("bias", torch.zeros(model.experts) if model.router_bias else None)
+        self.product = PRODUCTS[model.router_dtype]
         self.top_k = model.top_k
         self.score, self.slopes = SCORES[model.router_score]
         self.renormalizes = model.router_renormalize
@@ -84,7 +86,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
-        logits = F.linear(x.float(), self.local(self.weight).float())
+        logits = self.product(x, self.local(self.weight)).float()
         scores = self.score(logits)
         order = self.preferences(scores.detach()).sort(dim=-1, descending=True, stable=True)
         experts = order.indices[..., : self.top_k]  # of equal scores the lower expert is first
@@ -144,6 +146,21 @@ class Router(nn.Module):
         """
         assert self.last_shares is not None
         return self.last_shares
+
+
+def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.float(), weight.float())
+
+
+def _product_in_type_of_input(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float32": _float32_product,
+    "compute": _product_in_type_of_input,
+}
+"""of hidden states (..., D) and weights (E, D), by model.router_dtype"""
 
 
 def _softmax(logits: Tensor) -> Tensor:

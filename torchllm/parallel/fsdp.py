@@ -7,8 +7,8 @@ dimension of one rank.
 Stacked matrices of experts are sharded by expert, or by hidden states where ranks could not have equally many experts.
 With expert parallelism they are sharded over other ranks than the rest, those of efsdp, and so are units of their own.
 
-Sent, per unit (the embedding; each block; the router of a block with experts, in float32; experts that are shared by
-rank; final norm and head), when:
+Sent, per unit (the embedding; each block; the router of a block with experts, if it is float32; experts that are shared
+by rank; final norm and head), when:
   stage 3   all-gather before the forward and again before the backward of every micro batch, reduce-scatter after it
   stage 2   all-gather once per step, reduce-scatter after the backward of every micro batch
   stage 1   all-gather once per step, reduce-scatter once per step
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
     outer: FSDPModule
     inner: Sequence[FSDPModule] = ()
-    """its routers, and its experts if they are sharded over other ranks"""
+    """its routers if they are float32, and its experts if they are sharded over other ranks"""
 
 
 def apply_fsdp(
@@ -78,7 +78,7 @@ def apply_fsdp(
         inner = [
             fully_shard(router, mesh=mesh, mp_policy=FLOAT32, reshard_after_forward=frees)
             for router in block.modules()
-            if isinstance(router, Router)
+            if isinstance(router, Router) and stage.model.router_dtype == "float32"
         ]
         placements = _placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
         if expert_mesh is not None:

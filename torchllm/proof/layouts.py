@@ -68,6 +68,7 @@ MIXTURES: dict[str | None, Settings] = {
         "model.experts": 6,
         "model.top_k": 3,
         "model.expert_ffn": 48,
+        "model.router_dtype": "compute",
         "model.router_renormalize": False,
         "model.router_z_loss": 0.1,
     },
