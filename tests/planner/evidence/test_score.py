@@ -66,7 +66,7 @@ def scored(tmp_path: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str],
 def test_errors_raw_and_after_one_factor(tmp_path: Path) -> None:
     rows = [row(factor, micro_batch=str(micro)) for factor, micro in ((1.25, 1), (1.25, 2), (1.0, 4))]
     found = scored(tmp_path, rows)["made up"]
-    assert (found["rows"], found["timed"], found["refused"]) == (3, 3, 0)
+    assert (found["rows"], found["timed"], found["unscored"]) == (3, 3, 0)
     assert found["mean"] == pytest.approx((0.2 + 0.2 + 0.0) / 3)
     assert found["median"] == pytest.approx(0.2)
     assert found["p90"] == pytest.approx(0.2)
@@ -79,9 +79,27 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Pat
     bad = {**ROW, "micro_batch": "many"}
     file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, micro_batch="2")], (bad,))
     text = score_files([file], as_json=False)
-    assert "refused: micro_batch = 'many' is not a number (1 rows)" in text
+    assert "unscored: micro_batch = 'many' is not a number (1 rows)" in text
     found = json.loads(score_files([file], as_json=True))["made up"]
-    assert (found["rows"], found["timed"], found["refused"]) == (3, 2, 1)
+    assert (found["rows"], found["timed"], found["unscored"]) == (3, 2, 1)
+
+
+def test_each_row_is_of_one_class_and_every_line_counts_them(tmp_path: Path) -> None:
+    crashed = {**ROW, "status": "crashed_or_oom"}
+    nameless = {**ROW, "stack": "Abacus", "step_time_s": "1"}
+    rows = [row(1.0), row(2.0, micro_batch="2", assumed="act_ckpt=none"), row(0.5, vocab="")]
+    file = table(tmp_path / "rows.csv", rows, (crashed, nameless))
+    found = json.loads(score_files([file], as_json=True))["made up"]
+    assert [found[key] for key in ("rows", "scored", "assumed", "unscored", "timed")] == [5, 1, 2, 2, 3]
+    assert found["classes"]["nothing assumed"]["mean"] == pytest.approx(0.0)
+    assert found["classes"]["under a stated assumption"]["mean"] == pytest.approx((0.5 + 1.0) / 2)
+    text = score_files([file], as_json=False)
+    assert [line.split()[2:7] for line in text.splitlines() if line.startswith("made up")] == [
+        ["5", "1", "2", "2", "3"]
+    ]
+    assert "75.0% of the 4 timed rows are scored: 1, and 2 under a stated assumption; 1 are not" in text
+    assert "unscored: status 'crashed_or_oom' tells neither a time nor a lack of memory (1 rows)" in text
+    assert "assumed: act_ckpt = none (1 rows)" in text
 
 
 def test_a_table_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -140,7 +158,7 @@ def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     assert first["predicted_note"] == "inside the validated range"
     assert second["predicted_step_time_s"] == ""
     assert second["predicted_note"] == "heads is missing"
-    assert "refused: heads is missing (1 rows)" in said
+    assert "unscored: heads is missing (1 rows)" in said
 
 
 def test_spearman() -> None:

@@ -1,17 +1,18 @@
 """Compare predictions with measurements: errors, rank correlation, regret, out of memory. No torch.
 
 An error is predicted over measured step time, minus one; `scaled` errors are after dividing by the data set's median
-ratio. Of layouts predicted alike, the one measured slowest counts as chosen. Rows that cannot be predicted are counted
-and named.
+ratio. Of layouts predicted alike, the one measured slowest counts as chosen. Each row is of one class, and every line
+counts all three: scored, scored under a stated assumption, unscored with the reason.
 """
 
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
@@ -19,6 +20,12 @@ from torchllm.planner.memory import counted
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.validity import Verdict, judge
 from torchllm.spec.software import UNITS, Constants
+
+RowClass = Literal["scored", "assumed", "unscored"]
+"""scored; scored under a stated assumption; unscored, with the reason"""
+CLASSES: tuple[RowClass, ...] = ("scored", "assumed", "unscored")
+UNDER = {"scored": "nothing assumed", "assumed": "under a stated assumption"}
+"""names of the lines that have the errors of one class alone"""
 
 
 class Scored(NamedTuple):
@@ -34,6 +41,23 @@ class Scored(NamedTuple):
         if self.prediction is None or self.row.seconds is None:
             return None
         return self.prediction.step / self.row.seconds - 1
+
+    @property
+    def unscored(self) -> str:
+        """Why the row is not scored; "" if it is."""
+        cells = self.row.cells
+        if self.row.problem:
+            return self.row.problem
+        if self.row.seconds is None and self.row.out_of_memory is None:
+            return f"status {cells.get('status')!r} tells neither a time nor a lack of memory"
+        return ""
+
+    @property
+    def row_class(self) -> RowClass:
+        """The class of the row."""
+        if self.unscored:
+            return "unscored"
+        return "assumed" if self.row.assumed else "scored"
 
 
 def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
@@ -93,8 +117,22 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
     lines = [_HEADER]
     for name, summary in sets.items():
         lines.append(_line(name, summary))
-        lines += [_line("  " + group, inner) for group, inner in summary["groups"].items()]
-    return "\n".join([*lines, "", *LEGEND, "", *_constants(scored), "", *_said(scored)])
+        for part in ("classes", "groups"):
+            lines += [_line("  " + inner, of) for inner, of in summary[part].items()]
+    return "\n".join([*lines, "", *LEGEND, "", _share(scored), "", *_constants(scored), "", *_said(scored)])
+
+
+def _share(scored: Sequence[Scored]) -> str:
+    """Return a line that says how many of the timed rows are scored."""
+    timed = [one for one in scored if one.row.seconds is not None]
+    if not timed:
+        return "no row is timed"
+    counts = Counter(one.row_class for one in timed)
+    share = 1 - counts["unscored"] / len(timed)
+    return (
+        f"{share:.1%} of the {len(timed):,} timed rows are scored: {counts['scored']:,}, and {counts['assumed']:,} "
+        f"under a stated assumption; {counts['unscored']:,} are not"
+    )
 
 
 def _constants(scored: Sequence[Scored]) -> list[str]:
@@ -110,12 +148,14 @@ def _constants(scored: Sequence[Scored]) -> list[str]:
 
 
 def _said(scored: Sequence[Scored]) -> list[str]:
-    """Return what was invalid and what was assumed, each once with its number of rows."""
-    counted: dict[str, int] = {}
+    """Return why rows are unscored and what was assumed, each once with its number of rows."""
+    counts: Counter[str] = Counter()
     for one in scored:
-        for line in [f"refused: {one.row.problem}"] if one.row.problem else [f"assumed: {x}" for x in one.row.assumed]:
-            counted[line] = counted.get(line, 0) + 1
-    return [f"{line} ({count} rows)" for line, count in counted.items()]
+        if one.unscored:
+            counts[f"unscored: {one.unscored}"] += 1
+        else:
+            counts.update(f"assumed: {what}" for what in one.row.assumed)
+    return [f"{line} ({count} rows)" for line, count in counts.items()]
 
 
 def _by(scored: Iterable[Scored], key: str) -> dict[str, list[Scored]]:
@@ -127,11 +167,8 @@ def _by(scored: Iterable[Scored], key: str) -> dict[str, list[Scored]]:
 
 def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
     timed = [one for one in scored if one.error is not None]
-    out: dict[str, Any] = {
-        "rows": len(scored),
-        "timed": len(timed),
-        "refused": sum(bool(o.row.problem) for o in scored),
-    }
+    counts = Counter(one.row_class for one in scored)
+    out: dict[str, Any] = {"rows": len(scored), **{name: counts[name] for name in CLASSES}, "timed": len(timed)}
     if timed:
         ratios = [one.prediction.step / one.row.seconds for one in timed if one.prediction and one.row.seconds]
         factor = median(ratios)
@@ -154,12 +191,16 @@ def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
         )
     known = [one for one in scored if one.prediction and one.row.out_of_memory is not None]
     if known:
-        counts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
+        verdicts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
         for one in known:
             admitted = "fits" if one.prediction and one.prediction.fits else "refused"
-            counts[f"{admitted}_{'oom' if one.row.out_of_memory else 'ok'}"] += 1
-        out["out_of_memory"] = {**counts, "right": (counts["fits_ok"] + counts["refused_oom"]) / len(known)}
+            verdicts[f"{admitted}_{'oom' if one.row.out_of_memory else 'ok'}"] += 1
+        out["out_of_memory"] = {**verdicts, "right": (verdicts["fits_ok"] + verdicts["refused_oom"]) / len(known)}
     if groups:
+        out["classes"] = {}
+        if counts["scored"] and counts["assumed"]:
+            for name, title in UNDER.items():
+                out["classes"][title] = _summary([one for one in scored if one.row_class == name])
         out["groups"] = {name: {**_summary(of), **regret(of)} for name, of in _by(scored, "group").items()}
     return out
 
@@ -234,15 +275,16 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     return found
 
 
-_COLUMNS = ("rows", "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
+_COLUMNS = ("rows", *CLASSES, "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
 LEGEND = (
+    "assumed: scored under an assumption that is stated below; unscored: for a reason that is stated below;",
     "median, mean, p90, bias: error of the step time, in % of the measured; scaled: mean error when the predictions",
     "of a data set are divided by their median ratio; rho: rank correlation; memory: mean error of the peak, in %;",
     "oom: % of rows that fit or ran out of memory as predicted; regret: % that the layout predicted fastest is slower",
     "than the one measured fastest",
 )
 """what the columns say"""
-_HEADER = " " * 54 + "".join(f"{name:>8s}" for name in _COLUMNS)
+_HEADER = " " * 54 + "".join(f"{name:>9s}" for name in _COLUMNS)
 
 
 def _line(name: str, of: dict[str, Any]) -> str:
@@ -254,11 +296,10 @@ def _line(name: str, of: dict[str, Any]) -> str:
     errors = of if "mean" in of else of.get("layers", {})
     rho = of.get("spearman")
     cells = [
-        str(of["rows"]),
-        str(of["timed"]),
+        *(str(of[key]) for key in ("rows", *CLASSES, "timed")),
         *(percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")),
     ]
     cells += [percent(of.get("scaled", {}).get("mean")), "-" if rho is None else f"{rho:.3f}"]
     cells += [percent(of.get("memory", {}).get("mean")), percent(of.get("out_of_memory", {}).get("right"))]
     cells.append("OOM" if of.get("chosen_ran_out_of_memory") else percent(of.get("regret_seconds")))
-    return f"{name:54s}" + "".join(f"{cell:>8s}" for cell in cells)
+    return f"{name:54s}" + "".join(f"{cell:>9s}" for cell in cells)
