@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.planner.evidence.test_score import ROW
-from torchllm.planner.evidence.measurements import read_row, read_rows
+from torchllm.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
+from torchllm.spec.cluster import FOLDER
 
 
 def test_a_row_is_read() -> None:
@@ -48,6 +49,15 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
     ]
 
 
+def test_every_cluster_of_a_gpu_or_another_name_has_a_file() -> None:
+    named = {cluster for _, cluster in CLUSTER_OF_GPU} | set(CLUSTER_ALIASES.values())
+    for cluster in named:
+        assert (FOLDER / f"{cluster}.toml").is_file(), cluster
+    aliased = read_row({**ROW, "gpus": "16", "dp": "16", "cluster": "DGX-GB200", "gpu": "GB200"})
+    assert aliased.case is not None, aliased.problem
+    assert (aliased.case.hardware.gpus_per_node, aliased.assumed) == (4, [])
+
+
 def test_on_one_node_a_gpu_settles_the_cluster() -> None:
     assert read_row({**ROW, "cluster": "somewhere"}).assumed == []
 
@@ -68,7 +78,19 @@ def test_zero_3_on_megatron_is_deepspeed() -> None:
     assert case.software.one_card
 
 
-@pytest.mark.parametrize(("gpu", "memory"), [("A100-40GB", 42.3e9), ("H100-80GB", 84.9e9), ("H200", 149.2e9)])
+@pytest.mark.parametrize(
+    ("gpu", "memory"),
+    [
+        ("A100-40GB", 42.3e9),
+        ("H100-80GB", 84.9e9),
+        ("H100-96GB", 101.9e9),
+        ("H200", 149.2e9),
+        ("B200-192GB", 191.5e9),
+        ("B300-288GB", 262.5e9),
+        ("GB200-192GB", 186e9),
+        ("MI300X-192GB", 206.1e9),
+    ],
+)
 def test_a_gpu_has_its_usual_cluster(gpu: str, memory: float) -> None:
     row = read_row({**ROW, "cluster": "", "gpu": gpu})
     assert row.case is not None

@@ -28,15 +28,21 @@ CLUSTER_OF_GPU = (
     (r"H100.*9[46]", "h100_96gb_500w"),
     (r"H100|H800|GH200", "dgx_h100"),
     (r"H200", "hgx_h200"),
-    (r"B200|B300", "hgx_b200"),
+    (r"GB[23]00", "gb200_nvl72"),
+    (r"B300", "hgx_b300"),
+    (r"B200", "hgx_b200"),
+    (r"MI300X", "mi300x"),
     (r"CPU", "this_cpu"),
 )
 """GPU -> the cluster it is usually in, for rows whose cluster is unknown"""
 CLUSTER_ALIASES = {
     "DGX-H100": "dgx_h100",
     "DGX-B200": "hgx_b200",
+    "DGX-GB200": "gb200_nvl72",
     "aws_p5": "aws_p5_h100",
     "h100_96gb": "h100_96gb_500w",
+    "h200_kempner": "h200_4per_node_ib",
+    "h200_400g_per_gpu": "hgx_h200",
 }
 """clusters by their other names"""
 
