@@ -31,6 +31,8 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "model.qkv_bias": (True, {"model.family": "gpt"}, {}),
     "model.top_k": (1, {}, EXPERTS),
     "model.expert_ffn": (64, {}, EXPERTS),
+    "model.upcycle": (True, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense"}),
+    "model.upcycle_noise": (0.1, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense", "model.upcycle": True}),
     "model.shared_experts": (1, {}, EXPERTS),
     "model.dense_layers": (1, {}, EXPERTS),
     "model.router_score": ("sigmoid", {}, EXPERTS),

@@ -343,6 +343,16 @@ REFUSALS = {
             "block cannot: set it to false, or set model.experts to 0",
         ],
     ),
+    "experts of a dense model": Refusal(
+        "[model]\nexperts = 4\nupcycle = true\nexpert_ffn = 32\nshared_experts = 1\n[checkpoint]\ninitial = 'dense'",
+        [],
+        [
+            "x.toml:4: model.expert_ffn: 32 is not the width of the layers that model.upcycle copies, model.ffn = "
+            "1024: remove the key",
+            "x.toml:5: model.shared_experts: a shared expert beside those that model.upcycle copies would add the "
+            "dense layer a second time: set it to 0",
+        ],
+    ),
     "one expert whose weight is always 1": Refusal(
         "[model]\nexperts = 4\ntop_k = 1",
         [],

@@ -74,10 +74,28 @@ def test_what_the_weights_fix_is_an_error_that_names_both(
         "--model.tied_embeddings: is True, but the weights have False (tie_word_embeddings in "
         f"{config}): remove the key",
         f"x.toml:5: model.vocab: is 100, but the weights have 264 (vocab_size in {config}): remove the key",
-        f"--model.experts: is 8, but the weights have 0 (model_type in {config}): remove the key",
+        f"--model.experts: the weights of {config} are dense: remove the key, or set model.upcycle = true",
         f"--model.family: is gpt, but the weights have llama (model_type in {config}): remove the key",
     ):
         assert line in lines
+
+
+def test_experts_are_copies_of_a_dense_models_layers(
+    folder: Path, published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upcycled = [f"--model.from_hf={published}", "--model.experts=4", "--model.upcycle=true"]
+    model = load(*upcycled, "--model.ffn=24", "--model.dense_layers=1", "--model.router_score=sigmoid").model
+    assert (model.experts, model.expert_width, model.layers, model.dense_layers) == (4, 24, 4, 1)
+    assert "is used" not in capsys.readouterr().err
+    (line,) = [line for line in refused(capsys, *upcycled, "--model.expert_ffn=32") if "expert_ffn" in line]
+    assert line.endswith("32 is not the width of the layers that model.upcycle copies, model.ffn = 24: remove the key")
+
+
+def test_experts_of_a_model_that_has_some_are_not_copied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_published("mixtral", folder / "sparse", vocab_size=264)
+    lines = refused(capsys, f"--model.from_hf={folder / 'sparse'}", "--model.upcycle=true")
+    config = folder / "sparse" / "config.json"
+    assert f"--model.upcycle: copies layers of a dense model, but that of {config} has experts: remove the key" in lines
 
 
 def test_rotary_positions_epsilon_and_length_may_be_chosen_and_are_printed(

@@ -13,6 +13,7 @@ from tests.parity import Settings, build, check, check_bfloat16, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import read_manifest
+from torchllm.checkpoint.state import initial_parts
 from torchllm.checkpoint.tensors import open_checkpoint
 from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Checkpoint, log_config_changes
@@ -95,7 +96,7 @@ def test_frozen_weights_come_from_a_checkpoint_without_updates(tmp_path: Path) -
     model, plain = (build_model(tiny({}).model) for _ in range(2))
     apply_lora(model, tiny(LORA).lora, torch.float32)
     load_weights(folder, [plain])
-    load_weights(folder, [model], as_initial=True)
+    load_weights(folder, [model], to_fill=initial_parts)
     assert torch.equal(model.layers["0"].self_attn.q_proj.base_layer.weight, plain.layers["0"].self_attn.q_proj.weight)
     assert read_manifest(folder).step == 1
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies, model_tensors, parts_of
+from torchllm.checkpoint.state import WEIGHTS, Part, PartsToFill, fill_tied_copies, initial_parts
 from torchllm.hugging_face.family import StoredPart, StoredTensor
 from torchllm.hugging_face.files import HubConfig, HubFiles
 from torchllm.hugging_face.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
@@ -61,13 +61,15 @@ class PartRead(NamedTuple):
     is_transposed: bool
 
 
-def read_hub_weights(files: HubFiles, config: HubConfig, stages: Sequence[nn.Module]) -> ReadTotals:
+def read_hub_weights(
+    files: HubFiles, config: HubConfig, stages: Sequence[nn.Module], to_fill: PartsToFill = initial_parts
+) -> ReadTotals:
     """Fill this rank's part of a model from the files of a published one.
 
     Rows of the embedding that the files lack, and parameters that a published model cannot have (adapters), stay as
     they are. The tensors have been checked (`check_tensors`). Raises HubFileError if a file is shorter than it was.
     """
-    parts = {key.removeprefix(WEIGHTS): part for key, part in parts_of(model_tensors(stages)).items()}
+    parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
     shapes = stored_shapes(replace(config.model, tied_embeddings=False))
     totals = ReadTotals()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hf-read") as pool:

@@ -16,7 +16,8 @@ from torch import nn
 from torchllm.checkpoint.agreement import Group, log_on_first, on_all, on_first
 from torchllm.checkpoint.hf_reader import read_hub_weights
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folders
-from torchllm.checkpoint.state import WEIGHTS
+from torchllm.checkpoint.state import WEIGHTS, PartsToFill, initial_parts
+from torchllm.checkpoint.upcycle import copy_first_expert, dense_parts
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config, Model
 from torchllm.config.changes import check_frozen_weights
@@ -42,11 +43,15 @@ class InitialWeights(Protocol):
 
 def initial_weights(config: Config) -> InitialWeights | None:
     """Return where the config says that the weights of a fresh run come from; None: they are random."""
+    parts = dense_parts if config.model.upcycle else initial_parts
+    source: InitialWeights
     if config.checkpoint.initial:
-        return RunWeights(Path(config.checkpoint.initial))
-    if config.model.from_hf:
-        return HubWeights(config.model)
-    return None
+        source = RunWeights(Path(config.checkpoint.initial), parts)
+    elif config.model.from_hf:
+        source = HubWeights(config.model, parts)
+    else:
+        return None
+    return UpcycledWeights(source, config.model, config.run.seed) if config.model.upcycle else source
 
 
 def load_weights_of_run(
@@ -107,15 +112,16 @@ class RunWeights:
 
     folder: Path
     """a step folder, or a run folder"""
+    parts: PartsToFill = initial_parts
     key: str = "checkpoint.initial"
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
         """Fill this rank's part of the model: see `InitialWeights`."""
         is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
         if is_run:
-            manifest = load_newest_weights(self.folder, "auto", stages, group=group, cast=True, as_initial=True)
+            manifest = load_newest_weights(self.folder, "auto", stages, group=group, cast=True, to_fill=self.parts)
         else:
-            manifest = load_newest_weights("", str(self.folder), stages, group=group, cast=True, as_initial=True)
+            manifest = load_newest_weights("", str(self.folder), stages, group=group, cast=True, to_fill=self.parts)
         log_on_first(group, f"starting from the weights of {self.folder}: step {manifest.step}")
         record = {"from": str(self.folder), "step": manifest.step}
         return record | {"initial": manifest.record.get("initial")}
@@ -127,6 +133,7 @@ class HubWeights:
 
     model: Model
     """of the run; it may have more rows of the embedding"""
+    parts: PartsToFill = initial_parts
     key: str = "model.from_hf"
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
@@ -136,7 +143,7 @@ class HubWeights:
         folder = on_all(group, lambda: find_hub_model(name, weights=True, may_download=False).folder)
         config, files = on_first(group, lambda: self.open(folder))
         files.folder = folder  # the cache of another node may be elsewhere
-        totals = on_all(group, lambda: read_hub_weights(files, config, stages))
+        totals = on_all(group, lambda: read_hub_weights(files, config, stages, self.parts))
         seconds = time.monotonic() - began
         log_on_first(
             group,
@@ -163,3 +170,25 @@ class HubWeights:
             "config_sha256": config.sha256,
             "files": files.record(),
         }
+
+
+@dataclass(frozen=True)
+class UpcycledWeights:
+    """The weights of a dense model, of whose feed-forward layers all experts of a block are copies."""
+
+    source: InitialWeights
+    """fills `dense_parts`"""
+    model: Model
+    """of the run"""
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """See `InitialWeights`."""
+        return self.source.key
+
+    def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
+        """Fill this rank's part of the model, but for the routers: see `InitialWeights`."""
+        record = self.source.load(stages, group)
+        copy_first_expert(stages, self.model, self.seed)
+        return record

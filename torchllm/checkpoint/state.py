@@ -13,7 +13,7 @@ Every parameter has its own `step`: AdamW does not count where a parameter has n
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,10 @@ class Part(NamedTuple):
     sharding: TensorSharding
 
 
+PartsToFill = Callable[[Sequence[nn.Module]], Mapping[str, Part]]
+"""what weights are read into, by key, of a rank's stages"""
+
+
 @torch.no_grad()
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Return this rank's part of each tensor, by key."""
@@ -86,6 +90,16 @@ def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return those of `model_tensors` that initial weights fill: all but the low-rank updates of LoRA."""
     return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
+
+
+def saved_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
+    """Return this rank's parts of `saved_model_tensors`."""
+    return parts_of(saved_model_tensors(stages))
+
+
+def initial_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
+    """Return this rank's parts of `initial_model_tensors`."""
+    return parts_of(initial_model_tensors(stages))
 
 
 def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,10 +14,9 @@ from torchllm.checkpoint.marks import read_suspects, without_suspects
 from torchllm.checkpoint.state import (
     EXTRA,
     WEIGHTS,
+    PartsToFill,
     fill_tied_copies,
-    initial_model_tensors,
-    parts_of,
-    saved_model_tensors,
+    saved_parts,
 )
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified
@@ -35,7 +34,7 @@ def load_newest_weights(
     group: Group = None,
     cast: bool = False,
     prefix: str = WEIGHTS,
-    as_initial: bool = False,
+    to_fill: PartsToFill = saved_parts,
 ) -> Manifest:
     """Load the weights of a run, and return the manifest of their checkpoint.
 
@@ -44,13 +43,13 @@ def load_newest_weights(
     `load_weights`.
     """
     if resume not in ("auto", "none"):
-        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix, as_initial=as_initial)
+        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
     root = Path(run_folder) / "checkpoints"
     folders = on_first(group, lambda: manifests.step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
     suspects = on_first(group, lambda: read_suspects(folders))
     folders = without_suspects(folders, suspects, warn)
-    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix, as_initial=as_initial)
+    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
     newest = newest_verified(folders, load, warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
@@ -64,12 +63,12 @@ def load_weights(
     group: Group = None,
     cast: bool = False,
     prefix: str = WEIGHTS,
-    as_initial: bool = False,
+    to_fill: PartsToFill = saved_parts,
 ) -> Manifest:
     """Load the weights of a step folder into this rank's part of the model, whatever layout wrote them.
 
-    Only the weights are read and verified, not the optimizer's state. With LoRA that is the low-rank updates, for the
-    frozen weights are not in a checkpoint; as_initial: the frozen weights, from a checkpoint of a run without LoRA.
+    Only the weights are read and verified, not the optimizer's state. to_fill: which of them; by default those that the
+    run saves, with LoRA the low-rank updates; `initial_parts`: the frozen weights, from a checkpoint of a run without.
     group: a host-side group of the ranks that hold the model; None: this process holds all of it. cast: the model's
     parameters may have another dtype than the checkpoint's, to which they are rounded one by one. prefix:
     AVERAGED_WEIGHTS loads their moving average (optimizer.ema_decay), "extra.NAME." what a fork has saved by that name.
@@ -78,8 +77,7 @@ def load_weights(
     model.
     """
     stored = open_checkpoint(group, folder)
-    filled = initial_model_tensors(stages) if as_initial else saved_model_tensors(stages)
-    tensors = {prefix + key.removeprefix(WEIGHTS): tensor for key, tensor in filled.items()}
-    load_tensors(group, stored, parts_of(tensors), prefix=prefix, cast=cast)
+    parts = {prefix + key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
+    load_tensors(group, stored, parts, prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest

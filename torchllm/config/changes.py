@@ -11,7 +11,13 @@ from torchllm.config.toml import KeyPath, dotted, toml_value
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
 """keys that decide the weights that LoRA freezes: not in a checkpoint, they are made or read anew in a resumed run"""
-NO_OTHER_FUNCTION = ("model.attention", "model.initial_std", "model.max_sequence_length")
+NO_OTHER_FUNCTION = (
+    "model.attention",
+    "model.initial_std",
+    "model.upcycle",
+    "model.upcycle_noise",
+    "model.max_sequence_length",
+)
 """keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit"""
 
 logger = logging.getLogger(__name__)

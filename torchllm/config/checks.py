@@ -178,6 +178,18 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
         )
+    if model.upcycle and model.expert_width != model.ffn:
+        yield Problem(
+            "model.expert_ffn",
+            f"{model.expert_width} is not the width of the layers that model.upcycle copies, model.ffn = {model.ffn}: "
+            "remove the key",
+        )
+    if model.upcycle and model.shared_experts:
+        yield Problem(
+            "model.shared_experts",
+            "a shared expert beside those that model.upcycle copies would add the dense layer a second time: set it to "
+            "0",
+        )
     if not (model.features.gated_ffn and not model.features.biases):
         yield Problem("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
     if config.lora.is_on:

@@ -142,6 +142,12 @@ CONTRADICTIONS = (
     ),
     Need("model.top_k", _has_experts, EXPERTS),
     Need("model.expert_ffn", _has_experts, EXPERTS),
+    Need(
+        "model.upcycle",
+        lambda config: bool(config.model.experts and (config.model.from_hf or config.checkpoint.initial)),
+        "model.experts over 0, and model.from_hf or checkpoint.initial",
+    ),
+    Need("model.upcycle_noise", lambda config: config.model.upcycle, "model.upcycle = true"),
     Need("model.shared_experts", _has_experts, EXPERTS),
     Need("model.dense_layers", _has_experts, EXPERTS),
     Need("model.router_score", _has_experts, EXPERTS),

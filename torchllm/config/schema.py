@@ -136,6 +136,11 @@ class Model:
     """experts that each token uses (K)"""
     expert_ffn: Natural = 0
     """width of one expert; 0: ffn"""
+    upcycle: bool = False
+    """start each expert as a copy of the feed-forward layer of the dense model that from_hf or checkpoint.initial
+    names; routers start at random"""
+    upcycle_noise: NonNegative = 0.0
+    """what each expert adds to its copy: so many times the random weights that it would start from"""
     shared_experts: Natural = 0
     """experts that every token uses beside its top_k; together they are one layer, shared_experts x as wide"""
     dense_layers: Natural = 0

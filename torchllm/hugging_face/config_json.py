@@ -72,6 +72,8 @@ ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
 FREE_KEYS = {
     "attention",
     "from_hf",
+    "upcycle",
+    "upcycle_noise",
     "router_dtype",
     "router_bias_rate",
     "balance_loss",

@@ -67,8 +67,12 @@ def _written(draft: Draft[C]) -> set[str]:
 
 def _compare_written(draft: Draft[C], config: HubConfig) -> None:
     """Report, or note, where what is written differs from the published model."""
-    ours = form_of(draft.config.model)
+    model = draft.config.model
     theirs = form_of(config.model)
+    if model.upcycle and config.model.experts:
+        message = f"copies layers of a dense model, but that of {config.path} has experts: remove the key"
+        draft.report(("model", "upcycle"), message)
+    ours = form_of(replace(model, experts=0) if model.upcycle else model)
     for key in sorted(_written(draft) & theirs.keys()):
         path = ("model", key)
         if ours[key] == theirs[key] or f"model.{key}" in draft.wrong:
@@ -80,6 +84,8 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
             draft.notes.append(draft.located(path, f"{new} rows more than in {config.path}: they start at random"))
         elif key == "tied_embeddings" and theirs[key]:
             draft.notes.append(draft.located(path, f"the head has weights of its own, against {config.path}"))
+        elif key == "experts" and not theirs[key]:
+            draft.report(path, f"the weights of {config.path} are dense: remove the key, or set model.upcycle = true")
         else:
             field = config.read.fixed[key]
             draft.report(

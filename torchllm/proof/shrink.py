@@ -39,6 +39,8 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
         **small_training(config, steps),
         **documents_as_data(config, folder),
         "model.from_hf": "",
+        "model.upcycle": False,
+        "model.upcycle_noise": 0.0,
         "run.folder": str(folder / "run"),
         "run.device": "cpu",
         "run.deterministic": False,
