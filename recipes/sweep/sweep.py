@@ -28,7 +28,6 @@ from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files
-from torchllm.planner.case import check_known
 from torchllm.planner.search.auto import planned, why_unplanned
 from torchllm.planner.search.explain import GIB
 from torchllm.resources import find_config
@@ -175,15 +174,13 @@ def measure_all(sweep: Sweep, config: str, layouts: Sequence[Overrides], results
 def promising(config: str, layouts: Sequence[Overrides], processes: int, count: int) -> list[Overrides]:
     """Return the `count` layouts that the planner expects to take least time per sequence, and some of the others.
 
-    The others are a quarter as many, at least two, evenly spread from fast to slow. UserError if the planner does not
-    know the model.
+    The others are a quarter as many, at least two, evenly spread from fast to slow.
     """
     predicted: list[tuple[float, Overrides]] = []
     for overrides in layouts:
         resolved = resolve_layout(config, overrides, processes).config
         if resolved is None:
             continue
-        check_known(resolved.model)
         prediction = planned(resolved)
         if prediction is not None:
             predicted.append((prediction.step / resolved.training.global_batch_size, overrides))

@@ -18,7 +18,7 @@ from torchllm.dry_run.run import examine
 from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, stage_parameters
+from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, sizes_of_split, stage_parameters
 from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.software import AttentionKernel, Software
@@ -65,12 +65,12 @@ def memory(
     length = training.sequence_length
     split = balanced_split(model, parallel, length)
     tokens = training.micro_batch_size * length // parallel.cp
-    piece = Piece(
-        training.micro_batch_size, tokens, length, parallel.tp, parallel.tp if parallel.sequence_parallel else 1
-    )
+    spread = parallel.tp if parallel.sequence_parallel else 1
+    piece = Piece(training.micro_batch_size, tokens, length, parallel.tp, spread, parallel.ep)
     count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     kernels = kernels or Kernels("eager" if model.attention == "eager" else "flash2")
-    stages = [StageSize(split[at], at == 0, at == len(split) - 1) for at in stage_of_rank(parallel, rank)]
+    sizes = sizes_of_split(model, split)
+    stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, count, rank)
     return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments)
 
@@ -120,6 +120,19 @@ TRACED = {
     "70B, zero bubble, interleaved": layout(
         "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
     ),
+    "Qwen3 30B, experts, FSDP": layout("qwen3_30b_a3b", 2, dp_shard=8),
+    "Qwen3 30B, expert parallel": layout("qwen3_30b_a3b", 2, dp_shard=8, ep=8, micro=2),
+    "Qwen3 30B, expert parallel, full recompute": layout("qwen3_30b_a3b", 3, dp_shard=16, ep=8, mode="full"),
+    "Qwen3 30B, expert parallel, selective": layout("qwen3_30b_a3b", 3, dp_shard=16, ep=8, mode="selective"),
+    "Qwen3 30B, experts, selective": layout("qwen3_30b_a3b", 3, dp_shard=16, mode="selective"),
+    "Qwen3 30B, experts, half of the products": layout("qwen3_30b_a3b", 3, dp_shard=16, mode="selective_half"),
+    "Mixtral, experts cut by tp": layout("mixtral_8x7b", 3, tp=4, dp_shard=2, **SP),
+    "Mixtral, expert parallel over tp": layout("mixtral_8x7b", 3, tp=4, dp_shard=8, ep=8, **SP),
+    "Mixtral, expert parallel, pipeline": layout("mixtral_8x7b", 6, pp=2, dp_shard=8, ep=4, count=4),
+    "GLM-4.5 Air, one dense block, shared expert": layout("glm4.5_air", 3, dp_shard=8, ep=8),
+    "GLM-4.5 Air, feed-forward recomputed, ZeRO 2": layout("glm4.5_air", 3, dp_shard=8, ep=4, zero_stage=2, mode="ffn"),
+    "GLM-4.5 Air, half of the products": layout("glm4.5_air", 3, dp_shard=8, ep=8, mode="selective_half"),
+    "OLMoE, ZeRO 1": layout("olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
 """35 layouts of 9 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 

@@ -10,7 +10,8 @@ Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-val
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute
-from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.compute import Kernels, Piece, dense_width
+from torchllm.planner.experts import RoutedActivations, expert_parameters, routed_activations
 from torchllm.spec.flops import matrices, recompute_interval
 from torchllm.spec.software import Software
 
@@ -22,8 +23,12 @@ class Phase(NamedTuple):
     """bytes of gradients of activations, minus the activations that are already freed"""
     gradients: float
     """parameters whose gradients exist"""
-    last: bool
-    """all of the block's gradients exist and are being reduced"""
+    reduced: float = 0.0
+    """parameters whose gradients are being reduced"""
+    after_unit: bool = True
+    """whether the buffer of the last reduction before this block is still there, which the block's first one frees"""
+    freed: float = 0.0
+    """parameters of this block that are no longer gathered"""
 
 
 class BlockActivations(NamedTuple):
@@ -66,7 +71,9 @@ def block_activations(
     """Return what one block keeps. Bytes per token first, multiplied by the tokens at the end."""
     gated, hidden = model.features.gated_ffn, float(model.hidden)
     wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
-    ffn, here = model.ffn / piece.tp, hidden / piece.spread
+    ffn, here = dense_width(model) / piece.tp, hidden / piece.spread
+    routed = routed_activations(model, piece, kernels)
+    has_dense = 1.0 if ffn else 0.0  # a sparse block without shared experts has only routed ones
     fused_norm = model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
     norm = (2.0 if fused_norm else 8.0) * here  # the input; or it and its normalised self in float32
     feeds = 2.0 * (hidden if software.keeps_gathered else here)  # what the products read
@@ -83,10 +90,11 @@ def block_activations(
     shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
     if model.qk_norm != "none" and fused_qk_norm:
         shared += qk_norms  # results of products, which the norms keep as their inputs
-    results = 2 * (wide + 2 * narrow) + 4 * hidden + gates
+    results = 2 * (wide + 2 * narrow) + 2 * hidden * (1 + has_dense) + gates
     if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
         results = 2 * (wide + narrow) + 2 * hidden + gates / 2
-    half, half_shared = 2 * narrow + 2 * hidden, 2 * wide + 4 * model.heads / piece.tp  # k, o; attention's result
+    half = 2 * narrow + 2 * hidden * (1 + (has_dense if model.experts else 0))  # k, o; down of shared experts
+    half_shared = 2 * wide + 4 * model.heads / piece.tp  # attention's result
     if gated:
         half += 2 * ffn  # up
         half_shared += 2 * ffn
@@ -106,32 +114,62 @@ def block_activations(
         sent = 4 * hidden  # summed over the ranks
     if software.saves_collectives and exchanged:
         sent += 4 * (wide + narrow)  # q, k, v and the result of attention
-    read, given = 4 * hidden + 2 * wide + 2 * ffn, 2 * (wide + 2 * narrow) + 4 * hidden + gates
-    whole = attention + norm + feeds + dropped + inner
+    read = 2 * hidden * (1 + has_dense) + 2 * wide + 2 * ffn
+    given = 2 * (wide + 2 * narrow) + 2 * hidden * (1 + has_dense) + gates
+    whole = attention + norm + has_dense * feeds + dropped + inner
     of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
-    sizes, count = matrices(model, layer=0), piece.tokens
-    phases = [
-        Phase(count * (2 * hidden + gates), sizes.down / piece.tp, False),  # through the gates
-        Phase(count * (of_norm - inner - feeds), sizes.ffn / piece.tp, False),  # the second norm
-        Phase(count * (of_norm - whole), (sizes.attention + sizes.ffn) / piece.tp, True),
-    ]
+    sizes, count = matrices(model, layer=model.layers - 1), piece.tokens
+    of_ffn = (3 * model.hidden * dense_width(model) if model.experts else sizes.ffn) / piece.tp
+    down = of_ffn / 3 if model.experts else sizes.down / piece.tp
+    experts = expert_parameters(model, piece.ep if piece.ep > 1 else piece.tp) if model.experts else 0.0
+    own_unit = experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
+    left = of_ffn + experts - own_unit
+    everything = sizes.attention / piece.tp + left
+    after_unit = not model.experts  # the router is a unit
+    phases = routed_phases(model, piece, routed, experts)
+    if has_dense:
+        freed = down + experts - own_unit
+        phases.append(Phase(count * (2 * hidden + gates) - routed.whole, freed, after_unit=after_unit, freed=own_unit))
+    more = count * (of_norm - inner - has_dense * feeds) - routed.whole  # the second norm
+    phases.append(Phase(more, left, after_unit=after_unit, freed=own_unit))
+    more = count * (of_norm - whole) - routed.whole
+    phases.append(Phase(more, everything, everything, after_unit=after_unit, freed=own_unit))
     if of_core > 4.0 * model.heads / piece.tp:  # matrices of scores have gradients as large
         of_scores = SCORES * model.heads / piece.tp * piece.keys
-        phases.append(Phase(count * (of_scores - inner - norm - feeds), sizes.ffn / piece.tp, False))
+        phases.append(Phase(count * (of_scores - inner - norm - has_dense * feeds) - freed, of_ffn + experts, False))
     return BlockActivations(
         count * norm,
         count * 2 * here,
         count * attention,
         count * of_core,
-        count * inner,
-        count * (norm + feeds + dropped),
-        count * (2 * here + results + 2 * wide + sent + 4 * model.heads / piece.tp),
-        count * shared,
-        count * (2 * here + half + 2 * wide + sent + 4 * model.heads / piece.tp),
-        count * half_shared,
+        count * inner + routed.whole,
+        count * (norm + has_dense * feeds + dropped),
+        count * (2 * here + results + 2 * wide + sent + 4 * model.heads / piece.tp) + routed.products,
+        count * shared + routed.shared,
+        count * (2 * here + half + 2 * wide + sent + 4 * model.heads / piece.tp) + routed.half,
+        count * half_shared + routed.half_shared,
         count * (read + given),
         tuple(phases),
     )
+
+
+def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts: float) -> list[Phase]:
+    """Return the moments of a backward through router and routed experts; experts: parameters on this rank.
+
+    The results' gradients come in float32 from the weighted sum; then those of rows and gates in 16 bits.
+    """
+    if not model.experts:
+        return []
+    out = 2.0 * piece.tokens * model.hidden
+    through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
+    phases = [
+        Phase(out + 4 * routed.results, 0.0),  # the weighted sum
+        Phase(out + routed.rows - routed.results + routed.gates / 2, experts / 3),  # down
+        Phase(through_gates, experts),
+    ]
+    if piece.ep > 1:
+        phases.append(Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts))
+    return phases
 
 
 SCORES = 10.0

@@ -1,10 +1,10 @@
 """The input of every prediction: one layout of one model on one cluster, under one framework. No torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchllm.config import Lora, Model, Optimizer, Parallel, Recompute, Training
-from torchllm.config.errors import UserError
 from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.experts import IMBALANCE, without_experts
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.flops import WITHOUT_LORA
 from torchllm.spec.software import Software
@@ -13,22 +13,9 @@ PP, REPLICATE, SHARD, CP, TP = range(5)
 """dimensions of `Case.mesh`"""
 
 
-class UnknownModel(UserError):
-    """A model that the planner cannot predict."""
-
-
-def check_known(model: Model) -> None:
-    """Raise UnknownModel if the planner, to which all blocks are alike, cannot predict a model."""
-    if model.experts:
-        raise UnknownModel(
-            "model.experts: the planner does not know mixtures of experts yet: set the degrees of [parallel] yourself, "
-            'with parallel.layout = "manual"'
-        )
-
-
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model on one cluster, degrees resolved. UnknownModel if the planner cannot predict it."""
+    """One layout of one model on one cluster, degrees resolved."""
 
     model: Model
     training: Training
@@ -41,9 +28,8 @@ class Case:
     """`software` is `frozen_weights.with_frozen_weights` of it"""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """`software` is `optimizer_states.with_optimizer_states` of it"""
-
-    def __post_init__(self) -> None:
-        check_known(self.model)
+    imbalance: float = IMBALANCE
+    """with experts: rows of the busiest rank's experts over those of an average rank"""
 
     @property
     def data_ranks(self) -> int:
@@ -72,4 +58,17 @@ class Case:
         parallel, training = self.parallel, self.training
         tokens = training.micro_batch_size * training.sequence_length // parallel.cp
         spread = parallel.tp if parallel.sequence_parallel else 1
-        return Piece(training.micro_batch_size, tokens, training.sequence_length, parallel.tp, spread)
+        return Piece(
+            training.micro_batch_size,
+            tokens,
+            training.sequence_length,
+            parallel.tp,
+            spread,
+            parallel.ep if self.model.experts else 1,
+            self.imbalance,
+        )
+
+    @property
+    def of_dense_blocks(self) -> "Case":
+        """The same layout of a model whose blocks are all like the first, dense ones of a model with experts."""
+        return replace(self, model=without_experts(self.model))

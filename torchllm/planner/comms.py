@@ -20,6 +20,8 @@ class Group(NamedTuple):
     """bytes per second that a rank sends"""
     latency: float
     """seconds of one hop, on average over the ring"""
+    card: float = math.inf
+    """bytes per second that a rank sends to other nodes while all ranks of its node do; inf: there is no other node"""
 
     def gather(self, bytes: float) -> float:
         """Return the seconds of an all-gather or reduce-scatter; `bytes`: of the whole tensor."""
@@ -35,8 +37,18 @@ class Group(NamedTuple):
         return 2 * (self.size - 1) / self.size * bytes / self.bandwidth + hops * self.latency
 
     def exchange(self, bytes: float) -> float:
-        """Return the seconds of an all-to-all of `bytes` per rank."""
-        return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency if self.size > 1 else 0.0
+        """Return the seconds of an all-to-all of `bytes` per rank.
+
+        A ring leaves a node once, over the cards of all its members there. Here each rank sends its own bytes to every
+        other node, over its own card.
+        """
+        if self.size == 1:
+            return 0.0
+        if math.isinf(self.card):
+            return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency
+        leaving = (self.size - self.on_node) / self.size * bytes / self.card
+        staying = (self.on_node - 1) / self.size * bytes / self.bandwidth
+        return max(leaving, staying) + self.latency
 
     def send(self, bytes: float) -> float:
         """Return the seconds of sending `bytes` from one rank to the next."""
@@ -60,4 +72,5 @@ def group(shape: Sequence[int], dimensions: Sequence[int], hardware: Hardware, o
     nodes = size / on_node
     rate = link.bandwidth * link.efficiency * (1 if one_card else on_node)  # the cards of all its members on a node
     latency = (nodes * link.latency + (size - nodes) * inner.latency) / size
-    return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency)
+    card = link.bandwidth * link.efficiency
+    return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency, card)

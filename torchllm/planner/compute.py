@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.spec.cluster import Hardware
-from torchllm.spec.flops import half_of_products, product_sizes
+from torchllm.spec.flops import half_of_products, matrices, product_sizes
 from torchllm.spec.software import AttentionKernel, Software
 
 TILE = 128 * 128
@@ -62,11 +62,29 @@ def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = Fa
     return max(operations, moved)
 
 
+def dense_width(model: Model) -> int:
+    """Return the width of a block's feed-forward layer that every token uses.
+
+    Of a sparse block that is the width of all shared experts together; 0 if it has none.
+    """
+    return model.shared_experts * model.expert_width if model.experts else model.ffn
+
+
 def products(model: Model, tp: int) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of a block's matrices on one of `tp` ranks; those that read the same input are one."""
-    wide, narrow, ffn = model.heads * model.head_width // tp, model.kv * model.head_width // tp, model.ffn // tp
-    gates = 2 if model.features.gated_ffn else 1
-    return [(wide + 2 * narrow, model.hidden), (model.hidden, wide), (gates * ffn, model.hidden), (model.hidden, ffn)]
+    """Return (outputs, inputs) of a block's matrices on one of `tp` ranks; those that read the same input are one.
+
+    Without routed experts, whose products are in `experts`.
+    """
+    wide, narrow, ffn = (
+        model.heads * model.head_width // tp,
+        model.kv * model.head_width // tp,
+        dense_width(model) // tp,
+    )
+    shapes = [(wide + 2 * narrow, model.hidden), (model.hidden, wide)]
+    if ffn:
+        gates = 2 if model.features.gated_ffn else 1
+        shapes += [(gates * ffn, model.hidden), (model.hidden, ffn)]
+    return shapes
 
 
 class Piece(NamedTuple):
@@ -80,6 +98,10 @@ class Piece(NamedTuple):
     tp: int
     spread: int
     """ranks that share the tokens between the matrices: tp with sequence parallelism, else 1"""
+    ep: int = 1
+    """ranks that share the experts of a sparse block"""
+    imbalance: float = 1.0
+    """rows of the busiest rank's experts over those of an average rank"""
 
 
 def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
@@ -166,7 +188,7 @@ def elementwise(
     residual = 6.0 if fused else 6.0 + (4.0 if features.biases else 0.0) + 5.0 * software.dropout
     width = (model.heads + model.kv) * model.head_width / piece.tp
     rotary = 4.0 if features.learned_positions else (6.0 if fused else 22.0)
-    ffn = model.ffn / piece.tp
+    ffn = dense_width(model) / piece.tp
     act = (
         ((10.0 if backward else 6.0) if fused else (18.0 if backward else 10.0))
         if features.gated_ffn
@@ -229,10 +251,12 @@ def recomputed(
         case "every_k":
             return none.plus(forward, 1 / (recompute.k or 2))
         case "ffn":
-            return none.plus(forward.plus(core, -1.0), 0.6)
+            sizes = matrices(model, layer=model.layers - 1)
+            share = (sizes.ffn - sizes.down) / (sizes.attention + sizes.ffn)
+            return Seconds(forward.matmul * share, 0.0, 0.6 * forward.elementwise, 0.6 * forward.kernels)
         case "selective":
             return core if software.recomputes_attention_only else around
         case "selective_half":
-            share = half_of_products(model, layer=0) / sum(product_sizes(model, layer=0))
+            share = half_of_products(model, model.layers - 1) / sum(product_sizes(model, model.layers - 1))
             return around.plus(Seconds(matmul=forward.matmul * share, kernels=3))
     return none

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.planner.activations import BlockActivations, StageActivations, block_activations, stage_activations
-from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.compute import Kernels, Piece, dense_width
+from torchllm.planner.experts import expert_parameters, without_experts
 from torchllm.planner.moments import Moment, totals
 from torchllm.spec.flops import head_size, matrices, recomputes_logits
 from torchllm.spec.schedules import Kind
@@ -72,14 +73,41 @@ class StageSize(NamedTuple):
     blocks: int
     first: bool
     last: bool
+    dense: int = 0
+    """of `blocks`, the first, dense ones of a model with experts"""
+
+
+def sizes_of_split(model: Model, split: Sequence[int]) -> list[StageSize]:
+    """Return what each stage has. split: the blocks of each."""
+    sizes = []
+    dense_left = model.dense_layers if model.experts else 0
+    for stage, blocks in enumerate(split):
+        dense = min(blocks, dense_left)
+        dense_left -= dense
+        sizes.append(StageSize(blocks, stage == 0, stage == len(split) - 1, dense))
+    return sizes
+
+
+def block_matrices(model: Model, tp: int) -> float:
+    """Return the elements of a block's matrices on one of `tp` ranks; of a sparse block where experts are cut by tp."""
+    sizes = matrices(model, layer=model.layers - 1)
+    if not model.experts:
+        return (sizes.attention + sizes.ffn) / tp
+    shared = 3 * model.hidden * dense_width(model)
+    return (sizes.attention + shared) / tp + model.hidden * model.experts + expert_parameters(model, tp)
 
 
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
-    """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline."""
-    sizes = matrices(model, layer=0)
+    """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
+
+    Of experts those that it has without ep. With ep FSDP shards those of a rank over fewer ranks, which leaves each as
+    many.
+    """
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
-    found = stage.blocks * ((sizes.attention + sizes.ffn) / tp + 2 * norm)
+    found = (stage.blocks - stage.dense) * block_matrices(model, tp) + stage.blocks * 2 * norm
+    if stage.dense:
+        found += stage.dense * block_matrices(without_experts(model), tp)
     if model.qk_norm == "head":
         found += stage.blocks * 2 * model.head_width
     if model.qk_norm == "width":
@@ -93,6 +121,15 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
     return found + (stage.first and features.learned_positions) * model.max_sequence_length * model.hidden
 
 
+def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:
+    """Return the parameters of a stage that a rank has once they are gathered: with ep all of its own experts."""
+    found = stage_parameters(model, stage, piece.tp, vocab_parallel)
+    if piece.ep > 1:
+        sparse = stage.blocks - stage.dense
+        found += sparse * (expert_parameters(model, piece.ep) - expert_parameters(model, piece.tp))
+    return found
+
+
 class Rank(NamedTuple):
     """What the moments of a rank are computed from."""
 
@@ -103,6 +140,8 @@ class Rank(NamedTuple):
     software: Software
     piece: Piece
     one: BlockActivations
+    dense: BlockActivations
+    """the same of the first, dense blocks of a model with experts"""
     zero: int
     """ZeRO stage in effect"""
     micro_batches: int
@@ -118,6 +157,13 @@ class Rank(NamedTuple):
         """Elements gathered besides the blocks and an untied embedding: a tied embedding, and learned positions."""
         positions = self.model.max_sequence_length * self.model.hidden * self.model.features.learned_positions
         return positions + self.table * self.model.tied_embeddings
+
+    @property
+    def last_unit(self) -> float:
+        """Parameters of what a block's backward reduces last: with ep all but its experts."""
+        if self.piece.ep == 1:
+            return self.block
+        return self.block - expert_parameters(self.model, self.piece.ep)
 
     @property
     def per_use(self) -> bool:
@@ -162,15 +208,20 @@ def rank_memory(
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
     count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     one = block_activations(model, piece, parallel, kernels, software)
+    dense = block_activations(without_experts(model), piece, parallel, kernels, software) if model.experts else one
     table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
-    block_size = stage_parameters(model, StageSize(1, False, False), parallel.tp, True)
+    block_size = gathered_parameters(model, StageSize(1, False, False), piece, True)
     sizes = list(dict.fromkeys(stages))
-    of_sizes = [stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes]
+    of_sizes = [gathered_parameters(model, size, piece, software.vocab_parallel) for size in sizes]
+    shards_of_sizes = [stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards for size in sizes]
     size_of = tuple(map(sizes.index, stages))
     parameters = [of_sizes[at] for at in size_of]
-    sharded = sum(parameters) / shards
-    rank = Rank(model, training, parallel, recompute, software, piece, one, zero, count, sharded, block_size, table)
-    standing = stands(rank, sum(parameters), shards)
+    sharded_parts = [shards_of_sizes[at] for at in size_of]
+    sharded = sum(sharded_parts)
+    rank = Rank(
+        model, training, parallel, recompute, software, piece, one, dense, zero, count, sharded, block_size, table
+    )
+    standing = stands(rank, sum(parameters))
     moments_of_sizes = totals(moments, size_of)
     kinds = {moment.kind for moment in moments}
     alike = [stage_memory(rank, stage, kinds) for stage in sizes]
@@ -182,7 +233,7 @@ def rank_memory(
     deferred = [stage.deferred for stage in alike]
     gradient_bytes = software.gradients if software.fsdp and parallel.pp > 1 else 0.0
     whole = [gradient_bytes * size for size in of_sizes]
-    reduced = [gradient_bytes * size / shards for size in of_sizes]
+    reduced = [gradient_bytes * part for part in shards_of_sizes]
     extra_bytes = [{kind: extra.total for kind, extra in stage.extra.items()} for stage in alike]
     needs = []
     for moment in moments_of_sizes:
@@ -198,7 +249,7 @@ def rank_memory(
         logits=extra.logits + sum(map(mul, at_peak.flying, logits)),
     )
     if software.fsdp and parallel.pp > 1:
-        reduction = reduces(rank, parameters, stages[0], shards)
+        reduction = reduces(rank, parameters[0], sum(sharded_parts[1:]), stages[0], shards)
         if reduction.total > most:
             worst = reduction
     peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))
@@ -208,31 +259,34 @@ def rank_memory(
     return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
 
 
-def reduces(rank: Rank, parameters: Sequence[float], stage: StageSize, shards: int) -> Memory:
-    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, largest first."""
+def reduces(rank: Rank, parameters: float, reduced: float, stage: StageSize, shards: int) -> Memory:
+    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, largest first.
+
+    parameters: of that stage; reduced: of the other stages, on this shard.
+    """
     unit = max(rank.block, rank.table * (stage.first or stage.last))
     of = rank.software.gradients
-    gradients = of * (parameters[0] + (sum(parameters[1:]) + unit) / shards)
+    gradients = of * (parameters + reduced + unit / shards)
     return Memory(
         gradients=gradients, gathered=-rank.software.gathered * unit * (not rank.per_use), temporary=of * unit
     )
 
 
-def stands(rank: Rank, parameters: float, shards: int) -> Memory:
-    """Return the memory that is held all step long."""
+def stands(rank: Rank, parameters: float) -> Memory:
+    """Return the memory that is held all step long. parameters: of the rank's stages, gathered."""
     software, zero, parallel = rank.software, rank.zero, rank.parallel
-    sharded = parameters / (shards if zero >= 1 else 1)
     if software.fsdp:
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
-            gradients = software.gradients * (parameters / shards if zero >= 2 else parameters)
+            gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
         whole = 0.0 if rank.per_use else software.gathered * parameters
         moments = software.states - software.shards
-        return Memory(software.shards * parameters / shards, gradients, moments * parameters / shards, whole)
-    weights = software.weights * parameters / (shards if zero >= 3 else 1)
-    gradients = software.gradients * parameters / (shards if zero >= 2 else 1)
+        return Memory(software.shards * rank.sharded, gradients, moments * rank.sharded, whole)
+    weights = software.weights * (rank.sharded if zero >= 3 else parameters)
+    gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
     copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)
-    return Memory(weights, gradients, software.states * sharded, temporary=copies)
+    states = software.states * (rank.sharded if zero >= 1 else parameters)
+    return Memory(weights, gradients, states, temporary=copies)
 
 
 class Stage(NamedTuple):
@@ -249,11 +303,23 @@ class Stage(NamedTuple):
     """memory at the worst moment of each kind of action"""
 
 
+def activations_of_stage(rank: Rank, stage: StageSize) -> StageActivations:
+    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
+    model, recompute, software = rank.model, rank.recompute, rank.software
+    usual = stage_activations(model, stage.blocks - stage.dense, recompute, rank.one, software)
+    if not stage.dense:
+        return usual
+    dense = stage_activations(model, stage.dense, recompute, rank.dense, software)
+    again = dense.again if stage.dense == stage.blocks else max(dense.again, usual.again)
+    return StageActivations(usual.held + dense.held, again)
+
+
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Return what one stage adds; its actions are of `kinds`."""
     model, piece, software = rank.model, rank.piece, rank.software
-    blocks = stage_activations(model, stage.blocks, rank.recompute, rank.one, software)
-    held, ends, logits, deferred = blocks.held, 0.0, 0.0, stage.blocks * rank.one.deferred
+    blocks = activations_of_stage(rank, stage)
+    held, ends, logits = blocks.held, 0.0, 0.0
+    deferred = (stage.blocks - stage.dense) * rank.one.deferred + stage.dense * rank.dense.deferred
     of_head = software.temporary_gradients * rank.table * (stage.last and rank.has_gradients_in_forward)
     if not model.features.learned_positions:
         held += piece.tokens * 8.0 * model.head_width  # cosine and sine, each as wide as a head
@@ -329,7 +395,7 @@ def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations,
     gradient = software.temporary_gradients * (kind == "B")
     reduced = software.gradients * (software.fsdp and rank.parallel.pp == 1)
     at_once = reduced * (rank.zero >= 2)
-    previous = at_once * block
+    previous = at_once * rank.last_unit
     if stage.last:
         gathered = _ends_gathered(rank, 1)
         before = _previous(rank)
@@ -345,18 +411,21 @@ def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations,
         yield Memory(gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.of_head)
         previous = at_once * (0 if tied else rank.table)
     gathered = software.gathered * ((1 + rank.parallel.prefetch) * block + root) * rank.per_use
-    for more, parameters, last in rank.one.phases:
-        more += blocks.again
-        temporary = max(0.0, more) + gradient * (parameters + waiting) + at_once * block * last
+    for phase in rank.one.phases:
+        more = phase.more + blocks.again
+        temporary = max(0.0, more) + gradient * (phase.gradients + waiting) + at_once * phase.reduced
+        left = gathered - software.gathered * phase.freed * rank.per_use
         seen = min(0.0, more) - of.ends
-        yield Memory(gathered=gathered, temporary=temporary + previous, logits=-of.logits, activations=seen)
+        before = previous * phase.after_unit
+        yield Memory(gathered=left, temporary=temporary + before, logits=-of.logits, activations=seen)
         if stage.blocks > 1:
             seen -= blocks.held / stage.blocks
-            yield Memory(gathered=gathered, temporary=temporary + at_once * block, logits=-of.logits, activations=seen)
+            before = at_once * rank.last_unit * phase.after_unit
+            yield Memory(gathered=left, temporary=temporary + before, logits=-of.logits, activations=seen)
     if stage.first:
         gathered = software.gathered * (block + root) * rank.per_use
         shards = rank.parallel.dp_shard * rank.parallel.cp
         of_input = 2.0 * rank.piece.tokens * rank.model.hidden
-        temporary = (gradient + reduced) * rank.table + at_once * block + of_input
+        temporary = (gradient + reduced) * rank.table + at_once * rank.last_unit + of_input
         new = reduced * (rank.sharded - rank.table / shards) * (rank.micro_batches == 1)
         yield Memory(0.0, new, gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.held)

@@ -12,7 +12,8 @@ from torchllm.config import PipelineSchedule
 from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
 from torchllm.planner.compute import MEMORY_RATE
-from torchllm.planner.memory import Memory, StageSize, rank_memory, stage_parameters
+from torchllm.planner.experts import expert_parameters, expert_shards
+from torchllm.planner.memory import Memory, StageSize, rank_memory, sizes_of_split, stage_parameters
 from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
 from torchllm.planner.simulate import StageTimes, played, simulate_played
@@ -89,8 +90,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
 def stage_sizes(case: Case) -> list[StageSize]:
     """Return what each pipeline stage has, first to last."""
     split = balanced_split(case.model, case.parallel, case.training.sequence_length)
-    last = len(split) - 1
-    return [StageSize(blocks, at == 0, at == last) for at, blocks in enumerate(split)]
+    return sizes_of_split(case.model, split)
 
 
 class StepTerms(NamedTuple):
@@ -105,7 +105,8 @@ class StepTerms(NamedTuple):
 def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: Pipeline) -> StepTerms:
     """Return where the time of a step goes. sizes: `stage_sizes(case)`; block: `cost_of_block(case)`."""
     parallel, m = case.parallel, case.micro_batches
-    cost_of_size = {size: stage_cost(case, size, block) for size in dict.fromkeys(sizes)}
+    dense = cost_of_block(case.of_dense_blocks) if any(size.dense for size in sizes) else block
+    cost_of_size = {size: stage_cost(case, size, block, dense) for size in dict.fromkeys(sizes)}
     costs = [cost_of_size[size] for size in sizes]
     step, busy = pipeline(case, [cost.times for cost in costs], boundary(case))
     ranks = [[costs[stage] for stage in stage_of_rank(parallel, rank)] for rank in range(parallel.pp)]
@@ -127,18 +128,27 @@ def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: P
 def hardware_flops(case: Case) -> float:
     """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
-    sizes = matrices(model, layer=0)
-    core = 4 * model.heads * model.head_width * model.window_within(length)
-    block = 2 * (sizes.attention + sizes.ffn) + core
+    dense = model.dense_layers if model.experts else 0
+    again = (model.layers - dense) * _recomputed_flops(case)
+    if dense:
+        again += dense * _recomputed_flops(case.of_dense_blocks)
+    return flops_per_token(model, length, lora=case.lora) + again
+
+
+def _recomputed_flops(case: Case) -> float:
+    """Return the FLOPs per token that a block's backward computes again, on average; of a sparse block with experts."""
+    model, usual = case.model, case.model.layers - 1
+    sizes = matrices(model, usual)
+    core = 4 * model.heads * model.head_width * model.window_within(case.training.sequence_length)
     share = {"none": 0.0, "full": 1.0, "segment": 1.0, "every_k": 1 / recompute_interval(case.recompute, model.layers)}
-    again = share.get(case.recompute.mode, 0.0) * block
-    if case.recompute.mode == "ffn":
-        again = 2 * sizes.ffn - 2 * sizes.down
-    if case.recompute.mode == "selective" and case.software.recomputes_attention_only:
-        again = core
-    if case.recompute.mode == "selective_half":
-        again = 2 * half_of_products(model, layer=0)
-    return flops_per_token(model, length, lora=case.lora) + model.layers * again
+    mode = case.recompute.mode
+    if mode == "ffn":
+        return 2 * sizes.ffn - 2 * sizes.down
+    if mode == "selective" and case.software.recomputes_attention_only:
+        return core
+    if mode == "selective_half":
+        return 2 * half_of_products(model, usual)
+    return share.get(mode, 0.0) * (2 * (sizes.attention + sizes.ffn) + core)
 
 
 def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str, float]:
@@ -152,19 +162,30 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     )
     zero = parallel.zero_stage if shards > 1 else 0
     reduced = gathered = 0.0
-    gradients, weights = software.gradients * parameters, software.gathered * parameters
+    routed = sum(size.blocks - size.dense for size in sizes) * expert_parameters(model, 1) * (case.piece.ep > 1)
+
+    def gather(each: float) -> float:
+        """Return the seconds of a gather or scatter of all parameters, `each` bytes; experts are on their own ranks."""
+        common = over_shards.gather(each * (parameters - routed / parallel.tp))
+        if not routed:
+            return common
+        return common + expert_shards(case.mesh, case.piece.ep, hardware, software.one_card).gather(
+            each * routed / case.piece.ep
+        )
+
+    gradients = software.gradients * parameters
     if zero == 0:
         everything = comms.group(case.mesh, [REPLICATE, SHARD, CP], hardware)
         reduced = everything.reduce(gradients)
     elif zero == 1:
-        reduced = over_shards.gather(gradients) + over_replicas.reduce(gradients / shards)
-        gathered = over_shards.gather(weights)
+        reduced = gather(software.gradients) + over_replicas.reduce(gradients / shards)
+        gathered = gather(software.gathered)
     else:
         reduced = over_replicas.reduce(gradients / shards)
-        gathered = over_shards.gather(weights) if zero == 2 else 0.0
+        gathered = gather(software.gathered) if zero == 2 else 0.0
         table = model.vocab * model.hidden / parallel.tp
         if parallel.pp > 1:
-            reduced += over_shards.gather(gradients)
+            reduced += gather(software.gradients)
         elif zero == 3:  # the first gather and the last reduction have nothing to hide behind
             reduced += over_shards.gather(software.gradients * table)
             gathered += over_shards.gather(software.gathered * table)

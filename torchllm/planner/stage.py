@@ -14,6 +14,14 @@ from torchllm.planner.compute import (
     head_seconds,
     recomputed,
 )
+from torchllm.planner.experts import (
+    exchange_seconds,
+    expert_parameters,
+    expert_shards,
+    routed_backward,
+    routed_forward,
+    shared_seconds,
+)
 from torchllm.planner.frozen_weights import update_seconds
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.simulate import StageTimes
@@ -39,6 +47,8 @@ class Computed(NamedTuple):
     """part of the forward: attention's core"""
     around: Seconds
     """part of the forward: elementwise work"""
+    shared: float
+    """part of the forward: seconds of the products of the shared experts"""
 
 
 class BlockCost(NamedTuple):
@@ -55,24 +65,28 @@ def computed(case: Case) -> Computed:
     of = case.model, case.piece, case.kernels, case.software, case.hardware
     inputs, weights = block_backward(*of)
     updates = update_seconds(case.model, case.lora, case.piece, case.hardware)
+    routed = routed_forward(*of)
+    routed_inputs, routed_weights = routed_backward(*of)
     return Computed(
-        block_forward(*of).plus(updates.forward),
-        inputs.plus(updates.backward),
-        weights,
-        attention(*of, False),
-        elementwise(*of, False),
+        forward=block_forward(*of).plus(updates.forward).plus(routed),
+        inputs=inputs.plus(updates.backward).plus(routed_inputs),
+        weights=weights.plus(routed_weights),
+        core=attention(*of, False),
+        around=elementwise(*of, False).plus(routed._replace(matmul=0.0)),
+        shared=shared_seconds(case.model, case.piece, case.hardware),
     )
 
 
 def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
     """Return the time of one micro batch in one block. known: `computed(case)`, if the caller has it."""
-    forward, inputs, weights, core, around = known or computed(case)
+    forward, inputs, weights, core, around, shared = known or computed(case)
     launch = case.software.constants.launch
     again = recomputed(case.model, case.recompute, forward, core, around, case.software).total(launch)
     f, i, w = (part.total(launch) for part in (forward, inputs, weights))
     tp, tp_backward, tp_again = tensor_parallel(case, w)
     cp, cp_backward = context_parallel(case, core.attention)
-    fsdp, fsdp_backward = sharded_weights(case, f + tp, i + w + again + tp_backward)
+    ep, ep_backward = expert_parallel(case, shared)
+    fsdp, fsdp_backward = sharded_weights(case, f + tp + ep, i + w + again + tp_backward + ep_backward)
     device = [sum(parts) for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
     terms = {
         "matmul": device[0],
@@ -82,25 +96,35 @@ def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
         "recompute": again,
         "tensor parallel": tp + tp_backward + tp_again,
         "context parallel": cp + cp_backward,
+        "expert parallel": ep + ep_backward,
         "fsdp": fsdp + fsdp_backward,
     }
-    times = StageTimes(f + tp + cp + fsdp, i + again + tp_backward + tp_again + cp_backward + fsdp_backward, w)
+    times = StageTimes(
+        f + tp + cp + ep + fsdp, i + again + tp_backward + tp_again + cp_backward + ep_backward + fsdp_backward, w
+    )
     return BlockCost(times, terms, tp / 2)
 
 
-def stage_cost(case: Case, size: StageSize, known: BlockCost | None = None) -> StageCost:
-    """Return the time of one micro batch in a stage. known: `cost_of_block(case)`, if the caller has it."""
+def stage_cost(
+    case: Case, size: StageSize, known: BlockCost | None = None, known_dense: BlockCost | None = None
+) -> StageCost:
+    """Return the time of one micro batch in a stage.
+
+    known: `cost_of_block(case)`, and known_dense: that of `case.of_dense_blocks`, if the caller has them.
+    """
     block = known or cost_of_block(case)
+    dense = (known_dense or cost_of_block(case.of_dense_blocks)) if size.dense else block
+    usual = size.blocks - size.dense
     meets = case.software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
     ends, ends_tp = end_times(case, size, block.over_tp)
-    terms = {name: size.blocks * seconds for name, seconds in block.terms.items()}
+    terms = {name: usual * seconds + size.dense * dense.terms[name] for name, seconds in block.terms.items()}
     terms["tensor parallel"] += ends_tp
     terms["pipeline parallel"] = 2 * meets
     terms["ends"] = sum(ends) - ends_tp
     times = StageTimes(
-        size.blocks * block.times.forward + ends.forward + meets,
-        size.blocks * block.times.input_gradient + ends.input_gradient + meets,
-        size.blocks * block.times.weight_gradient + ends.weight_gradient,
+        usual * block.times.forward + size.dense * dense.times.forward + ends.forward + meets,
+        usual * block.times.input_gradient + size.dense * dense.times.input_gradient + ends.input_gradient + meets,
+        usual * block.times.weight_gradient + size.dense * dense.times.weight_gradient + ends.weight_gradient,
     )
     return StageCost(times, terms)
 
@@ -123,13 +147,41 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
     constants, over_tp = case.software.constants, comms.group(case.mesh, [TP], case.hardware)
     hidden = 2.0 * case.piece.tokens * case.model.hidden
     one = 2 * over_tp.gather(hidden) if case.parallel.sequence_parallel else over_tp.reduce(hidden)
-    each = 2 * (one + constants.wait)
+    each = summed_parts(case) * (one + constants.wait)
     if case.model.qk_norm == "width":
         each += 2 * (over_tp.reduce(4.0 * case.piece.tokens) + constants.wait)
     overlaps = case.software.overlaps_tensor_parallel
     again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
     backward = exposed(each, weight_gradients, constants.exposed) if overlaps else each
     return each, backward, each * again.get(case.recompute.mode, 0.0)
+
+
+def summed_parts(case: Case) -> float:
+    """Return how often a block's forward sums hidden states over tp: after attention and the feed-forward layer.
+
+    With ep a rank routes its own part of the sequence: sequence parallelism leaves it that part, else the results are
+    gathered, which is half of a sum. Shared experts are cut by tp, and sum.
+    """
+    if case.piece.ep == 1 or case.model.shared_experts:
+        return 2.0
+    return 1.0 if case.parallel.sequence_parallel else 1.5
+
+
+def expert_parallel(case: Case, shared: float) -> tuple[float, float]:
+    """Return the seconds of a block's all-to-alls over ep, forward and backward, recomputation included.
+
+    There are two per pass: rows to their experts, behind which the shared experts compute (`shared` seconds), and
+    results back, which nothing hides. Both wait for the slowest rank, as the host waits for the number of rows.
+    """
+    one = exchange_seconds(case.model, case.piece, case.mesh, case.hardware)
+    if not one:
+        return 0.0, 0.0
+    constants = case.software.constants
+    waits = 3 * constants.wait
+    forward = exposed(one, shared, constants.exposed) + one + waits
+    backward = exposed(one, 2 * shared, constants.exposed) + one + 2 * constants.wait
+    again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 1.0}
+    return forward, backward + forward * again.get(case.recompute.mode, 0.0)
 
 
 def context_parallel(case: Case, core: float) -> tuple[float, float]:
@@ -169,6 +221,14 @@ def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float,
     over_shards = comms.group(case.mesh, [SHARD, CP], case.hardware, software.one_card)
     block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
     gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.gradients * block)
+    if case.piece.ep > 1:
+        block -= expert_parameters(case.model, parallel.tp)
+        routed = expert_parameters(case.model, case.piece.ep)
+        over_experts = expert_shards(case.mesh, case.piece.ep, case.hardware, software.one_card)
+        gather, scatter = (
+            over_shards.gather(each * block) + over_experts.gather(each * routed)
+            for each in (software.gathered, software.gradients)
+        )
     if parallel.pp > 1:
         scatter = 0.0
     share = software.constants.exposed

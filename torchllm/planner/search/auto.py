@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.planner.case import Case, UnknownModel, check_known
+from torchllm.planner.case import Case
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.frozen_weights import with_frozen_weights
 from torchllm.planner.optimizer_states import with_optimizer_states
@@ -68,10 +68,6 @@ def planned(config: Config) -> Prediction | None:
 
 def why_unplanned(config: Config) -> str:
     """Return why a run whose layout is resolved cannot be predicted; "" if it can."""
-    try:
-        check_known(config.model)
-    except UnknownModel as error:
-        return str(error)
     unknown_machine = "no cluster file describes this machine"
     try:
         name = _cluster_of_run(config)

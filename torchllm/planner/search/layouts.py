@@ -34,7 +34,7 @@ from torchllm.config.checks import (
     unfit_for_float8,
 )
 from torchllm.config.schema import RecomputeMode
-from torchllm.planner.case import Case, check_known
+from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.frozen_weights import with_frozen_weights
@@ -135,10 +135,7 @@ class ShardingDegrees(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What to plan: a model, a batch, machines, and the keys that are already decided.
-
-    UnknownModel if the planner cannot predict the model.
-    """
+    """What to plan: a model, a batch, machines, and the keys that are already decided."""
 
     model: Model
     training: Training
@@ -153,9 +150,6 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
-
-    def __post_init__(self) -> None:
-        check_known(self.model)
 
     @cached_property
     def software(self) -> Software:
