@@ -118,25 +118,37 @@ def block_activations(
     given = 2 * (wide + 2 * narrow) + 2 * hidden * (1 + has_dense) + gates
     whole = attention + norm + has_dense * feeds + dropped + inner
     of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
-    sizes, count = matrices(model, layer=model.layers - 1), piece.tokens
-    of_ffn = (3 * model.hidden * dense_width(model) if model.experts else sizes.ffn) / piece.tp
-    down = of_ffn / 3 if model.experts else sizes.down / piece.tp
-    experts = expert_parameters(model, piece.ep if piece.ep > 1 else piece.tp) if model.experts else 0.0
-    own_unit = experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
-    left = of_ffn + experts - own_unit
-    everything = sizes.attention / piece.tp + left
-    after_unit = not model.experts  # the router is a unit
-    phases = routed_phases(model, piece, routed, experts)
+    count = piece.tokens
+    weights = block_weights(model, piece)
+    after_unit = not model.experts  # the router, a unit of its own, is reduced before
+    own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
+    of_ffn = weights.ffn + weights.experts - own_unit
+    through_gates = Phase(
+        more=count * (2 * hidden + gates) - routed.whole,
+        gradients=weights.down + weights.experts - own_unit,
+        after_unit=after_unit,
+        freed=own_unit,
+    )
+    second_norm = Phase(
+        more=count * (of_norm - inner - has_dense * feeds) - routed.whole,
+        gradients=of_ffn,
+        after_unit=after_unit,
+        freed=own_unit,
+    )
+    first_norm = Phase(
+        more=count * (of_norm - whole) - routed.whole,
+        gradients=weights.attention + of_ffn,
+        reduced=weights.attention + of_ffn,
+        after_unit=after_unit,
+        freed=own_unit,
+    )
+    phases = [*routed_phases(model, piece, routed, weights.experts), second_norm, first_norm]
     if has_dense:
-        freed = down + experts - own_unit
-        phases.append(Phase(count * (2 * hidden + gates) - routed.whole, freed, after_unit=after_unit, freed=own_unit))
-    more = count * (of_norm - inner - has_dense * feeds) - routed.whole  # the second norm
-    phases.append(Phase(more, left, after_unit=after_unit, freed=own_unit))
-    more = count * (of_norm - whole) - routed.whole
-    phases.append(Phase(more, everything, everything, after_unit=after_unit, freed=own_unit))
+        phases.append(through_gates)
     if of_core > 4.0 * model.heads / piece.tp:  # matrices of scores have gradients as large
         of_scores = SCORES * model.heads / piece.tp * piece.keys
-        phases.append(Phase(count * (of_scores - inner - norm - has_dense * feeds) - freed, of_ffn + experts, False))
+        more = count * (of_scores - inner - norm - has_dense * feeds) - routed.whole
+        phases.append(second_norm._replace(more=more))
     return BlockActivations(
         count * norm,
         count * 2 * here,
@@ -151,6 +163,28 @@ def block_activations(
         count * (read + given),
         tuple(phases),
     )
+
+
+class BlockWeights(NamedTuple):
+    """Parameters of a block's matrices on one rank, gathered."""
+
+    attention: float
+    ffn: float
+    """of the feed-forward layer that every token uses"""
+    down: float
+    """part of `ffn`: its last product"""
+    experts: float
+    """of the routed experts"""
+
+
+def block_weights(model: Model, piece: Piece) -> BlockWeights:
+    """Return the parameters of a block on one rank; of a sparse block in a model with experts."""
+    sizes = matrices(model, layer=model.layers - 1)
+    attention = sizes.attention / piece.tp
+    if not model.experts:
+        return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)
+    down = model.hidden * dense_width(model) / piece.tp
+    return BlockWeights(attention, 3 * down, down, expert_parameters(model, piece.ep if piece.ep > 1 else piece.tp))
 
 
 def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts: float) -> list[Phase]:

@@ -21,6 +21,7 @@ TERMS = (
     "recompute",
     "tensor parallel",
     "context parallel",
+    "expert parallel",
     "fsdp",
     "pipeline parallel",
     "bubble",

@@ -1,0 +1,155 @@
+"""What routed experts cost: parameters, bytes sent, and how times move with experts, rows and links."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.planner.test_comms import dgx_a100
+from tests.spec.test_model_sizes import load
+from torchllm.config import Config, Model, Parallel, Recompute, Training
+from torchllm.dry_run.run import examine
+from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels, Piece, matmul_seconds
+from torchllm.planner.evidence.stacks import STACKS
+from torchllm.planner.experts import (
+    RoutedRows,
+    exchange_seconds,
+    expert_group,
+    expert_shards,
+    grouped_gradient_seconds,
+    grouped_seconds,
+    routed_rows,
+    without_experts,
+)
+from torchllm.planner.memory import gathered_parameters, sizes_of_split, stage_parameters
+from torchllm.planner.predict import Prediction, predict
+from torchllm.spec.flops import parameter_count
+
+QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
+
+
+def case(model: Model = QWEN3, mode: str = "none", **keys: Any) -> Case:
+    """A layout on A100s. keys: of Parallel, and imbalance, hardware, batch, micro."""
+    imbalance, hardware = keys.pop("imbalance", 1.0), keys.pop("hardware", dgx_a100())
+    training = Training(
+        micro_batch_size=keys.pop("micro", 1), global_batch_size=keys.pop("batch", 512), sequence_length=4096
+    )
+    parallel = Parallel(**{"dp_shard": 64, **keys})
+    return Case(
+        model,
+        training,
+        parallel,
+        Recompute(mode=mode),  # type: ignore[arg-type]
+        Kernels(fused_norm=True),
+        hardware,
+        STACKS["torchllm"],
+        imbalance=imbalance,
+    )
+
+
+def step(**keys: Any) -> Prediction:
+    return predict(case(**keys))
+
+
+@pytest.mark.parametrize("model", [QWEN3, GLM, MIXTRAL])
+def test_stages_hold_all_parameters(model: Model) -> None:
+    """Of one stage, and of four."""
+    for split in ((model.layers,), (1, 2, 3, model.layers - 6)):
+        sizes = sizes_of_split(model, split)
+        assert sum(size.dense for size in sizes) == model.dense_layers
+        assert sum(stage_parameters(model, size, 1, True) for size in sizes) == parameter_count(model)
+
+
+def test_with_ep_a_rank_gathers_its_own_experts_alone() -> None:
+    piece = Piece(1, 4096, 4096, tp=1, spread=1)
+    (whole,) = sizes_of_split(QWEN3, (QWEN3.layers,))
+    experts = 3 * QWEN3.experts * QWEN3.hidden * QWEN3.expert_width * QWEN3.layers
+    without = gathered_parameters(QWEN3, whole, piece, True)
+    assert without == parameter_count(QWEN3)
+    assert gathered_parameters(QWEN3, whole, piece._replace(ep=8), True) == without - experts * 7 / 8
+
+
+def test_rows_are_those_of_the_tokens_that_a_rank_routes() -> None:
+    piece = Piece(1, 4096, 4096, tp=4, spread=4)
+    assert routed_rows(MIXTRAL, piece) == RoutedRows(4096, 8192, 8, 14336 / 4)
+    assert routed_rows(MIXTRAL, piece._replace(ep=8, imbalance=1.5)) == RoutedRows(1024, 3072, 1, 14336)
+
+
+def test_products_of_one_large_expert_are_a_matrix_product() -> None:
+    hardware = dgx_a100()
+    one = RoutedRows(8192, 8192, 1, 4096)
+    assert grouped_seconds(one, 4096, 8192, hardware) == pytest.approx(
+        matmul_seconds(8192, 4096, 8192, hardware), rel=0.03
+    )
+    assert grouped_gradient_seconds(one, 4096, 8192, hardware) == pytest.approx(
+        matmul_seconds(4096, 8192, 8192, hardware), rel=0.03
+    )
+
+
+def test_few_rows_per_expert_are_slow() -> None:
+    """As many operations, shared by more experts: padded tiles, and every matrix is read."""
+    seconds = [grouped_seconds(RoutedRows(4096, 4096, count, 1024), 1024, 2048, dgx_a100()) for count in (4, 32, 256)]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 2 * seconds[0]
+
+
+def test_an_exchange_leaves_the_node_over_one_card() -> None:
+    """T x K x D elements of 2 bytes, of which 7 / 8 leave a node of 8 in a group of 64, at the rate of one card."""
+    hardware, of = dgx_a100(), case(ep=64)
+    link = hardware.links[1]
+    sent = 4096 * QWEN3.top_k * QWEN3.hidden * 2
+    found = exchange_seconds(QWEN3, of.piece, of.mesh, hardware)
+    expected = sent * 56 / 64 / (link.bandwidth * link.efficiency)
+    assert found == pytest.approx(expected, rel=0.01)
+    inside = exchange_seconds(QWEN3, case(ep=8).piece, of.mesh, hardware)
+    assert inside < found / 4
+
+
+def test_groups_are_the_innermost_ranks() -> None:
+    """2 pipeline ranks x 2 replicas x 4 shards x 2 x 4 with ep 16: two groups of experts' shards per 32 ranks."""
+    mesh = (2, 2, 4, 2, 4)
+    hardware = dgx_a100()
+    assert expert_group(mesh, 16, hardware).size == 16
+    shards = expert_shards(mesh, 16, hardware, one_card=False)
+    assert (shards.size, shards.on_node) == (2, 1)
+
+
+def test_ep_sends_what_the_dry_run_says() -> None:
+    """Two exchanges forward, and their gradients; the planner's bytes by the trace of a layout with even routing."""
+    model = replace(QWEN3, layers=2)
+    of = case(model, dp_shard=8, ep=8, batch=8)
+    report = examine(Config(model=model, training=replace(of.training, dtype="bfloat16"), parallel=of.parallel))
+    rows = routed_rows(model, of.piece).rows
+    counts = 8.0 * model.experts  # numbers of rows, which only the forward sends
+    expected = model.layers * (4 * 2.0 * rows * model.hidden + counts) * 7 / 8
+    (kind,) = report.kinds
+    sent = {axis: total for (axis, operation), total in kind.sent.items() if operation == "all_to_all"}
+    assert list(sent) == ["ep"]
+    assert sent["ep"].bytes == expected
+
+
+def test_an_uneven_load_costs_time_and_memory() -> None:
+    even, uneven = step(ep=8), step(ep=8, imbalance=1.5)
+    assert uneven.step > even.step
+    assert uneven.terms["expert parallel"] > even.terms["expert parallel"]
+    assert uneven.memory.activations > even.memory.activations
+    assert step(imbalance=1.5).step == step().step  # without ep all ranks have all experts
+
+
+def test_recomputation_sends_again() -> None:
+    none, full = step(ep=8), step(ep=8, mode="full")
+    assert full.terms["expert parallel"] == pytest.approx(1.5 * none.terms["expert parallel"], rel=0.02)
+
+
+def test_without_experts_nothing_changes() -> None:
+    dense = without_experts(GLM)
+    assert step(model=dense).terms["expert parallel"] == 0.0
+    assert step(model=dense) == step(model=dense, imbalance=3.0)
+
+
+def test_first_dense_blocks_cost_as_dense_blocks() -> None:
+    """One dense block more: the step is longer by what a dense block costs in place of a sparse one."""
+    one, two = (step(model=replace(GLM, layers=8, dense_layers=count)) for count in (1, 2))
+    eight_sparse = step(model=replace(GLM, layers=8, dense_layers=0))
+    assert two.step - one.step == pytest.approx(one.step - eight_sparse.step, rel=0.05)
