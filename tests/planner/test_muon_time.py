@@ -13,7 +13,14 @@ from torchllm.optim import muon
 from torchllm.planner import muon_time
 from torchllm.planner.case import Case
 from torchllm.planner.compute import matmul_seconds
-from torchllm.planner.muon_time import iteration_seconds, muon_seconds, orthogonalization_flops
+from torchllm.planner.muon_time import (
+    expert_seconds,
+    iteration_products,
+    iteration_seconds,
+    matrix_shapes,
+    muon_seconds,
+    orthogonalization_flops,
+)
 from torchllm.planner.predict import predict
 from torchllm.spec.flops import MatrixShape, target_shapes
 
@@ -65,8 +72,8 @@ def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp(zero_
     in_node, between = of.hardware.links[:2]
     sent = 2 * 2 * ELEMENTS / 32  # there and back, in 16 bits, of a rank's shards
     over_tp = 3 / 4 * sent / (in_node.bandwidth * in_node.efficiency)
-    # 8 ranks in pairs on 4 nodes: each pair sends over the cards of both
-    over_shards = 7 / 8 * sent / (2 * between.bandwidth * between.efficiency)
+    # 8 ranks in pairs on 4 nodes: each sends to the six on other nodes over its own card
+    over_shards = 6 / 8 * sent / (between.bandwidth * between.efficiency)
     expected = iteration_seconds(MODEL, 3, 32, of.hardware) + over_tp + over_shards
     assert muon_seconds(of, 3) == pytest.approx(expected, rel=1e-12)
 
@@ -84,3 +91,15 @@ def test_a_step_with_muon_takes_so_much_longer_but_for_its_smaller_state() -> No
     assert longer == pytest.approx(muon_seconds(of, 3), rel=1e-6)
     assert muon_seconds(without, 3) == 0.0
     assert muon_seconds(replace(of, lora=Lora(rank=4)), 3) == 0.0  # no matrix is trained
+
+
+def test_experts_are_orthogonalized_where_they_are() -> None:
+    """16 experts on 8 ranks: two each, of three matrices; nothing is sent, and attention is shared out as without."""
+    sparse = replace(MODEL, experts=16, top_k=2, expert_ffn=256)
+    hardware = dgx_a100()
+    one = 5 * sum(matmul_seconds(*product, hardware) for product in iteration_products(MatrixShape(256, sparse.hidden)))
+    assert expert_seconds(sparse, 3, 8, hardware) == pytest.approx(3 * 3 * 2 * one, rel=1e-12)
+    assert len(matrix_shapes(sparse)) == 4  # q, k, v, o
+    assert len(matrix_shapes(replace(sparse, shared_experts=1))) == 7
+    of = muon_case(dp_shard=8)
+    assert predict(replace(of, model=sparse)).step > predict(replace(of, model=sparse, optimizer=Optimizer())).step

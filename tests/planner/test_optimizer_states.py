@@ -1,5 +1,6 @@
 """Bytes that an optimizer keeps per parameter, as the planner counts them, against the tensors that there are."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +12,22 @@ from torchllm.optim.optimizer import build_optimizer
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.optimizer_states import with_optimizer_states
 
-MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
+DENSE = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
+SPARSE = replace(DENSE, experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_states_are_those_that_exist(name: Any, ema_decay: float, momentum: float) -> None:
+@pytest.mark.parametrize("of", [DENSE, SPARSE])
+def test_states_are_those_that_exist(name: Any, ema_decay: float, momentum: float, of: Model) -> None:
     settings = Optimizer(name=name, momentum=momentum, ema_decay=ema_decay)
-    model = build_model(MODEL)
+    model = build_model(of)
     optimizer = build_optimizer([model], settings)
     tensors = list(WeightAverage([model], ema_decay).tensors.values())
     for state in optimizer.state.values():
         tensors += [entry for entry in state.values() if entry.dim()]  # not the counters of steps
     parameters = sum(parameter.numel() for parameter in model.parameters())
     held = 4 * parameters + sum(tensor.nbytes for tensor in tensors)
-    software = with_optimizer_states(STACKS["torchllm"], MODEL, settings)
+    software = with_optimizer_states(STACKS["torchllm"], of, settings)
     assert software.states * parameters == pytest.approx(held, rel=1e-9)

@@ -78,13 +78,10 @@ def test_sizes_may_be_in_the_models_file(tmp_path: Path, capsys: pytest.CaptureF
     assert batch == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    base = ROOT / "train_configs/models/llama_13b.toml"
-    (tmp_path / "mine.toml").write_text(f"base = {str(base)!r}\n[model]\nexperts = 8\n")
-    words = list(RANK)
-    words[words.index("--model") + 1] = str(tmp_path / "mine.toml")
-    with pytest.raises(UserError, match=r"^model\.experts: the planner does not know mixtures of experts yet: set "):
-        main(words)
+def test_experts_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["rank", "--model", "olmoe_1b_7b", "--cluster", "dgx_h100", "--gpus", "8"]
+    main([*words, "--sequence-length", "4096", "--global-batch-size", "64"])
+    assert "The best 10 of " in capsys.readouterr().out
 
 
 def test_a_written_run_has_data_and_cluster(

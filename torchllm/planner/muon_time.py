@@ -5,13 +5,15 @@ like cost, and all of a round wait for its largest.
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model
 from torchllm.planner import comms
 from torchllm.planner.case import CP, SHARD, TP, Case
-from torchllm.planner.compute import matmul_seconds
+from torchllm.planner.compute import dense_width, matmul_seconds
+from torchllm.planner.experts import without_experts
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.flops import MatrixShape, target_shapes
 
@@ -49,12 +51,33 @@ def orthogonalization_flops(shape: MatrixShape) -> int:
 @lru_cache(maxsize=1024)
 def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
-    shapes = sorted(target_shapes(model).values(), key=orthogonalization_flops, reverse=True)
+    shapes = sorted(matrix_shapes(model), key=orthogonalization_flops, reverse=True)
     each = [sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes]
     seconds = 0.0
     for first in range(0, blocks * len(shapes), owners):
         seconds += ITERATIONS * each[first // blocks]  # as many matrices as blocks have each shape
     return seconds
+
+
+def matrix_shapes(model: Model) -> list[MatrixShape]:
+    """Return the shapes of a block's matrices that ranks own in turns: of a sparse block all but its routed experts."""
+    if not model.experts:
+        return list(target_shapes(model).values())
+    width = dense_width(model)
+    shapes = target_shapes(replace(without_experts(model), ffn=width))
+    return [shape for shape in shapes.values() if min(shape) > 0]
+
+
+def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
+    """Return the seconds of the iterations for the routed experts of some blocks, all taken as sparse.
+
+    Each rank has some whole experts, so nothing is sent; where there are more ranks than experts it has one.
+    """
+    if not model.experts:
+        return 0.0
+    shape = MatrixShape(model.expert_width, model.hidden)
+    one = ITERATIONS * sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
+    return blocks * 3 * math.ceil(model.experts / owners) * one
 
 
 def muon_seconds(case: Case, blocks: int) -> float:
@@ -68,8 +91,9 @@ def muon_seconds(case: Case, blocks: int) -> float:
     over_shards = comms.group(case.mesh, [SHARD, CP] if parallel.zero_stage else [], case.hardware)
     over_tp = comms.group(case.mesh, [TP], case.hardware)
     owners = over_shards.size * over_tp.size
-    shapes = target_shapes(case.model).values()
+    shapes = matrix_shapes(case.model)
     rounds = math.ceil(blocks * len(shapes) / owners)
     held = blocks * sum(math.prod(shape) for shape in shapes) / owners
     one_way = over_shards.exchange(SENT * held / rounds) + over_tp.exchange(SENT * held / rounds)
-    return iteration_seconds(case.model, blocks, owners, case.hardware) + 2 * rounds * one_way
+    shared_out = iteration_seconds(case.model, blocks, owners, case.hardware) + 2 * rounds * one_way
+    return shared_out + expert_seconds(case.model, blocks, owners, case.hardware)

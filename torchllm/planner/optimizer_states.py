@@ -19,8 +19,15 @@ def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer
     if optimizer.name == "sgd":
         entries = -1.0 if optimizer.momentum else -2.0
     if optimizer.name == "muon":  # one moment of each matrix of the blocks
-        sizes = matrices(model, layer=0)
-        entries = -model.layers * (sizes.attention + sizes.ffn) / parameter_count(model)
+        in_matrices = 0.0
+        for layer in range(model.layers):
+            sizes = matrices(model, layer)
+            in_matrices += sizes.attention + sizes.ffn
+        if model.experts:  # all experts, and not the router
+            sparse = model.layers - model.dense_layers
+            others = 3 * (model.experts - model.top_k) * model.expert_width - model.experts
+            in_matrices += sparse * model.hidden * others
+        entries = -in_matrices / parameter_count(model)
     if optimizer.ema_decay:
         entries += 1.0
     return replace(software, states=software.states + ENTRY * entries)

@@ -1,7 +1,12 @@
 """Layouts to configs and back."""
 
+from dataclasses import replace
+
+from tests.planner.test_comms import dgx_a100
+from tests.spec.test_model_sizes import load
 from torchllm.config import Config, Model, Training
-from torchllm.planner.search.layouts import Job, Layout, kernels_of, layout_of
+from torchllm.config.checks import problems
+from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, kernels_of, layout_of
 from torchllm.spec.cluster import read_cluster
 
 MODEL = Model(layers=8, hidden=256, heads=8, ffn=512, vocab=512)
@@ -21,3 +26,21 @@ def test_a_layout_is_that_of_the_config_that_has_it() -> None:
         case = job.case(layout)
         assert case.parallel == config.parallel
         assert case.kernels == kernels_of(MODEL, config.compile, job.software, hardware)
+
+
+def test_ep_divides_the_experts_and_the_ranks_that_it_borrows() -> None:
+    """8 experts on 2 shards x cp 2 x tp 4: as the config accepts them; none where weights are whole."""
+    model = replace(load("mixtral_8x7b"), layers=4)
+    of = job_of_experts(model)
+    mesh = DegreeMesh(pp=1, data=2, cp=2, tp=4)
+    assert of.expert_degrees(mesh, dp_shard=2, zero_stage=3) == [1, 2, 4, 8]
+    assert of.expert_degrees(mesh, dp_shard=1, zero_stage=1) == [1, 2, 4, 8]
+    assert of.expert_degrees(DegreeMesh(1, 16, 1, 1), dp_shard=4, zero_stage=2) == [1, 2, 4]
+    assert of.expert_degrees(mesh, dp_shard=2, zero_stage=0) == [1]
+    for sharding in of.shardings(mesh):
+        layout = Layout(pp=1, cp=2, tp=4, sequence_parallel=True, **sharding._asdict())
+        assert not problems(of.config(Config(), layout), 16), layout
+
+
+def job_of_experts(model: Model) -> Job:
+    return Job(model, Training(sequence_length=4096, global_batch_size=64), dgx_a100(), 16)
