@@ -5,10 +5,13 @@
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
     python recipes/plan.py predict layouts.csv -o predicted.csv
+    python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
     python recipes/plan.py score measured.csv ... --leave-out model    errors on models that were not fitted to
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
+    python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
+    python recipes/plan.py evidence --hagemann data -o hagemann2023.csv    sheets that you downloaded, as a table
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(required=True, metavar="rank | predict | score | calibrate")
+    commands = top.add_subparsers(required=True, metavar="rank | predict | score | calibrate | evidence")
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
 
     predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
@@ -109,7 +112,7 @@ def plan_parser() -> argparse.ArgumentParser:
     predict.set_defaults(run=run_predict)
 
     score = commands.add_parser("score", help="compare predictions with measurements")
-    score.add_argument("sources", metavar="CSV", nargs="+")
+    score.add_argument("sources", metavar="CSV", nargs="*", help="default: those that come with torchllm")
     score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
     basis = score.add_mutually_exclusive_group()
     basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
@@ -121,6 +124,13 @@ def plan_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--cluster", default="", help="cluster of the measurements (default: that of most rows)")
     calibrate.add_argument("-o", "--output", required=True, metavar="TOML")
     calibrate.set_defaults(run=run_calibrate)
+
+    evidence = commands.add_parser("evidence", help="convert or pack measurements for others to score on")
+    what = evidence.add_mutually_exclusive_group(required=True)
+    what.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
+    what.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
+    evidence.add_argument("-o", "--output", required=True, metavar="PATH", help="folder (--pack) or CSV (--hagemann)")
+    evidence.set_defaults(run=run_evidence)
     return top
 
 
@@ -389,14 +399,17 @@ def run_predict(options: argparse.Namespace) -> None:
 
 def run_score(options: argparse.Namespace) -> None:
     """Print the errors of predictions against measurements."""
+    from torchllm.planner.evidence.pack import own_measurements
+
+    sources = options.sources or own_measurements()
     if options.leave_out:
         from torchllm.planner.evidence.cross_validation import cross_validate
 
-        print(cross_validate(options.sources, options.leave_out, options.json))
+        print(cross_validate(sources, options.leave_out, options.json))
         return
     from torchllm.planner.evidence.score import score_files
 
-    print(score_files(options.sources, options.json, options.cluster))
+    print(score_files(sources, options.json, options.cluster))
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
@@ -404,6 +417,18 @@ def run_calibrate(options: argparse.Namespace) -> None:
     from torchllm.planner.evidence.calibrate import calibrate_file
 
     print(calibrate_file(options.source, options.output, options.cluster))
+
+
+def run_evidence(options: argparse.Namespace) -> None:
+    """Convert or pack measurements."""
+    if options.pack:
+        from torchllm.planner.evidence.pack import pack_rows
+
+        print(pack_rows(options.pack, options.output))
+        return
+    from torchllm.planner.evidence.hagemann import convert_hagemann
+
+    print(convert_hagemann(options.hagemann, options.output))
 
 
 if __name__ == "__main__":

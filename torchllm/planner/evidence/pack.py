@@ -1,0 +1,101 @@
+"""Pack the rows of a user's sweep as a pull request that adds them to the evidence. No torch."""
+
+import csv
+from pathlib import Path
+
+from torchllm import __version__
+from torchllm.planner.evidence.cells import COLUMNS
+from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.spec.cluster import FOLDER
+
+DATA = Path(__file__).parent / "data"
+"""measurements that come with torchllm; data/SOURCES.md says where from"""
+
+
+def own_measurements() -> list[str]:
+    """Return the files of measurements that come with torchllm."""
+    return [str(file) for file in sorted(DATA.glob("*.csv"))]
+
+
+def pack_rows(source: str, folder: str) -> str:
+    """Write the rows of a sweep as FOLDER/NAME.csv with a README.md. Return what to do with them.
+
+    Layouts that were invalid are dropped. OSError or ValueError says what is wrong, of every row.
+    """
+    rows = [row for row in read_rows(source) if row.cells.get("status") != "invalid"]
+    problems = []
+    for number, row in enumerate(rows, start=1):
+        problems += [f"{source}: row {number}: {problem}" for problem in row_problems(row)]
+    if not rows:
+        problems.append(f"{source}: no row was measured")
+    if problems:
+        raise ValueError("\n".join(problems))
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    name = Path(source).stem if Path(source).stem != "results" else Path(source).absolute().parent.name
+    with open(target / f"{name}.csv", "w", newline="") as opened:
+        writer = csv.DictWriter(opened, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(filled(row.cells, name) for row in rows)
+    (target / "README.md").write_text(readme(name, rows), encoding="utf-8")
+    return (
+        f"{len(rows)} rows are in {target / name}.csv. Fill in {target / 'README.md'}, then open a pull request that "
+        "adds the table to torchllm/planner/evidence/data, and its line to SOURCES.md there"
+    )
+
+
+def row_problems(row: MeasuredRow) -> list[str]:
+    """Return why others could not use a row."""
+    problems = []
+    if row.problem:
+        problems.append(row.problem)
+    cells = row.cells
+    if not cells.get("gpu"):
+        problems.append("gpu is missing")
+    cluster = cells.get("cluster", "")
+    if not (FOLDER / f"{cluster}.toml").is_file():
+        problems.append(f"cluster {cluster!r} has no file in train_configs/clusters: add yours to the pull request")
+    if cells.get("status", "") not in ("ok", "oom"):
+        problems.append(f"status {cells.get('status', '')!r}: only ok and oom say something about a layout")
+    if cells.get("status") == "ok" and not (row.seconds or 0) > 0:
+        problems.append("step_time_s is missing")
+    return problems
+
+
+def filled(cells: dict[str, str], name: str) -> dict[str, str]:
+    """Return a row with what every row of the evidence has: data set, fold, software and source."""
+    defaults = {
+        "dataset": name,
+        "fold": f"{cells.get('stack', '')}/{cells.get('model', '')}".lower(),
+        "software": __version__,
+        "source": "recipes/sweep",
+    }
+    found = dict(cells)
+    for column, value in defaults.items():
+        found[column] = cells.get(column) or value
+    if found["dataset"] == "sweep":  # the name that every sweep has
+        found["dataset"] = name
+    return found
+
+
+def readme(name: str, rows: list[MeasuredRow]) -> str:
+    """Return the text that goes with the rows, whose blanks the user fills in."""
+    gpus = sorted({f"{row.cells['gpus']} x {row.cells['gpu']}" for row in rows})
+    timed = sum(row.seconds is not None for row in rows)
+    lines = [
+        f"# {name}",
+        "",
+        f"{len(rows)} layouts, {timed} timed, the others out of memory, on {', '.join(gpus)}.",
+        "",
+        "- Command: `python recipes/sweep ...`",
+        "- Machines (GPU and its power limit, network per node):",
+        "- Software (commit of torchllm, torch, CUDA, driver):",
+        "- What is unusual:",
+        "",
+        "I measured these rows and publish them under the licence of torchllm.",
+        "",
+        "Line of SOURCES.md:",
+        "",
+        f"| `{name}.csv` | {len(rows)} | measured for torchllm by ... | {__version__} | BSD-3-Clause |",
+    ]
+    return "\n".join(lines) + "\n"
