@@ -7,6 +7,7 @@ normalisation, norm, clipping and torch's plain optimizer.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +30,10 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
+from torchllm.proof.forced_routing import ChoiceRecord, Choices
 from torchllm.proof.gather import gather_whole
 from torchllm.proof.layouts import Settings, with_settings
-from torchllm.proof.record import Trained, record_training
+from torchllm.proof.record import NO_CHOICES, Trained, record_training
 from torchllm.proof.shrink import one_process
 from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.spec.parameters import canonical_name, rule_of
@@ -112,6 +114,7 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
     optimizer = _plain_optimizer(parameters, config.optimizer)
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     trained = Trained()
+    record = ChoiceRecord([model])
     for step in range(1, config.training.steps + 1):
         loss = _plain_loss(model, step_batch(config, step, ragged))
         loss.backward()
@@ -134,6 +137,7 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
         with torch.no_grad():
             trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
     trained.parameters = _copies({**parameters, **dict(model.named_buffers())})
+    trained.choices = record.choices()
     return PlainTraining(trained, min(gaps))
 
 
@@ -321,9 +325,12 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
     return train_config(tiny(settings), ragged)
 
 
-def train_config(config: Config, ragged: bool) -> Trained | None:
-    """Train a config on every rank of its layout; returns the whole tensors on rank 0 alone."""
-    return record_training(ragged_recipe if ragged else even_recipe, config, config.training.steps)
+def train_config(config: Config, ragged: bool, choices: Mapping[str, Choices] = NO_CHOICES) -> Trained | None:
+    """Train a config on every rank of its layout; returns the whole tensors on rank 0 alone.
+
+    choices: of experts, which routers are made to take.
+    """
+    return record_training(ragged_recipe if ragged else even_recipe, config, config.training.steps, choices)
 
 
 def compare(trained: Trained, expected: Trained) -> float:
@@ -354,7 +361,7 @@ def check_bfloat16(config: Config, ragged: bool) -> float:
     """
     exact = reference_of(with_settings(config, {"training.steps": 1}), ragged)
     rounded = with_settings(config, {"training.steps": 1, "training.dtype": "bfloat16"})
-    trained = run(train_config, world_size(config), rounded, ragged)[0]
+    trained = run(train_config, world_size(config), rounded, ragged, exact.choices)[0]
     own = one_process(rounded, config.training.micro_batch_size)
     agreement = compare_trainings(trained, exact, _bounds_of_one_process(own, exact, ragged))
     assert not agreement.findings, "\n".join(agreement.findings)
@@ -368,5 +375,5 @@ def _bounds_of_one_process(config: Config, exact: Trained, ragged: bool) -> Erro
     """Return how far a layout may be from one process in float32, by what one process in bfloat16 is."""
     key = (config, ragged)
     if key not in _BOUNDS:
-        _BOUNDS[key] = bfloat16_bounds(run(train_config, 1, config, ragged)[0], exact)
+        _BOUNDS[key] = bfloat16_bounds(run(train_config, 1, config, ragged, exact.choices)[0], exact)
     return _BOUNDS[key]

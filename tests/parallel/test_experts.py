@@ -1,16 +1,22 @@
 """Mixtures of experts under every technique. The lattice draws them too, and all of their settings."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import Settings, build, check, reference, tiny
+from tests.parity import Settings, build, check, check_bfloat16, my_batches, reference, tiny
 from tests.workers import run
-from torchllm.models.experts import Experts, Router
+from torchllm.models.decoder import build_model
+from torchllm.models.experts import Experts, Router, Routing
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.proof.forced_routing import routers_of
 from torchllm.proof.layouts import describe_layout
 from torchllm.spec.parameters import canonical_name
 
@@ -153,6 +159,93 @@ def ignored_operations_after_a_step(settings: Settings) -> tuple[int, int]:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
     return before, len(SAC_IGNORED_OPS)
+
+
+class Routed(NamedTuple):
+    """What a router made of a micro batch in a bfloat16 model."""
+
+    types: set[torch.dtype]
+    """of its weight, logits, scores, and the weights of the experts"""
+    error: float
+    """of the logits, as a share of the largest, against a product of float32 weights"""
+
+
+def routed_in_bfloat16(settings: Settings) -> list[Routed]:
+    """Take the forward and backward passes of a step, and return what each router of this rank did in each pass."""
+    config = tiny({**EXPERTS, **settings})
+    mesh, stages = build(config, torch.bfloat16)
+    whole = build_model(config.model)
+    initialize([whole], config.model, torch.device("cpu"), config.run.seed)
+    weights = {name: router.weight.detach() for name, router in routers_of([whole]).items()}
+    routed: list[Routed] = []
+
+    def watch(name: str, router: Router) -> None:
+        score, local, seen = router.score, router.local, {}
+
+        def noting_score(logits: Tensor) -> Tensor:
+            seen["logits"], seen["scores"] = logits.detach(), score(logits)
+            return seen["scores"]
+
+        def noting_local(weight: Tensor) -> Tensor:
+            seen["weight"] = local(weight)
+            return seen["weight"]
+
+        def note(module: object, inputs: tuple[Tensor], routing: Routing) -> None:
+            assert inputs[0].dtype == torch.bfloat16
+            exact = inputs[0].detach().float() @ weights[name].T
+            error = float((seen["logits"] - exact).abs().max() / exact.abs().max())
+            routed.append(Routed({tensor.dtype for tensor in (*seen.values(), routing.weights)}, error))
+
+        router.score, router.local = noting_score, noting_local
+        router.register_forward_hook(note)
+
+    routers = routers_of(stages)
+    for name, router in routers.items():
+        watch(name, router)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
+    forward_backward(my_batches(config, mesh, 1, ragged=False), torch.tensor(1 / 64))
+    for router in routers.values():
+        assert router.weight.grad is not None
+        assert router.weight.grad.dtype == router.weight.dtype == torch.float32
+    return routed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {**FSDP2, "parallel.dp_replicate": 2, "recompute.mode": "full"},
+        {**FSDP2, "parallel.zero_stage": 0},
+        {**FSDP2, "parallel.zero_stage": 1, "parallel.cp": 2},
+        {**FSDP2, "parallel.zero_stage": 2, "parallel.tp": 2},
+        {**FSDP2, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
+        {**FSDP2, "parallel.tp": 2, "parallel.ep": 2},
+        {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.ep": 2},
+    ],
+    ids=lambda layout: describe_layout(layout) or "one process",
+)
+def test_a_router_is_float32_in_a_bfloat16_model(layout: Settings) -> None:
+    """A weight or a logit that was rounded to bfloat16 once would be off by up to 2**-9, 2e-3."""
+    for of_rank in run(routed_in_bfloat16, tiny(layout).parallel.ranks, layout):
+        assert of_rank
+        for routed in of_rank:
+            assert routed.types == {torch.float32}
+            assert routed.error < 1e-5
+
+
+BFLOAT16: list[Settings] = [
+    LAYOUTS[0],
+    LAYOUTS[2],
+    {**LAYOUTS[3], "parallel.zero_stage": 1, "model.router_dtype": "compute"},
+    {**FSDP2, "parallel.tp": 2, "parallel.ep": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
+    {**FSDP2, "parallel.cp": 2, "parallel.ep": 2, "parallel.zero_stage": 2, "data.document_mask": True},
+]
+
+
+@pytest.mark.parametrize("layout", BFLOAT16, ids=describe_layout)
+def test_bfloat16_adds_no_error_to_that_of_one_process(layout: Settings) -> None:
+    """With the choices of one process in float32."""
+    check_bfloat16(tiny({**EXPERTS, **BALANCED["sequence"], "training.micro_batch_size": 2, **layout}), ragged=True)
 
 
 def test_what_other_selective_checkpoints_see_is_as_it_was() -> None:

@@ -56,8 +56,6 @@ class ErrorBounds(NamedTuple):
     """of the gradient, relative"""
     weights: float
     """of each weight after the last step"""
-    routes_alike: bool
-    """whether each expert must have as many tokens"""
 
 
 FLOAT32 = ErrorBounds(
@@ -67,14 +65,14 @@ FLOAT32 = ErrorBounds(
     loss=LOSS_ERROR,
     norm=GRADIENT_ERROR,  # it is float64 over float32 gradients, each good to about 1e-6
     weights=WEIGHT_ERROR,
-    routes_alike=True,
 )
 
 
 def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
     """Return how far a layout may be from one process in float32, where it computes in bfloat16.
 
-    own: one process in bfloat16, with the layout's micro batches; exact: in float32, whose error does not count.
+    own: one process in bfloat16, with the layout's micro batches; exact: in float32, whose error does not count. Both
+    in bfloat16 are made to choose the experts of that one (`forced_routing.py`).
     """
     errors = gradient_errors(own.gradients[0], exact.gradients[0], root_mean_square).values()
     worst = BFLOAT16_GROWTH * max(errors)
@@ -85,7 +83,6 @@ def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
         loss=BFLOAT16_LOSS_ERROR,
         norm=worst,
         weights=np.inf,
-        routes_alike=False,
     )
 
 
@@ -121,8 +118,7 @@ def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) 
     findings += _differing_numbers("gradient norm", trained.norms, expected.norms, bounds.norm)
     losses = trained.validation_losses, expected.validation_losses
     findings += _differing_numbers("validation loss", *losses, bounds.loss)
-    if bounds.routes_alike:
-        findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
+    findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
     findings += _differing_weights(trained.parameters, expected.parameters, bounds.weights)
     return Agreement(worst.parameter, worst.error, findings)
 

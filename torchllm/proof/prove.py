@@ -3,7 +3,7 @@
 import pickle
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torchllm.proof.compare import (
     compare_trainings,
     float8_bounds,
 )
+from torchllm.proof.forced_routing import Choices
 from torchllm.proof.layouts import (
     AXES,
     BALANCED,
@@ -34,7 +35,7 @@ from torchllm.proof.layouts import (
 )
 from torchllm.proof.pool import Pool, WorkerFailed
 from torchllm.proof.recipe import import_recipe
-from torchllm.proof.record import Trained, record_training
+from torchllm.proof.record import NO_CHOICES, Trained, record_training
 from torchllm.proof.sample import covering
 from torchllm.proof.shrink import one_process, shrink, write_documents
 
@@ -171,7 +172,8 @@ class Prover:
         expected = self.expected(one_process(config))
         bounds = self.bounds(config, expected)
         try:
-            agreement = compare_trainings(self.train(config), expected, bounds)
+            choices = expected.choices if self.is_bfloat16 else NO_CHOICES
+            agreement = compare_trainings(self.train(config, choices), expected, bounds)
         except WorkerFailed as error:
             agreement = Agreement("", float("nan"), [last_line(str(error))])
         return ProvenLayout(layout, config, agreement, time.monotonic() - started, technique)
@@ -184,35 +186,38 @@ class Prover:
         """Return how far a layout may be from one process."""
         if not self.is_bfloat16:
             return FLOAT32
-        own = self.train_alone(one_process(config, config.training.micro_batch_size))
+        own = self.train_alone(one_process(config, config.training.micro_batch_size), expected.choices)
         if config.float8.is_on:
             return float8_bounds(own, expected)
         return bfloat16_bounds(own, expected)
 
-    def train_alone(self, config: Config) -> Trained:
+    def train_alone(self, config: Config, choices: Mapping[str, Choices] = NO_CHOICES) -> Trained:
         """Train in one process, once for each config. UserError if that fails."""
         if config not in self.trained_alone:
             try:
-                self.trained_alone[config] = self.train(config)
+                self.trained_alone[config] = self.train(config, choices)
             except WorkerFailed as error:
                 text = f"{self.recipe} fails in one process, on the small copy of the config:"
                 raise UserError(f"{text}\n{error}") from error
         return self.trained_alone[config]
 
-    def train(self, config: Config) -> Trained:
-        """Take the steps on the ranks of a layout. WorkerFailed if that fails."""
-        ranks = config.parallel.ranks
-        trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickle.dumps(config), self.steps)[0]
+    def train(self, config: Config, choices: Mapping[str, Choices]) -> Trained:
+        """Take the steps on the ranks of a layout, with choices of experts. WorkerFailed if that fails."""
+        ranks, pickled = config.parallel.ranks, pickle.dumps(config)
+        trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, self.steps, choices)[0]
         return trained
 
 
-def train_on_rank(recipe: str, pickled_config: bytes, steps: int) -> Trained | None:
+def train_on_rank(
+    recipe: str, pickled_config: bytes, steps: int, choices: Mapping[str, Choices] = NO_CHOICES
+) -> Trained | None:
     """Train a config with a recipe on this rank.
 
-    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before.
+    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before. choices: of
+    experts, see `record_training`.
     """
     train = import_recipe(Path(recipe)).train
-    return record_training(train, pickle.loads(pickled_config), steps)
+    return record_training(train, pickle.loads(pickled_config), steps, choices)
 
 
 def last_line(text: str) -> str:

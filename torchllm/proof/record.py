@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.proof.forced_routing import ChoiceRecord, Choices, force_choices
 from torchllm.proof.gather import FloatArray, ParameterFinding, gather_whole
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.stop import StopRequests
@@ -24,6 +25,10 @@ from torchllm.train.step import StepResult
 
 RecipeTrain = Callable[[Any, Runtime, Any], None]
 """a recipe's `train(config, runtime, monitor)`"""
+
+
+NO_CHOICES: Mapping[str, Choices] = {}
+"""each router chooses by its own scores"""
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Trained:
     """per step, block with experts and expert"""
     parameters: dict[str, FloatArray] = field(default_factory=dict)
     """after the last step, buffers too"""
+    choices: dict[str, Choices] = field(default_factory=dict)
+    """of the experts, by router; of one process"""
     findings: list[str] = field(default_factory=list)
     """what ranks do not agree on: step, parameter and how"""
 
@@ -52,9 +59,11 @@ class StepsRecorded(Exception):
 class Recorder:
     """Stands in for the `Monitor` of a recipe: records steps instead of observing them, and ends the training."""
 
-    def __init__(self, steps: int) -> None:
-        """Record `steps` steps."""
+    def __init__(self, steps: int, choices: Mapping[str, Choices]) -> None:
+        """Record `steps` steps. choices: those that the routers are made to take; of none are a process's recorded."""
         self.steps = steps
+        self.choices = choices
+        self.choice_record: ChoiceRecord | None = None
         self.trained = Trained()
         self.stages: Sequence[nn.Module] = ()
         self.max_grad_norm = 0.0
@@ -66,6 +75,10 @@ class Recorder:
         """Take note of the model, right before its first step."""
         self.stages = stages
         self.max_grad_norm = config.training.max_grad_norm
+        if self.choices:
+            force_choices(stages, self.choices)
+        elif dist.get_world_size() == 1:
+            self.choice_record = ChoiceRecord(stages)
 
     def before_update(self, *optimizer_and_arguments: object) -> None:
         """Gather the gradients of a step: a hook before an optimizer's step. A second optimizer finds them gathered."""
@@ -107,6 +120,8 @@ class Recorder:
         if weights is not None:
             self.trained.parameters = weights.tensors
             self.note(f"weights after step {n}", weights.findings)
+        if self.choice_record is not None:
+            self.trained.choices = self.choice_record.choices()
         raise StepsRecorded
 
     def step(self, n: int) -> AbstractContextManager[None]:
@@ -140,10 +155,13 @@ def unclipped(gradients: dict[str, FloatArray], norm: float, max_norm: float) ->
     return {name: gradient * factor for name, gradient in gradients.items()}
 
 
-def record_training(train: RecipeTrain, config: Config, steps: int) -> Trained | None:
+def record_training(
+    train: RecipeTrain, config: Config, steps: int, choices: Mapping[str, Choices] = NO_CHOICES
+) -> Trained | None:
     """Take `steps` steps of a recipe, on every rank of the layout of `config`; returns the record on rank 0 alone.
 
-    Call it on all ranks, inside the default process group. UserError if the recipe ends earlier.
+    choices: of one process, which the routers are made to take. Call it on all ranks, inside the default process
+    group. UserError if the recipe ends earlier.
     """
     rank, folder = dist.get_rank(), Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +176,7 @@ def record_training(train: RecipeTrain, config: Config, steps: int) -> Trained |
         collect_interval=0,
         stop_requests=StopRequests(folder, rank, dist.get_world_size()),
     )
-    recorder = Recorder(steps)
+    recorder = Recorder(steps, choices)
     hook = register_optimizer_step_pre_hook(recorder.before_update)
     try:
         train(config, runtime, recorder)

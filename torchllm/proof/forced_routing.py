@@ -1,0 +1,104 @@
+"""The same experts for the same tokens, in every layout and type.
+
+In bfloat16 what a router gets is rounded, so that a token whose experts are nearly as good as others goes to these in
+another layout. A gradient of an expert then lacks a whole token, and no bound tells that from an error. So the choices
+of one process in float32 are recorded, and the routers that are compared with it are made to choose alike; what they
+compute with their choices is their own.
+
+A token is found again by what its router gets: rounding moves that by a hundredth, and another token is far away.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.config.errors import UserError
+from torchllm.models.experts import Router, Routing
+from torchllm.spec.parameters import canonical_name
+
+NEAREST = 0.3
+"""how far a token may be from the recorded one, as a share of its length: correct layouts are below 0.05"""
+
+
+class Choices(NamedTuple):
+    """What a router has chosen, in one or several forward passes."""
+
+    inputs: Tensor
+    """hidden states of the tokens, (N, D) float32"""
+    experts: Tensor
+    """(N, K) int64, best first"""
+
+
+def routers_of(stages: Sequence[nn.Module]) -> dict[str, Router]:
+    """Return the routers of a rank's stages, by canonical name."""
+    routers = {}
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, Router):
+                routers[canonical_name(name)] = module
+    return routers
+
+
+class ChoiceRecord:
+    """The choices of the routers of a whole model from now on."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        """Record what each router chooses. stages: of one process."""
+        self._passes: dict[str, list[Choices]] = {}
+        for name, router in routers_of(stages).items():
+            self._passes[name] = []
+            router.register_forward_hook(partial(_note, self._passes[name]))
+
+    def choices(self) -> dict[str, Choices]:
+        """Return the choices of all passes, by router."""
+        joined = {}
+        for name, passes in self._passes.items():
+            inputs = torch.cat([choices.inputs for choices in passes])
+            joined[name] = Choices(inputs, torch.cat([choices.experts for choices in passes]))
+        return joined
+
+
+def _note(passes: list[Choices], router: Router, inputs: tuple[Tensor], routing: Routing) -> None:
+    """Add a forward pass: a forward hook."""
+    passes.append(Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts))
+
+
+def force_choices(stages: Sequence[nn.Module], choices: Mapping[str, Choices]) -> None:
+    """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on."""
+    for name, router in routers_of(stages).items():
+        forced = ForcedChoices(name, choices[name])
+        router.register_forward_pre_hook(forced.find)
+        router.preferences = forced.preferences  # type: ignore[method-assign]  # whatever the scores are
+
+
+class ForcedChoices:
+    """Makes a router choose as another one did."""
+
+    def __init__(self, name: str, choices: Choices) -> None:
+        self.name = name
+        self.choices = choices
+        self.experts: Tensor | None = None
+        """of the forward pass that is under way, (B, S, K)"""
+
+    @torch.no_grad()
+    def find(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
+        """Find the recorded choices for the tokens of a forward pass: a forward pre-hook.
+
+        Raises UserError if a token is none of those that are recorded.
+        """
+        x = inputs[0].detach().float()
+        distances = torch.cdist(x.flatten(0, -2), self.choices.inputs)
+        nearest, index = distances.min(dim=-1)
+        if (nearest > NEAREST * x.flatten(0, -2).norm(dim=-1)).any():
+            raise UserError(f"{self.name}: gets a token that one process in float32 does not have")
+        self.experts = self.choices.experts[index].view(*x.shape[:-1], -1)
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """Return by what experts are chosen, in place of the scores (..., E): see `Router.preferences`."""
+        assert self.experts is not None
+        top_k = self.experts.shape[-1]
+        ranks = torch.arange(top_k, 0, -1, device=scores.device, dtype=scores.dtype)
+        return torch.zeros_like(scores).scatter(-1, self.experts, ranks.expand_as(self.experts))
