@@ -209,9 +209,7 @@ def _auto_keys(config: Config) -> list[str]:
 
 def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
     parallel = config.parallel
-    return obstacle_to_compiled_blocks(
-        parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode, config.model.experts
-    )
+    return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
 
 
 def _note_uncompiled_blocks(draft: Draft[Any]) -> None:

@@ -333,14 +333,12 @@ REFUSALS = {
         ],
     ),
     "experts": Refusal(
-        "[model]\nexperts = 4\ntop_k = 5\ndense_layers = 4\n[compile]\nblock = true\n[float8]\nrecipe = 'rowwise'",
+        "[model]\nexperts = 4\ntop_k = 5\ndense_layers = 4\n[float8]\nrecipe = 'rowwise'",
         [],
         [
             "x.toml:3: model.top_k: 5 is over model.experts 4",
             "x.toml:4: model.dense_layers: 4 leaves no block with experts: model.layers is 4",
-            'x.toml:8: float8.recipe: has no products of experts: set it to "none"',
-            "x.toml:6: compile.block: FSDP gathers the router of a block with experts by itself, which a compiled "
-            "block cannot: set it to false, or set model.experts to 0",
+            'x.toml:6: float8.recipe: has no products of experts: set it to "none"',
         ],
     ),
     "experts of a dense model": Refusal(

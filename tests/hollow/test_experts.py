@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.hollow.launches import Report, measure
-from tests.hollow.layouts import MODEL, Settings, as_arguments
+from tests.hollow.layouts import COMPILE, MODEL, Settings, as_arguments
 from tests.hollow.memory import peaks
 
 pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1200)]
@@ -17,6 +17,7 @@ MICRO_BATCHES = 2
 FSDP: Settings = {"parallel.dp_shard": 2, "training.global_batch_size": 4 * MICRO_BATCHES}
 EP: Settings = {**FSDP, "parallel.ep": 2}
 TP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True, "training.global_batch_size": 2 * MICRO_BATCHES}
+COMPILED: Settings = COMPILE["compile"]
 PENALTIES: Settings = {"model.router_bias": True, "model.balance_loss": "sequence", "model.router_z_loss": 0.001}
 PASSES: dict[str, tuple[Settings, int]] = {
     "fsdp": (FSDP, 0),
@@ -31,6 +32,8 @@ PASSES: dict[str, tuple[Settings, int]] = {
     "ep, selective": ({**EP, "recompute.mode": "selective"}, 2),
     "ep in half of fsdp": ({**EP, "parallel.dp_shard": 4, "training.global_batch_size": 8 * MICRO_BATCHES}, 1),
     "ep over tp": ({**TP, "parallel.ep": 2}, 1),
+    "ep, compiled": ({**EP, **COMPILED}, 1),
+    "ep, compiled, selective": ({**EP, **COMPILED, "recompute.mode": "selective"}, 2),
     "ep, cp": ({**EP, "parallel.dp_shard": 1, "parallel.cp": 2, "training.global_batch_size": 2 * MICRO_BATCHES}, 1),
 }
 """layouts, and forward passes of a sparse block per micro batch in which rows travel"""
@@ -48,6 +51,8 @@ def test_the_host_waits_once_per_pass_of_a_sparse_block(layout: str, expert_repo
     assert "error" not in report, report["error"]
     waits = BLOCKS * MICRO_BATCHES * PASSES[layout][1]
     assert report["syncs"] == ({"cudaStreamSynchronize": waits} if waits else {})
+    assert report["graph_breaks"] == 0
+    assert report["compilations"] == 0  # in the third step
 
 
 def test_a_stage_of_a_pipeline_waits_for_its_own_blocks() -> None:

@@ -131,6 +131,38 @@ def test_low_rank_updates_of_frozen_weights(layout: Settings) -> None:
     check_compiled({**TWO, **BLOCK, **layout, "lora.rank": 3, "lora.alpha": 12.0})
 
 
+EXPERTS: Settings = {
+    **{"model.layers": 3, "model.dense_layers": 1},
+    **{"model.experts": 8, "model.top_k": 2, "model.expert_ffn": 32, "model.shared_experts": 1},
+    **{"model.balance_loss": "sequence", "model.balance_weight": 0.3},
+}
+EP2: Settings = {**FSDP2, "parallel.ep": 2}
+EP2_SP2: Settings = {**SP2, "parallel.ep": 2}
+PARTS = 5
+"""graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
+one, whose tensors have another number of dimensions) and weighted sum"""
+
+
+@pytest.mark.parametrize("layout", [FSDP2, EP2, SP2, EP2_SP2], ids=["fsdp2", "ep2", "tp2+sp", "tp2+sp+ep2"])
+def test_blocks_with_experts_are_compiled_in_parts(layout: Settings) -> None:
+    assert check_compiled({**EXPERTS, **BLOCK, **layout}) == PARTS
+
+
+@pytest.mark.parametrize("mode", ["full", "segment", "ffn", "selective", "selective_half"])
+def test_compiled_blocks_with_experts_recompute(mode: str) -> None:
+    """Routers count the tokens of each expert once, and attention's recomputation is in its graph."""
+    assert check_compiled({**EXPERTS, **BLOCK, **EP2, "recompute.mode": mode}) == PARTS
+
+
+def test_compiled_parts_of_a_pipeline_after_attention_with_a_norm() -> None:
+    after: Settings = {"model.norm_position": "after", "model.qk_norm": "width", "model.layers": 4}
+    check_compiled({**EXPERTS, **BLOCK, **EP2, **after, "parallel.pp": 2})
+
+
+def test_the_real_backend_with_experts(tmp_path: Path) -> None:
+    check_compiled({**EXPERTS, **BLOCK, **EP2_SP2, "model.dense_layers": 0}, "inductor", str(tmp_path))
+
+
 def test_gpt_with_document_masks_and_chunked_loss() -> None:
     gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "data.document_mask": True, "training.loss_chunk": 12}
     check_compiled({**TWO, **BLOCK, **LOSS, **SP2, **gpt})

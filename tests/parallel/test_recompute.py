@@ -18,6 +18,7 @@ from tests.parity import CPU, Settings
 from tests.workers import run
 from torchllm.config import Model, Recompute
 from torchllm.models.decoder import Block, Decoder, build_model
+from torchllm.models.experts import Router
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.recompute import apply_recompute, save_products
 from torchllm.spec.flops import recompute_interval
@@ -52,10 +53,10 @@ def ids(recompute: Recompute) -> str:
     return f"{recompute.mode}{recompute.k or ''}"
 
 
-def built(model: Model, recompute: Recompute) -> Decoder:
+def built(model: Model, recompute: Recompute, compiles_blocks: bool = False) -> Decoder:
     with torch.device("meta"):
         decoder = build_model(model)
-    apply_recompute(decoder, recompute, model.layers)
+    apply_recompute(decoder, recompute, model.layers, compiles_blocks)
     initialize([decoder], model, CPU, seed=0)
     return decoder
 
@@ -236,6 +237,31 @@ def test_selective_saves_attention(masks_documents: bool, mode: str, forwards: i
     with CallCounter(operation) as counter:
         decoder(tokens, positions, documents, labels).backward()
     assert counter.calls == forwards
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention", "products"), [("full", 2, 9), ("selective", 1, 6), ("selective_half", 1, 7)]
+)
+@pytest.mark.parametrize("compiles_blocks", [False, True])
+def test_selective_saves_the_products_of_experts(
+    compiles_blocks: bool, mode: str, attention: int, products: int
+) -> None:
+    """Of gate, up and down: three in the forward, three in the backward, and those that are computed again.
+
+    Of router, gate, up and down, as the 5th to 8th product of a block, selective_half saves gate and down.
+    """
+    model = replace(SMALL, layers=1, experts=4, top_k=2)
+    decoder = built(model, Recompute(mode), compiles_blocks)
+    next(router for router in decoder.modules() if isinstance(router, Router)).tokens_per_step = BATCH * LENGTH
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    with (
+        CallCounter(kernel) as attention_calls,
+        CallCounter(torch.ops.torchllm.grouped_linear.default) as product_calls,
+        CallCounter(torch.ops.aten.rsqrt.default) as norm_calls,
+    ):
+        decoder(*inputs(model)).backward()
+    assert (attention_calls.calls, product_calls.calls) == (attention, products)
+    assert norm_calls.calls == 5  # the block's two again
 
 
 CUDA_ATTENTION: dict[str, Any] = {

@@ -76,9 +76,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
     result = [*wrong_degrees, *_tensor_problems(config)]
-    obstacle = obstacle_to_compiled_blocks(
-        parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode, config.model.experts
-    )
+    obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
     if config.compile.block is True and obstacle is not None:
         result.append(Problem("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
     if parallel.pp > 1:
@@ -495,18 +493,11 @@ BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
 """values of recompute.mode whose recomputation is inside the graph of a compiled block, and covers its attention"""
 
 
-def obstacle_to_compiled_blocks(
-    pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode, experts: int = 0
-) -> Obstacle | None:
+def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> Obstacle | None:
     """Return what keeps torch from compiling the blocks of a layout; None if nothing does.
 
-    pp, schedule and cp are those of [parallel], mode is recompute.mode, experts is model.experts.
+    pp, schedule and cp are those of [parallel], mode is recompute.mode.
     """
-    if experts:
-        return Obstacle(
-            "FSDP gathers the router of a block with experts by itself, which a compiled block cannot",
-            "set model.experts to 0",
-        )
     if pp > 1 and SCHEDULES[schedule].splits_backward:
         return Obstacle(
             f"{schedule} computes gradients of inputs and weights separately, which a compiled block cannot",

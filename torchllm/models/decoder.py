@@ -29,8 +29,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
+        x, inner = self.attend(x, rotary, mask)
+        return x + self.mlp(inner)
+
+    def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with attention's result, and what the feed-forward layer gets: (B, S, D) each.
+
+        Replaceable: of a block with experts it is what can be compiled, and recomputed, as one.
+        """
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x, self.post_attention_layernorm(x)
 
 
 class NormAfterBlock(Block):
@@ -47,8 +55,13 @@ class NormAfterBlock(Block):
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
+        x, inner = self.attend(x, rotary, mask)
+        return x + self.post_feedforward_layernorm(self.mlp(inner))
+
+    def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
+        """Return the residual stream with attention's result, (B, S, D), twice: no norm is before the feed-forward."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rotary, mask))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        return x, x
 
 
 BLOCKS = {"before": Block, "after": NormAfterBlock}

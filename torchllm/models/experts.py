@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.grouped_products import grouped_linear
-from torchllm.models.layers import SwiGLU
+from torchllm.models.layers import SwiGLU, gated
 from torchllm.models.router_penalties import (
     BALANCE_LOSS,
     ROUTER_Z_LOSS,
@@ -191,12 +191,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
+        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
+        """replaceable: `parallel/compile.py`"""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Transform rows sorted by expert: (N, D) -> (N, D). ends: row at which those of each expert end, (E) int32."""
         gate = grouped_linear(rows, self.local(self.gate_proj), ends)
         up = grouped_linear(rows, self.local(self.up_proj), ends)
-        return grouped_linear(F.silu(gate) * up, self.local(self.down_proj), ends)
+        return grouped_linear(self.gated(gate, up), self.local(self.down_proj), ends)
 
 
 class SortedRows(NamedTuple):
@@ -301,6 +303,8 @@ class RoutedExperts(nn.Module):
         """replaceable: the hidden states of the tokens that this rank routes"""
         self.hidden_states: Callable[[Tensor], Tensor] = lambda out: out
         """replaceable: the results for these tokens, as hidden states"""
+        self.combine: Callable[[Tensor, Tensor], Tensor] = combine
+        """replaceable: `parallel/compile.py`"""
 
     def start(self, x: Tensor) -> Started:
         """Route the tokens of x (B, S, D), and send them to their experts."""
@@ -315,7 +319,7 @@ class RoutedExperts(nn.Module):
         results = self.experts(arrived.rows, arrived.ends)
         returned = self.dispatch.send_back(results, started.sent)
         results = self.dispatch.receive_back(returned, started.sent)
-        return self.hidden_states(combine(results, started.weights).view(started.shape))
+        return self.hidden_states(self.combine(results, started.weights).view(started.shape))
 
 
 class MixtureOfExperts(nn.Module):

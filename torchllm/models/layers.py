@@ -69,6 +69,11 @@ def build_feed_forward(model: Model) -> nn.Module:
     return SwiGLU(model, model.ffn) if model.features.gated_ffn else GELUFeedForward(model)
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, of tensors of one shape."""
+    return F.silu(gate) * up
+
+
 class SwiGLU(nn.Module):
     """Computes down(silu(gate(x)) * up(x)), the feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -78,10 +83,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(model.hidden, width, bias=bias)
         self.up_proj = nn.Linear(model.hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, model.hidden, bias=bias)
+        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
+        """replaceable: `parallel/compile.py`"""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class GELUFeedForward(nn.Module):

@@ -4,6 +4,10 @@ Nothing is sharded or sent. Blocks are compiled one by one: they are equal, so o
 takes the time of one block however deep the model is. FSDP's hooks stay outside the graphs; the collectives of tensor
 parallelism are inside, and so is recomputation, except of whole segments and where `must_recompute_outside` says so.
 The cores of context parallelism are outside; of a ring's, which is not compiled as a whole, the merge is.
+
+A block with experts is compiled in parts: attention with the norms before and after it, the gating of all experts, and
+the weighted sum of their results. Router, products and dispatch stay outside: FSDP gathers the router in float32 and
+experts that are shared by rank by themselves, and a rank knows how many rows it gets only when they are announced.
 """
 
 import torch
@@ -11,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Compile, Model, Recompute
 from torchllm.models.decoder import Block, Decoder
-from torchllm.models.layers import RMSNorm
+from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts
+from torchllm.models.layers import RMSNorm, SwiGLU
 from torchllm.parallel.ring import RingAttention
 
 
@@ -29,13 +34,29 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
             if isinstance(module, RingAttention):
                 module.merge = torch.compile(module.merge)
         for name, block in list(stage.layers.items()):
-            if recomputes_outside and not isinstance(block, Block):
-                (wrapped,) = (module for module in block.modules() if isinstance(module, Block))
-                wrapped.compile()
+            (plain,) = (module for module in block.modules() if isinstance(module, Block))
+            if any(isinstance(module, MixtureOfExperts) for module in plain.modules()):
+                _compile_parts(plain)
+            elif recomputes_outside and block is not plain:
+                plain.compile()
             else:
                 stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
     if config.loss is True and stage.lm_head is not None:
         stage.lm_head.cross_entropy = torch.compile(stage.lm_head.cross_entropy)
+
+
+def _compile_parts(block: Block) -> None:
+    """Compile what can be compiled of a block with experts, in place.
+
+    FOOTGUN: none of it may begin with the result of a collective of tensor parallelism outside of it, whose gradient
+    would be lost.
+    """
+    block.attend = torch.compile(block.attend)  # type: ignore[method-assign]
+    for module in block.mlp.modules():
+        if isinstance(module, Experts | SwiGLU):
+            module.gated = torch.compile(module.gated, dynamic=True)  # ranks get other numbers of rows in each step
+        elif isinstance(module, RoutedExperts):
+            module.combine = torch.compile(module.combine)
 
 
 def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -> bool:

@@ -68,7 +68,7 @@ def parallelize(
             say("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
-            apply_recompute(stage, recompute, layers)
+            apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
             say("recompute %s", recompute.mode)
 
         if compile.compiles_anything:

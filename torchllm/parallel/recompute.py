@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchllm.config import Recompute
-from torchllm.models.decoder import Decoder, run_blocks
+from torchllm.models.decoder import Block, Decoder, run_blocks
 from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
@@ -66,10 +66,11 @@ _COLLECTIVES = (
 )
 
 
-def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
+def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blocks: bool = False) -> None:
     """Wrap the modules that `config.mode` recomputes, in place.
 
-    layers: blocks of the whole model, not of this stage; they set the default of `config.k`.
+    layers: blocks of the whole model, not of this stage; they set the default of `config.k`. compiles_blocks: blocks
+    will be compiled, those with experts in parts.
     """
     match config.mode:
         case "full":
@@ -84,9 +85,16 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int) -> None:
             has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
             saver = _SAVERS[config.mode, has_ring]
             for name, block in list(stage.layers.items()):
-                has_router = any(isinstance(module, Router) for module in block.modules())
-                context_fn = partial(_with_units_inside, saver, block) if has_router else saver
-                _wrap(stage.layers, [name], context_fn=context_fn)
+                assert isinstance(block, Block)
+                if not any(isinstance(module, Router) for module in block.modules()):
+                    _wrap(stage.layers, [name], context_fn=saver)
+                elif not compiles_blocks:
+                    _wrap(stage.layers, [name], context_fn=partial(_with_units_inside, saver, block))
+                else:
+                    # Apart, so that attention's is in its graph, and saves products. They are an even number, so that
+                    # every second one of the others is the same as of a whole block.
+                    block.attend = _recomputed(block.attend, saver)  # type: ignore[method-assign]
+                    _wrap(block, ["mlp"], context_fn=partial(_with_units_inside, saver, block.mlp))
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
 
@@ -97,6 +105,15 @@ def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
     for name in list(names):
         module = checkpoint_wrapper(parent.get_submodule(name), preserve_rng_state=False, **arguments)
         parent.register_module(name, module)
+
+
+def _recomputed(function: Callable[..., Any], saver: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that recomputes what `saver` does not save."""
+
+    def recomputing(*arguments: Any) -> Any:
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=saver)
+
+    return recomputing
 
 
 Policy = Callable[..., CheckpointPolicy]
@@ -170,22 +187,22 @@ def _save_rings(outside: Policy) -> Any:
 
 
 def _with_units_inside(
-    saver: Callable[[], Any], block: nn.Module
+    saver: Callable[[], Any], module: nn.Module
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of `saver`, for a block within which FSDP gathers units by themselves, of its experts.
+    """Return the contexts of `saver`, for a module within which FSDP gathers units by themselves, of its experts.
 
     FSDP gathers a unit unless it is gathered already, which may differ between a forward and its recomputation.
     Selective checkpointing would take an operation that is in one of them alone for an error. So the units are gathered
     before each begins, and the marks that FSDP makes for the profiler are ignored.
     """
     forward, recomputation = saver()
-    return _with_gathered_units(block, forward), _with_gathered_units(block, recomputation)
+    return _with_gathered_units(module, forward), _with_gathered_units(module, recomputation)
 
 
 @contextmanager
-def _with_gathered_units(block: nn.Module, mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Gather the units inside a block, and enter `mode`. No selective checkpoint of this process sees marks in it."""
-    for module in block.modules():
+def _with_gathered_units(parent: nn.Module, mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Gather the units inside a module, and enter `mode`. No selective checkpoint of this process sees marks in it."""
+    for module in parent.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
     added = set(PROFILER_MARKS) - SAC_IGNORED_OPS

@@ -164,9 +164,7 @@ class Job:
 
     def compile_of(self, layout: Layout) -> Compile:
         """Return what torch.compile compiles in this layout: whole blocks, or what it else can."""
-        obstacle = obstacle_to_compiled_blocks(
-            layout.pp, layout.schedule, layout.cp, layout.recompute, self.model.experts
-        )
+        obstacle = obstacle_to_compiled_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)
         return self._compiled[obstacle is None]
 
     @property
