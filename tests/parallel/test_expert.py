@@ -13,14 +13,29 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
 from tests.parallel.test_experts import local_shapes
-from tests.parity import Settings, build, check, tiny
+from tests.parity import (
+    Settings,
+    build,
+    check,
+    compare,
+    decided,
+    my_batches,
+    reference_of,
+    tiny,
+    train_config,
+    whole_gradients,
+)
 from tests.workers import run
+from torchllm.config import Config
 from torchllm.config.checks import problems
 from torchllm.models.experts import ExpertRows, Router, Routing
 from torchllm.models.layers import SwiGLU
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.proof.compare import GRADIENT_ERROR
 from torchllm.proof.layouts import describe_layout
+from torchllm.proof.record import Trained
 
 EXPERTS: Settings = {
     "model.experts": 8,
@@ -190,6 +205,70 @@ def test_a_rank_whose_experts_nobody_chose_has_no_gradients_of_them() -> None:
     assert min(first[:2]) > 0.0
     assert first[2:] == [0.0, 0.0]
     assert second == [0.0] * 4
+
+
+MANY: Settings = {"model.experts": 48, "model.expert_ffn": 8, "model.layers": 2}
+
+
+def whole_gradients_of_experts(settings: Settings) -> dict[str, Any]:
+    """Return the gradients of a step in which all tokens use the first two of many experts, on rank 0."""
+    config = tiny({**EXPERTS, **MANY, **settings})
+    mesh, stages = build(config)
+    for stage in stages:
+        for routed in routed_experts(stage):
+            routed.router.register_forward_hook(choose_first)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    forward_backward(my_batches(config, mesh, 1, ragged=False), torch.tensor(1 / 64))
+    return whole_gradients(stages)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**FSDP2, "parallel.ep": 2},  # 24 on each rank
+        {"parallel.dp_shard": 4, "parallel.ep": 2},
+        {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 4, "recompute.mode": "full"},
+    ],
+    ids=describe_layout,
+)
+def test_ranks_of_whose_many_experts_none_is_chosen(layout: Settings) -> None:
+    (expected,) = run(whole_gradients_of_experts, 1, {})
+    found = run(whole_gradients_of_experts, tiny(layout).parallel.ranks, layout)[0]
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert abs(found[name] - gradient).max() <= GRADIENT_ERROR * abs(gradient).max(), name
+        if ".experts." in name:
+            assert gradient[:2].any(axis=(1, 2)).all()
+            assert not found[name][2:].any()
+
+
+def trained_twice(config: Config) -> list[Trained | None]:
+    """Train twice as run.deterministic does, which also fills all memory that is not initialized with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return [train_config(config, ragged=True) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 4, "recompute.mode": "selective"},
+        {**FSDP2, "parallel.pp": 2, "parallel.ep": 2, "model.balance_loss": "sequence"},
+    ],
+    ids=describe_layout,
+)
+def test_deterministic_kernels_train_the_same_model_and_the_same_bits_again(layout: Settings) -> None:
+    config = decided(tiny({**EXPERTS, **layout}), ragged=True)
+    first, second = run(trained_twice, config.parallel.ranks, config)[0]
+    compare(first, reference_of(config, ragged=True))
+    assert (first.losses, first.norms) == (second.losses, second.norms)
+    for name, weight in first.parameters.items():
+        assert weight.tobytes() == second.parameters[name].tobytes(), name
+    for step, gradients in enumerate(first.gradients):
+        for name, gradient in gradients.items():
+            assert gradient.tobytes() == second.gradients[step][name].tobytes(), name
 
 
 def test_even_splits_send_all_rows() -> None:
