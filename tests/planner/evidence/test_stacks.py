@@ -9,7 +9,8 @@ from torchllm.planner.evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_o
     ("name", "known"),
     [
         ("torchtitan", "torchtitan"),
-        ("nemo-megatron", "megatron-core"),
+        ("nemo-megatron", "nemo"),
+        ("megatron-lm", "megatron-core"),
         ("KempnerForge", "kempnerforge"),
         ("InternEvo", "internevo"),
         ("prime-rl (FSDP2)", "prime-rl"),
@@ -23,7 +24,12 @@ def test_a_known_stack_is_a_fact(name: str, known: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    [("torchtitan-2030", "torchtitan"), ("Megatron-DeepSpeed", "megatron-deepspeed-2023"), ("NeMo 3", "megatron-core")],
+    [
+        ("torchtitan-2030", "torchtitan"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed-2023"),
+        ("NeMo 3", "nemo"),
+        ("Megatron 9", "megatron-core"),
+    ],
 )
 def test_another_version_of_a_stack_is_said(name: str, known: str) -> None:
     assumed: list[str] = []

@@ -83,12 +83,26 @@ STACKS = {
     "deepspeed-zero3-2021": replace(
         MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
     ),
-    # github.com/NVIDIA/Megatron-LM, megatron/core, and NeMo and Megatron-Bridge, whose recipes start it. Its
+    # github.com/NVIDIA/Megatron-LM, megatron/core, as its own tests and scripts run it. Its
     # distributed optimizer is ZeRO 1 with float32 main gradients, which products add to in place; gradients are
     # reduced while the backward computes (overlap_grad_reduce); kernels of Transformer Engine; no dropout; sequence
     # parallelism where there is tp; "selective" recomputes the core of attention. Its logs have allocated bytes.
     "megatron-core": replace(
         MEGATRON,
+        dropout=False,
+        attention="flash3",
+        default_zero_stage=1,
+        default_sequence_parallel=True,
+        overlaps_tensor_parallel=True,
+        overlaps_reduction=True,
+        peaks_allocated=True,
+    ),
+    # NeMo's and Megatron-Bridge's recipes for performance run it with gradients of 16 bits, which are summed, reduced
+    # and kept as such: grad_sync_dtype: bf16 (github.com/NVIDIA/dgxc-benchmarking v24.11.1, llama3.1/*.yaml),
+    # grad_reduce_in_fp32 = False (github.com/NVIDIA/NeMo, scripts/performance)
+    "nemo": replace(
+        MEGATRON,
+        gradients=2.0,
         dropout=False,
         attention="flash3",
         default_zero_stage=1,
@@ -135,8 +149,8 @@ STACKS = {
 OTHER_NAMES = {
     "megatron-lm": "megatron-core",
     "megatron-lm-2024": "megatron-core",
-    "megatron-bridge": "megatron-core",
-    "nemo-megatron": "megatron-core",
+    "megatron-bridge": "nemo",
+    "nemo-megatron": "nemo",
     "kempnerforge-2026": "kempnerforge",
     "fms-fsdp-2024": "fms-fsdp",
     "prime-rl (fsdp2)": "prime-rl",
@@ -151,8 +165,8 @@ KINDS = {
     "internevo": "internevo",
     "prime-rl": "prime-rl",
     "megatron-deepspeed": "megatron-deepspeed-2023",
+    "nemo": "nemo",
     "megatron": "megatron-core",
-    "nemo": "megatron-core",
 }
 """words in the name of another version of a stack, and the one that it is read as; the first that fits counts"""
 
