@@ -5,13 +5,15 @@ data sets, whatever their framework. Facts about frameworks and the cluster file
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
-from torchllm.planner.evidence.calibrate import calibrate
+from torchllm.planner.evidence.calibrate import calibrate, with_constants
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 from torchllm.spec.software import Constants
 
@@ -26,6 +28,79 @@ class LeftOut(NamedTuple):
     mean: float
     """mean error with constants fitted without it"""
     median: float
+
+
+class Residual(NamedTuple):
+    """A row, and its distance from a prediction that knew nothing of it."""
+
+    row: MeasuredRow
+    fold: str
+    left_out: Literal["fold", "framework"]
+    """what the constants were not fitted to"""
+    time: float | None
+    """log of measured over predicted step time; None: not timed"""
+    peak: float | None
+    """measured less predicted peak memory, as a share of the GPU's; None: not measured"""
+    share: float
+    """predicted memory, as a share of the GPU's"""
+
+
+def left_out_residuals(rows: Sequence[MeasuredRow], fits: bool = True) -> list[Residual]:
+    """Predict each row with constants fitted without its fold, and with those of no framework at all.
+
+    fits: False leaves out the fits, which take a minute per fold.
+
+    A fold is what the column `fold` says (framework and model), else the data set and the model. Rows in float8 are no
+    evidence: how much faster that makes a product is not predicted.
+    """
+    folds: dict[str, list[MeasuredRow]] = {}
+    for row in rows:
+        if _is_evidence(row):
+            folds.setdefault(fold_of(row), []).append(row)
+    found = []
+    for fold, of_fold in folds.items():
+        for framework, left in _by_framework(of_fold).items():
+            rest = [row for other, some in folds.items() if other != fold for row in some]
+            of_framework = [row for row in _by_framework(rest).get(framework, []) if row.seconds]
+            if of_framework and fits:
+                constants = calibrate([_with_constants(row, Constants()) for row in of_framework])[0]
+                found += [_residual(row, fold, "fold", constants) for row in left]
+            found += [_residual(row, fold, "framework", Constants()) for row in left]
+    return found
+
+
+def fold_of(row: MeasuredRow) -> str:
+    """Return the fold of a row: rows of one fold are left out together."""
+    return row.cells.get("fold") or f"{row.cells.get('dataset', '')}/{row.cells.get('model', '')}"
+
+
+def _is_evidence(row: MeasuredRow) -> bool:
+    return row.case is not None and not row.case.kernels.float8
+
+
+def _by_framework(rows: Sequence[MeasuredRow]) -> dict[str, list[MeasuredRow]]:
+    found: dict[str, list[MeasuredRow]] = {}
+    for row in rows:
+        found.setdefault(row.cells.get("stack", ""), []).append(row)
+    return found
+
+
+def _with_constants(row: MeasuredRow, constants: Constants) -> MeasuredRow:
+    assert row.case is not None
+    return row._replace(case=with_constants(row.case, constants))
+
+
+def _residual(row: MeasuredRow, fold: str, left_out: Literal["fold", "framework"], constants: Constants) -> Residual:
+    case = _with_constants(row, constants).case
+    assert case is not None
+    prediction = predict(case)
+    time = math.log(row.seconds / prediction.step) if row.seconds else None
+    memory = case.hardware.memory
+    peak = None
+    if row.cells.get("peak_memory_gib") and not row.out_of_memory:
+        measured = float(row.cells["peak_memory_gib"]) * 2**30
+        peak = (measured - counted(prediction.memory, case.software)) / memory
+    return Residual(row, fold, left_out, time, peak, prediction.memory.total / memory)
 
 
 def cross_validate(files: Sequence[str], what: Literal["model", "dataset"], as_json: bool) -> str:

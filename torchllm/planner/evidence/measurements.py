@@ -111,7 +111,7 @@ def _case(cells: Cells) -> Case:
 def _software(cells: Cells, hardware: Hardware) -> Software:
     """Return the framework of a row, with what the row says of it."""
     software = stack_of(cells.text("stack"), cells.assumed)
-    if software.name == "megatron" and cells.number_or("zero_stage", 0) == 3:  # which Megatron has not
+    if not software.fsdp and cells.number_or("zero_stage", 0) == 3:  # which Megatron has not
         software = STACKS["deepspeed-zero3-2021"]
     if software.name == "torchllm":  # whose constants are the machine's, once they are fitted there
         software = replace(software, constants=hardware.constants)

@@ -72,7 +72,12 @@ def training_of(cells: Cells, parallel: Parallel) -> Training:
     count = sequences // (micro_batch * data_ranks)
     for problem in micro_batch_problems(parallel, count) if parallel.pp > 1 else ():
         raise ValueError(problem.message)
-    return Training(micro_batch_size=micro_batch, global_batch_size=sequences, sequence_length=cells.number("seq_len"))
+    return Training(
+        micro_batch_size=micro_batch,
+        global_batch_size=sequences,
+        sequence_length=cells.number("seq_len"),
+        loss_chunk=cells.number_or("loss_chunk", 0),
+    )
 
 
 def _micro_batch(cells: Cells, data_ranks: int) -> int:

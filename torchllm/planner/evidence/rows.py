@@ -50,6 +50,7 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
         "seq_parallel": int(parallel.sequence_parallel),
         "tp_overlap": "none" if parallel.tp > 1 else "",
         "act_ckpt": config.recompute.mode,
+        "loss_chunk": training.loss_chunk,
         "attn_impl": attention,
         "rmsnorm_kernel": int(config.compile.norm or config.compile.block is True),
         "compile": int(config.compile.block is True),

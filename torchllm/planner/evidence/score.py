@@ -99,7 +99,7 @@ def _predicted(one: Scored) -> dict[str, str]:
         f"{counted(prediction.memory, row.case.software) / 2**30:.1f}",
         str(int(prediction.fits)),
         verdict.fits,
-        "; ".join([verdict.range, *row.assumed]),
+        "; ".join([verdict.evidence, *row.assumed]),
     )
     return dict(zip(PREDICTED, values, strict=True))
 

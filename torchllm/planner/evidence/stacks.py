@@ -19,7 +19,7 @@ MEGATRON = Software(
     fused_norm=True,
     default_zero_stage=0,
 )
-STACKS = {
+_FACTS = {
     "megatron-2021": replace(
         MEGATRON, gradients=2.0, constants=Constants(launch=2.3e-5, traffic=1.3, wait=3e-6, flush=0.0)
     ),
@@ -144,6 +144,7 @@ STACKS = {
     "prime-rl": Software("prime-rl", attention="flash2"),
     "torchllm": Software(overlaps_reduction=True, saves_collectives=True),
 }
+STACKS = {name: replace(software, name=name) for name, software in _FACTS.items()}
 
 
 OTHER_NAMES = {
