@@ -4,6 +4,8 @@
         --sequence-length 2048 --global-batch-size 2048
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
+    python recipes/plan.py rank ... --tokens 1e12 --price-per-gpu-hour 2.5 --mtbf-hours 20     days and price
+    python recipes/plan.py explain my_run.toml               why not this layout: beside the one that rank takes
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
@@ -12,6 +14,7 @@
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
     python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
     python recipes/plan.py evidence --hagemann data -o hagemann2023.csv    sheets that you downloaded, as a table
+    python recipes/plan.py residuals FOLDER ... -o FOLDER              what intervals and risks are computed from
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -21,17 +24,22 @@ import argparse
 import difflib
 import gc
 import json
+import math
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config import Config, Training
+from torchllm.config.checks import problems, resolve_degrees
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files, toml_value
+from torchllm.planner.search.advice import Advice, advice_lines, advise, pick
+from torchllm.planner.search.compare import compare
 from torchllm.planner.search.explain import (
     GIB,
     divides_nowhere,
@@ -43,9 +51,11 @@ from torchllm.planner.search.explain import (
     scaling,
     why,
 )
-from torchllm.planner.search.layouts import Job
+from torchllm.planner.search.first_runs import first_runs
+from torchllm.planner.search.layouts import Job, layout_of
+from torchllm.planner.search.price import NO_PURCHASE, Purchase
 from torchllm.planner.search.search import Found, Objective, Ranked, search
-from torchllm.planner.search.validity import judge
+from torchllm.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
 from torchllm.resources import find_config, name_base, resource
 from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
 
@@ -73,24 +83,26 @@ class PlannedModel(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What was searched, and what was found."""
+    """What was searched, what was found, and which of it to take."""
 
     job: Job
     outcome: Found
+    advice: Advice | None
+    """None if the least memory is wanted: then the first one is taken"""
 
     @property
-    def best(self) -> Ranked:
-        """The best layout."""
-        return self.outcome.best[0]
+    def first(self) -> Ranked:
+        """The layout to take."""
+        return self.advice.first if self.advice else self.outcome.best[0]
 
     @property
     def step_seconds(self) -> float:
-        """Predicted step time of the best layout."""
-        return self.best.prediction.step
+        """Predicted step time of the layout to take."""
+        return self.first.prediction.step
 
     @property
     def gpu_seconds(self) -> float:
-        """Predicted step time of the best layout, times its GPUs."""
+        """The same times the GPUs."""
         return self.step_seconds * self.job.gpus
 
 
@@ -103,8 +115,17 @@ def main(arguments: Sequence[str]) -> None:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(required=True, metavar="rank | predict | score | calibrate | evidence")
+    commands = top.add_subparsers(
+        required=True, metavar="rank | explain | predict | score | calibrate | evidence | residuals"
+    )
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
+
+    explain = commands.add_parser("explain", help="say why the plan takes another layout than a run's")
+    explain.add_argument("layout", metavar="TOML", help="a run with its layout")
+    explain.add_argument("--model", help="a name in train_configs/models, or a TOML file (default: the run's)")
+    explain.add_argument("--cluster", help="a name in train_configs/clusters, or a TOML file (default: the run's)")
+    explain.add_argument("--gpus", type=count, help="number of GPUs (default: the product of the run's degrees)")
+    explain.set_defaults(run=run_explain)
 
     predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
     predict.add_argument("source", metavar="CSV")
@@ -131,6 +152,16 @@ def plan_parser() -> argparse.ArgumentParser:
     what.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
     evidence.add_argument("-o", "--output", required=True, metavar="PATH", help="folder (--pack) or CSV (--hagemann)")
     evidence.set_defaults(run=run_evidence)
+
+    residuals = commands.add_parser("residuals", help="write how far measurements were from predictions, by class")
+    residuals.add_argument("folders", metavar="FOLDER", nargs="+", help="folders of CSV files with measurements")
+    residuals.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="of residuals.csv, out_of_memory.csv"
+    )
+    residuals.add_argument(
+        "--no-fits", action="store_true", help="leave out only whole frameworks: seconds, not an hour"
+    )
+    residuals.set_defaults(run=run_residuals)
     return top
 
 
@@ -148,8 +179,12 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         help="what is best; memory: the least among layouts at most 5 %% slower than the fastest",
     )
     rank.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole training: adds days and GPU-hours")
+    rank.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="DOLLARS", help="adds the price")
+    rank.add_argument("--mtbf-hours", type=hours, default=math.inf, help="mean time between failures of the whole job")
+    rank.add_argument("--save-minutes", type=float, default=NO_PURCHASE.save_minutes, help="time between checkpoints")
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
-    rank.add_argument("--write", metavar="TOML", help="write a config with the best layout")
+    rank.add_argument("--write", metavar="TOML", help="write a config with the first pick")
+    rank.add_argument("--accept-risk", action="store_true", help="write a layout that may run out of memory, too")
     rank.add_argument("--plot", metavar="PNG", help="draw step times by term, and MFU over memory; needs matplotlib")
     rank.set_defaults(run=run_rank)
 
@@ -161,6 +196,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def hours(text: str) -> float:
+    """Parse a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
 def counts(text: str) -> list[int]:
     """Parse whole numbers separated by commas; return them ascending, each once."""
     return sorted({count(word) for word in text.split(",")})
@@ -170,6 +216,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
     model = read_model(options.model)
     hardware = read_hardware(options.cluster)
+    purchase = Purchase(options.tokens, options.price_per_gpu_hour, options.mtbf_hours, options.save_minutes)
     training = Training(
         sequence_length=planned_size("sequence_length", options, model),
         global_batch_size=planned_size("global_batch_size", options, model),
@@ -178,21 +225,24 @@ def run_rank(options: argparse.Namespace) -> None:
     results = []
     for gpus in options.gpus:
         job = Job(model.config.model, training, hardware, gpus, lora=model.config.lora)
-        results.append(SearchResult(job, search_layouts(job, options.objective)))
+        outcome = search_layouts(job, options.objective)
+        advice = advise(job, outcome.best[0]) if options.objective != "memory" else None
+        results.append(SearchResult(job, outcome, advice))
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)
     elif options.objective == "tokens_per_second":
         results.sort(key=lambda result: result.step_seconds)
 
     if options.json:
-        print(json.dumps([ranking_json(model, result, options.tokens) for result in results], indent=2))
+        print(json.dumps([ranking_json(model, result, purchase) for result in results], indent=2))
     else:
         if len(results) > 1:
-            bests = [(result.job, result.best) for result in results]
-            print_lines(*scaling(bests, options.tokens), "")
+            firsts = [(result.job, result.first) for result in results]
+            print_lines(*scaling(firsts, purchase), "")
         print_lines(*heading(model, options.cluster, results[0].job))
-        print_ranking(results[0], options.tokens)
+        print_ranking(results[0], purchase)
     if options.write:
+        refuse_risk(results[0], options.accept_risk)
         write_run(Path(options.write), model, options.cluster, results[0], options.tokens)
     if options.plot:
         from torchllm.planner.search.plot import plot
@@ -244,39 +294,50 @@ def print_lines(*lines: str) -> None:
     print("\n".join(lines))
 
 
-def print_ranking(result: SearchResult, tokens: float) -> None:
-    """Print the best layouts, why the first is best, what nearly fits, and why the others were rejected."""
+def print_ranking(result: SearchResult, purchase: Purchase) -> None:
+    """Print the best layouts, which one to take, why, what nearly fits, and why the others were rejected."""
     job, outcome = result.job, result.outcome
     print_lines(
-        f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, tokens)
+        f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, purchase)
     )
-    print_lines("", *why(job, result.best))
-    verdict = judge(job.case(result.best.layout), result.best.prediction)
-    low, high = verdict.seconds
-    print(f"Expect {low:.4g} to {high:.4g} s per step, {verdict.range}. Memory: {verdict.fits}.")
-    if number := first_that_fits(result):
-        print(f"Layout {number} is the fastest of these that fits with room to spare.")
+    if result.advice:
+        print_lines("", *advice_lines(result.advice))
+        if not result.advice.is_measured:
+            print_lines("", *to_be_measured(job, result.advice))
+    print_lines("", *why(job, result.first))
     near_misses = list(misses(job, outcome))
     if near_misses:
         print_lines("", "Faster, but too large for the GPU's memory:", *near_misses)
     print_lines("", "Rejected:", *rejections(outcome))
 
 
-def first_that_fits(result: SearchResult) -> int | None:
-    """Return the number of the first layout that certainly fits. None if it is the first one, or none does."""
-    for number, ranked in enumerate(result.outcome.best, start=1):
-        if layout_figures(result.job, ranked)["fits"] == "fits":
-            return number if number > 1 else None
-    return None
+def to_be_measured(job: Job, advice: Advice) -> list[str]:
+    """Return which runs would tell most of this job on these machines."""
+    runs = first_runs(job, advice)
+    lines = [
+        f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.",
+        "Run 5 to 10 layouts, then `plan.py calibrate`; of what fits, these differ most in where a step's time goes:",
+    ]
+    return [*lines, *(f"    {ranked.layout.text()}" for ranked in runs)]
 
 
-def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> dict[str, object]:
+def refuse_risk(result: SearchResult, is_accepted: bool) -> None:
+    """Raise UserError if the layout to take may run out of memory, and the user has not accepted that."""
+    first = pick("it", result.job, result.first)
+    if first.fits != "fits" and not is_accepted:
+        raise UserError(
+            f"--write: {result.first.layout.text()} runs out of memory in {100 * first.out_of_memory:.0f} of 100 cases "
+            "like it: add --accept-risk to write it, or plan for more GPUs or shorter sequences"
+        )
+
+
+def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) -> dict[str, object]:
     """Return what `print_ranking` prints, as plain data."""
     job, outcome = result.job, result.outcome
-    verdict = judge(job.case(result.best.layout), result.best.prediction)
+    verdict = judge(job.case(result.first.layout), result.first.prediction)
     near_misses = []
     for miss in outcome.misses:
-        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), tokens)
+        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), purchase)
         near_miss["over_gib"] = miss.over / GIB
         near_misses.append(near_miss)
     return {
@@ -285,8 +346,9 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
         "global_batch_size": job.training.global_batch_size,
         "gpus": job.gpus,
         "layouts": outcome.layouts,
-        "best": [layout_figures(job, ranked, tokens) for ranked in outcome.best],
-        "why": why(job, result.best),
+        "best": [layout_figures(job, ranked, purchase) for ranked in outcome.best],
+        "picks": picks_json(result, purchase),
+        "why": why(job, result.first),
         "verdict": verdict._asdict(),
         "near_misses": near_misses,
         "rejected": dict(outcome.rejected),
@@ -294,9 +356,21 @@ def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> di
     }
 
 
+def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, object]]:
+    """Return the three picks as plain data, the one to take first."""
+    if result.advice is None:
+        return []
+    found: list[dict[str, object]] = []
+    for one in result.advice.picks:
+        figures = layout_figures(result.job, one.ranked, purchase)
+        found.append({"title": one.title, "seconds": one.seconds, **figures})
+    found[0]["reason"] = result.advice.reason
+    return found
+
+
 def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchResult, tokens: float) -> None:
-    """Write a config with the best layout, based on the model's file; `tokens`: of the whole training, 0 if unknown."""
-    job, layout = result.job, result.best.layout
+    """Write a config with the first pick, based on the model's file; `tokens`: of the whole training, 0 if unknown."""
+    job, layout = result.job, result.first.layout
     run = job.config(model.config, layout)
     training: dict[str, int] = {}
     if tokens:
@@ -334,15 +408,18 @@ def header(target: Path, result: SearchResult) -> list[str]:
     launch = f"NPROC={job.gpus} ./run_train.sh {target}"
     if nodes > 1:
         launch = f"srun --nodes={nodes} ./run_train.sh {target} --run.folder=/shared/{target.stem}"
-    figures = layout_figures(job, result.best)
-    return [
-        f"# {result.best.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
+    figures = layout_figures(job, result.first)
+    lines = [
+        f"# {result.first.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
         "#",
         f"#   {launch}",
         "#",
         f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU.",
     ]
+    if not is_measured(job.case(result.first.layout)):
+        lines.append("# not measured on this GPU")
+    return lines
 
 
 def toml_section(name: str, values: dict[str, Any]) -> list[str]:
@@ -390,6 +467,25 @@ def read_hardware(name: str) -> Hardware:
     return hardware
 
 
+def run_explain(options: argparse.Namespace) -> None:
+    """Print a run's layout beside the one that the plan takes."""
+    run = read_model(options.layout)
+    model = read_model(options.model) if options.model else run
+    cluster = options.cluster or run.config.cluster.name
+    if not cluster:
+        raise UserError(f"--cluster is missing: {run.file} has no cluster.name")
+    parallel, wrong = resolve_degrees(run.config.parallel, options.gpus)
+    config = replace(run.config, model=model.config.model, parallel=parallel)
+    wrong = wrong or list(problems(config, parallel.ranks))
+    if wrong:
+        raise UserError("\n".join(f"{run.file}: {problem.key}: {problem.message}" for problem in wrong))
+    gpus = parallel.ranks
+    job = Job(config.model, config.training, read_hardware(cluster), gpus, lora=config.lora, optimizer=config.optimizer)
+    layout = layout_of(config)
+    outcome = search_layouts(job, "tokens_per_second")
+    print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome.best[0])))
+
+
 def run_predict(options: argparse.Namespace) -> None:
     """Predict one layout per row."""
     from torchllm.planner.evidence.score import predict_file
@@ -429,6 +525,13 @@ def run_evidence(options: argparse.Namespace) -> None:
     from torchllm.planner.evidence.hagemann import convert_hagemann
 
     print(convert_hagemann(options.hagemann, options.output))
+
+
+def run_residuals(options: argparse.Namespace) -> None:
+    """Write the table of residuals."""
+    from torchllm.planner.evidence.residuals import write_residuals
+
+    print(write_residuals(options.folders, options.output, fits=not options.no_fits))
 
 
 if __name__ == "__main__":

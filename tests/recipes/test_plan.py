@@ -1,6 +1,7 @@
 """recipes/plan.py from its command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,9 @@ def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     assert "of a step, " in output
     assert "GPU-hours" in output
     assert "Rejected:" in output
+    for title in ("the simple one", "the fastest we would bet on", "the fastest if the model is right"):
+        assert f"\n{title}: " in output
+    assert "\nNot measured on A100-SXM4-80GB, so no pick is above 90% of its memory." in output
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +55,8 @@ def test_the_written_run_is_one_that_the_config_accepts(
     main([*RANK, "--json", "--write", str(file), "--tokens", "1e11"])
     [plan] = json.loads(capsys.readouterr().out)
     config = load_config([str(file), "--run.dry_run=true"])
-    best = plan["best"][0]["layout"]
+    first = plan["picks"][0]
+    best = first["layout"]
     assert (config.parallel.pp, config.parallel.tp) == (best["pp"], best["tp"])
     assert config.training.micro_batch_size == best["micro_batch_size"]
     assert config.training.steps == round(1e11 / 512 / 2048)
@@ -59,7 +64,54 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert config.model.hidden == 5120
     header = file.read_text()
     assert f"srun --nodes=4 ./run_train.sh {file}" in header
-    assert f"{plan['best'][0]['step_seconds']:.4g} s per step" in header
+    assert f"{first['step_seconds']:.4g} s per step" in header
+    assert "# not measured on this GPU" in header.splitlines()
+
+
+def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --objective memory the first row is taken, whatever its risk; here every layout has one."""
+    monkeypatch.setattr("torchllm.planner.search.validity.out_of_memory", lambda case, memory: 0.3)
+    file = tmp_path / "mine.toml"
+    with pytest.raises(UserError, match=r"^--write: .* runs out of memory in 30 of 100 cases .* --accept-risk"):
+        main([*RANK, "--write", str(file)])
+    assert not file.exists()
+    main([*RANK, "--write", str(file), "--accept-risk"])
+    assert file.exists()
+
+
+def test_days_and_price(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*RANK, "--json", "--tokens", "1e12"])
+    [plain] = json.loads(capsys.readouterr().out)
+    main(
+        [*RANK, "--json", "--tokens", "1e12", "--price-per-gpu-hour", "2", "--mtbf-hours", "10", "--save-minutes", "60"]
+    )
+    [priced] = json.loads(capsys.readouterr().out)
+    plain, priced = plain["picks"][0], priced["picks"][0]
+    assert priced["days"] == pytest.approx(plain["days"] / (1 - (0.5 + 10 / 60) / 10))
+    assert priced["dollars"] == pytest.approx(2 * priced["gpu_hours"])
+
+
+def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    main([*RANK, "--write", str(file)])
+    capsys.readouterr()
+    main(["explain", str(file)])
+    assert "They are the same layout." in capsys.readouterr().out
+    text = file.read_text()
+    slow = {"pp": "1", "dp_replicate": "1", "dp_shard": "4", "cp": "1", "tp": "8", "sequence_parallel": "true"}
+    for key, value in slow.items():
+        text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
+    file.write_text(text)
+    main(["explain", str(file)])
+    output = capsys.readouterr().out
+    assert "tensor parallel" in output
+    assert "activations" in output
+    assert "Why not yours: it is predicted " in output
+    file.write_text(text.replace("tp = 8", "tp = 3"))
+    with pytest.raises(UserError, match=r"mine.toml: parallel\."):
+        main(["explain", str(file)])
 
 
 @pytest.mark.parametrize("option", ["--sequence-length", "--global-batch-size"])
@@ -120,7 +172,7 @@ def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines[:3]] == ["GPUs", "16", "64"]
     main([*words, "--objective", "gpu_hours", "--json"])
     first, second = json.loads(capsys.readouterr().out)
-    hours = [plan["best"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
+    hours = [plan["picks"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
     assert hours == sorted(hours)
 
 

@@ -22,10 +22,10 @@ from torchllm.planner.evidence.residuals import (
     classes_of,
     outcomes,
     read_outcomes,
-    read_table,
+    read_spreads,
     spreads,
     write_outcomes,
-    write_table,
+    write_spreads,
 )
 
 EVEN = tuple(2 * level - 1 for level in LEVELS)
@@ -100,9 +100,9 @@ def test_the_share_above() -> None:
 
 def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = spreads(made([n / 100 for n in range(99)]))
-    write_table(str(tmp_path / "table.csv"), written)
+    write_spreads(str(tmp_path / "table.csv"), written)
     monkeypatch.setattr(residuals, "TABLE", tmp_path / "table.csv")
-    read = read_table.__wrapped__()
+    read = read_spreads.__wrapped__()
     assert [(one.of, one.rows) for one in read.values()] == [(one.of, one.rows) for one in written]
     for one, other in zip(read.values(), written, strict=True):
         assert one.quantiles == pytest.approx(other.quantiles, abs=5e-4)  # three decimals
@@ -122,7 +122,7 @@ def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_ships_has_a_class_for_everything_and_none_of_few_rows() -> None:
-    table = read_table()
+    table = read_spreads()
     for quantity in ("step time", "peak memory", "ratio of two layouts"):
         assert (quantity, "framework", RowClass(ANY, ANY, ANY)) in table
     assert min(one.rows for one in table.values()) >= residuals.SHOWN_FROM

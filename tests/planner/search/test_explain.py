@@ -19,6 +19,7 @@ from torchllm.planner.search.explain import (
     why,
 )
 from torchllm.planner.search.layouts import Layout
+from torchllm.planner.search.price import Purchase
 from torchllm.planner.search.search import Ranked, search
 
 JOB = job(LARGE, gpus=16, batch=32, length=2048)
@@ -26,7 +27,7 @@ FOUND = search(JOB)
 
 
 def test_figures_agree_with_each_other() -> None:
-    of = layout_figures(JOB, FOUND.best[0], tokens=1e12)
+    of = layout_figures(JOB, FOUND.best[0], Purchase(1e12))
     tokens = 32 * 2048
     assert of["tokens_per_second"] == pytest.approx(tokens / of["step_seconds"])
     assert of["days"] * 24 * 16 == pytest.approx(of["gpu_hours"])
@@ -38,7 +39,7 @@ def test_figures_agree_with_each_other() -> None:
 
 
 def test_a_table_has_two_lines_a_layout_and_the_terms_largest_first() -> None:
-    lines = list(ranking_table(JOB, FOUND.best, 1e12))
+    lines = list(ranking_table(JOB, FOUND.best, Purchase(1e12)))
     assert len(lines) == 1 + 2 * len(FOUND.best)
     assert lines[1].startswith(" 1.")
     assert FOUND.best[0].layout.text() in lines[1]

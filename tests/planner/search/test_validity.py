@@ -38,7 +38,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, RowClass], Sp
         found[quantity, "framework", of] = spread(1000, half, of, quantity)
     of = RowClass(ANY, ANY, "H100")
     found["repeated peak", "framework", of] = spread(17, 0.01, of, "repeated peak")
-    monkeypatch.setattr(validity, "read_table", lambda: found)
+    monkeypatch.setattr(validity, "read_spreads", lambda: found)
     return found
 
 

@@ -233,7 +233,7 @@ def _quantile(ascending: Sequence[float], level: float) -> float:
 HEADER = ["quantity", "left_out", *RowClass._fields, "rows", "folds", *(f"p{100 * level:02.0f}" for level in LEVELS)]
 
 
-def write_table(target: str, found: Iterable[Spread]) -> None:
+def write_spreads(target: str, found: Iterable[Spread]) -> None:
     """Write a table of residuals."""
     with open(target, "w", newline="") as opened:
         writer = csv.writer(opened, lineterminator="\n")
@@ -245,7 +245,7 @@ def write_table(target: str, found: Iterable[Spread]) -> None:
 
 
 @lru_cache(maxsize=1)
-def read_table() -> dict[tuple[str, str, RowClass], Spread]:
+def read_spreads() -> dict[tuple[str, str, RowClass], Spread]:
     """Return the table that comes with torchllm, by quantity, what was left out, and class."""
     found = {}
     with TABLE.open(newline="") as opened:
@@ -329,6 +329,6 @@ def write_residuals(folders: Sequence[str], target: str, fits: bool) -> str:
             lines.append(f"{file.name}: {len(of_file)} rows")
     residuals = left_out_residuals(rows, fits)
     found = spreads(residuals)
-    write_table(str(Path(target) / TABLE.name), found)
+    write_spreads(str(Path(target) / TABLE.name), found)
     write_outcomes(str(Path(target) / OUTCOMES.name), outcomes(residuals))
     return "\n".join([*lines, f"{target}: {len(found)} classes"])

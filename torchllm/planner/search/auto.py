@@ -16,9 +16,11 @@ from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.frozen_weights import with_frozen_weights
 from torchllm.planner.optimizer_states import with_optimizer_states
 from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.search.advice import Advice, advise
 from torchllm.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.planner.search.layouts import Job, Layout, kernels_of
-from torchllm.planner.search.search import search
+from torchllm.planner.search.search import Ranked, search
+from torchllm.planner.search.validity import memory_limit
 from torchllm.spec.cluster import FOLDER, Hardware, read_cluster
 
 C = TypeVar("C", bound=Config)
@@ -30,7 +32,9 @@ NVIDIAS_OWN = ("dgx_", "hgx_")
 
 
 def choose_layouts(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
-    """Return the config with each of the `count` fastest layouts, fastest first, and a line that describes the first.
+    """Return the config with each of `count` layouts, and a line that describes the first.
+
+    The first is the first pick of `advice`; after it come the fastest that leave as much room in memory.
 
     written: keys ("parallel.tp", "recompute.mode") that the run sets; they stay, unless they are -1 or a default.
     UserError if nothing fits, or the machine is unknown.
@@ -46,15 +50,29 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         raise UserError(divides_nowhere(job, result))
     if not result.best:
         raise UserError(fits_nowhere(job, result))
-    layout, prediction = result.best[0]
+    advice = advise(job, result.best[0])
+    layout, prediction = advice.first
     line = (
-        f"{layout.text()}: the best of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
+        f"{layout.text()}: first pick of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
         f"{prediction.step:.3g} s per step, {prediction.memory.total / GIB:.3g} GiB per GPU"
     )
+    if not advice.is_measured:
+        line += "; not measured on this GPU"
+    if advice.simple.fits != "fits":
+        line += f"; out of memory in {100 * advice.simple.out_of_memory:.0f} of 100 cases like it"
     if config.float8.is_on:
         line += "; planned with products in bfloat16, not in float8"
-    chosen = [job.config(config, ranked.layout) for ranked in result.best]
+    chosen = [job.config(config, ranked.layout) for ranked in roomy_layouts(job, advice, count)]
     return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
+
+
+def roomy_layouts(job: Job, advice: Advice, count: int) -> list[Ranked]:
+    """Return the first pick, and after it the fastest layouts that leave as much room in memory as a pick does."""
+    if count == 1:
+        return [advice.first]
+    limit = memory_limit(job.case(advice.first.layout))
+    within = search(replace(job, hardware=replace(job.hardware, memory=limit)), count).best
+    return [advice.first, *(one for one in within if one.layout != advice.first.layout)][:count]
 
 
 def planned(config: Config) -> Prediction | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.bounds import at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout
+from torchllm.planner.search.price import NO_PURCHASE, Purchase, bill
 from torchllm.planner.search.search import Found, Ranked, search
 from torchllm.planner.search.validity import judge
 
@@ -21,9 +22,10 @@ DEGREES = ("pp", "data", "cp", "tp")
 """fields of `DegreeMesh`"""
 
 
-def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, Any]:
-    """Return the figures of one layout: seconds, GiB, shares of 1. `tokens`: of the whole training, 0 if unknown."""
+def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -> dict[str, Any]:
+    """Return the figures of one layout: seconds, GiB, shares of 1, dollars."""
     prediction = ranked.prediction
+    verdict = judge(job.case(ranked.layout), prediction)
     tokens_per_step = job.training.global_batch_size * job.training.sequence_length
     figures: dict[str, Any] = {
         "gpus": job.gpus,
@@ -32,47 +34,63 @@ def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, A
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
         "memory_gib": prediction.memory.total / GIB,
-        "fits": judge(job.case(ranked.layout), prediction).fits,
+        "fits": verdict.fits,
+        "out_of_memory": verdict.out_of_memory,
         "tokens_per_second": tokens_per_step / prediction.step,
         "petaflops": prediction.mfu * job.gpus * job.hardware.peak.bfloat16 / 1e15,
         "terms": prediction.terms,
         "memory": {name: held / GIB for name, held in prediction.memory._asdict().items()},
     }
-    if tokens:
-        seconds = tokens / tokens_per_step * prediction.step
-        figures["days"] = seconds / 86400
-        figures["gpu_hours"] = seconds / 3600 * job.gpus
+    if purchase.tokens:
+        training = bill(purchase, prediction.step, tokens_per_step, job.gpus)
+        figures["days"] = training.days
+        figures["gpu_hours"] = training.gpu_hours
+        if purchase.dollars_per_gpu_hour:
+            figures["dollars"] = training.dollars
     return figures
 
 
-def ranking_table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
+def _budget_heading(purchase: Purchase) -> str:
+    """Return the titles of the columns of `_budget`."""
+    if not purchase.tokens:
+        return ""
+    return "   days   GPU-hours" + ("           $" if purchase.dollars_per_gpu_hour else "")
+
+
+def _budget(figures: dict[str, Any]) -> str:
+    """Return what the whole training costs; empty if its tokens are unknown."""
+    if "days" not in figures:
+        return ""
+    price = f" {figures['dollars']:11,.0f}" if "dollars" in figures else ""
+    return f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}{price}"
+
+
+def ranking_table(job: Job, best: Sequence[Ranked], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
     """Yield a heading, then two lines per layout: what it costs and is; where its time goes, the largest term first."""
-    budget = "   days   GPU-hours" if tokens else ""
     shares = f"{'MFU':>6} {'HFU':>6}"
+    budget = _budget_heading(purchase)
     yield f"{'':3} {'step s':>8} {shares} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
     for number, ranked in enumerate(best, start=1):
-        row = layout_figures(job, ranked, tokens)
-        cost = f" {row['days']:6.1f} {row['gpu_hours']:11,.0f}" if tokens else ""
+        row = layout_figures(job, ranked, purchase)
         yield (
             f"{number:2}. {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['hfu']:6.1%} {row['memory_gib']:6.1f} "
-            f"{row['fits']:7} {row['tokens_per_second']:10,.0f} {row['petaflops']:8.4g}{cost}  {ranked.layout.text()}"
+            f"{row['fits']:7} {row['tokens_per_second']:10,.0f} {row['petaflops']:8.4g}{_budget(row)}  "
+            f"{ranked.layout.text()}"
         )
         yield f"{'':12} {terms(ranked.prediction)}"
 
 
-def scaling(bests: Sequence[tuple[Job, Ranked]], tokens: float = 0.0) -> Iterator[str]:
+def scaling(bests: Sequence[tuple[Job, Ranked]], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
     """Yield a heading, then a line per number of GPUs. Scaling: tokens/s per GPU over the smallest number's."""
     ascending = sorted(bests, key=lambda best: best[0].gpus)
     smallest, its_best = ascending[0]
     base_rate = layout_figures(smallest, its_best)["tokens_per_second"] / smallest.gpus
-    budget = "   days   GPU-hours" if tokens else ""
-    yield f"{'GPUs':>6} {'step s':>8} {'MFU':>6} {'tokens/s':>11} {'scaling':>8}{budget}  layout"
+    yield f"{'GPUs':>6} {'step s':>8} {'MFU':>6} {'tokens/s':>11} {'scaling':>8}{_budget_heading(purchase)}  layout"
     for job, ranked in ascending:
-        row = layout_figures(job, ranked, tokens)
-        cost = f" {row['days']:6.1f} {row['gpu_hours']:11,.0f}" if tokens else ""
+        row = layout_figures(job, ranked, purchase)
         yield (
             f"{job.gpus:6} {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['tokens_per_second']:11,.0f} "
-            f"{row['tokens_per_second'] / job.gpus / base_rate:8.1%}{cost}  {ranked.layout.text()}"
+            f"{row['tokens_per_second'] / job.gpus / base_rate:8.1%}{_budget(row)}  {ranked.layout.text()}"
         )
 
 
@@ -93,7 +111,7 @@ def why(job: Job, winner: Ranked) -> list[str]:
     rest = ", ".join(f"{name} {seconds / prediction.step:.0%}" for name, seconds in smaller[:4])
     sentences = [f"{name.capitalize()} takes {seconds / prediction.step:.0%} of a step, {rest}."]
     compared = []
-    for layouts in _changes(job, winner.layout):
+    for layouts in one_change(job, winner.layout):
         bounded = [(predict(job.case(layout), at_least), layout) for layout in layouts]
         if bounded:
             _, layout = min(bounded, key=lambda pair: (not pair[0].fits, pair[0].step))
@@ -106,7 +124,7 @@ def why(job: Job, winner: Ranked) -> list[str]:
     return sentences
 
 
-def _changes(job: Job, layout: Layout) -> Iterator[list[Layout]]:
+def one_change(job: Job, layout: Layout) -> Iterator[list[Layout]]:
     """Yield a list of layouts for each change of one setting; what has to follow the change varies within the list."""
     degrees = {"pp": layout.pp, "data": layout.data_ranks, "cp": layout.cp, "tp": layout.tp}
     for grown, shrunk in permutations(DEGREES, 2):  # twice as much of one, half of another

@@ -19,7 +19,7 @@ from torchllm.planner.evidence.residuals import (
     generation,
     own_class,
     read_outcomes,
-    read_table,
+    read_spreads,
 )
 from torchllm.planner.memory import Memory
 from torchllm.planner.predict import Prediction
@@ -63,7 +63,7 @@ def is_measured(case: Case) -> bool:
     """Return whether this framework was measured on this GPU: by others, or by you, who calibrated the cluster file."""
     if case.software.name == "torchllm":
         return case.hardware.constants != Constants()
-    return ("step time", "framework", own_class(case)) in read_table()
+    return ("step time", "framework", own_class(case)) in read_spreads()
 
 
 def spread_of(case: Case, quantity: str) -> Spread:
@@ -84,7 +84,7 @@ def _closest(quantity: str, is_measured: bool, classes: Sequence[RowClass]) -> S
 
     is_measured: take residuals of rows of whose framework other folds were fitted to, where the table has some.
     """
-    table = read_table()
+    table = read_spreads()
     knowledge = "fold" if is_measured and any((quantity, "fold", of) in table for of in classes) else "framework"
     found: Spread | None = None
     for of in classes:
@@ -151,9 +151,9 @@ def peaks_of(case: Case) -> Spread:
     depend on the machine. What an allocator adds differs between versions; how much is seen where others repeated a
     layout.
     """
-    own = read_table().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
+    own = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
     if case.software.name != "torchllm" or own is None:
         return spread_of(case, "peak memory")
-    versions = read_table()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
+    versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
     quantiles = (one + other for one, other in zip(own.quantiles, versions.quantiles, strict=True))
     return own._replace(quantiles=tuple(quantiles))

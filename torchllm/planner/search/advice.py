@@ -1,0 +1,233 @@
+"""Choose a layout that one can rent GPUs on: not only the fastest, but one that is simple, and that will fit. No torch.
+
+Of each level of simplicity, in the order of `LEVELS_OF_SIMPLICITY`, the fastest layout is taken that leaves room in
+memory. The one with the least step time *in the bad case* is the fastest to bet on: a layout of a kind that has hardly
+been measured has a wide interval, and must be much faster. The simplest wins that is predicted to be at most `AS_FAST`
+slower than that one, or that measurements cannot tell from it: if the 90 % interval of the ratio of the two step times
+contains 1, and the expected loss is at most `SMALL_LOSS`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchllm.planner.evidence.residuals import Spread
+from torchllm.planner.search.layouts import Job, Layout
+from torchllm.planner.search.search import Ranked, search
+from torchllm.planner.search.validity import RISK, is_measured, judge, memory_limit, spread_of_pair
+
+AS_FAST = 0.02
+"""share of the fastest layout's step time that is within what nobody can predict"""
+SMALL_LOSS = 0.03
+"""expected loss that is worth a simpler layout, if it may also be no loss"""
+
+
+TRIES, STEP_DOWN = 8, 0.01
+"""searches for a layout whose own limit of memory is kept, and the share by which each gets less memory at least"""
+
+
+class Level(NamedTuple):
+    """Layouts that use nothing more complex than this."""
+
+    name: str
+    without: dict[str, int]
+    """degrees that are 1"""
+
+
+LEVELS_OF_SIMPLICITY = (
+    Level("FSDP", {"pp": 1, "cp": 1, "tp": 1, "dp_replicate": 1}),
+    Level("HSDP", {"pp": 1, "cp": 1, "tp": 1}),
+    Level("tp", {"pp": 1, "cp": 1}),
+    Level("pp", {"cp": 1}),
+    Level("cp", {}),
+)
+"""the simplest first; expert parallelism is no level: experts need it"""
+
+
+class Pick(NamedTuple):
+    """A layout that one may choose, and what it costs in the bad case."""
+
+    title: str
+    ranked: Ranked
+    fits: str
+    seconds: tuple[float, float]
+    """interval that holds 90 % of the step times of rows like it"""
+    out_of_memory: float
+    """probability"""
+
+
+class Advice(NamedTuple):
+    """The three layouts that answer "which one?", and why the first of them is the first."""
+
+    simple: Pick
+    bet: Pick
+    if_right: Pick
+    reason: str
+    """rule that decided for the simple one"""
+    is_measured: bool
+    """whether this framework was measured on this GPU"""
+    evidence: str
+    """rows that the intervals of the simple one are from"""
+    candidates: list[Ranked]
+    """layouts of every level that fit"""
+
+    @property
+    def first(self) -> Ranked:
+        """The layout to take."""
+        return self.simple.ranked
+
+    @property
+    def picks(self) -> tuple[Pick, Pick, Pick]:
+        """The three, the one to take first."""
+        return self.simple, self.bet, self.if_right
+
+
+class Ratio(NamedTuple):
+    """The step time of a simple layout over that of another one."""
+
+    predicted: float
+    interval: tuple[float, float]
+    """of 90 % of the pairs of rows like them"""
+    mean: float
+    """geometric, which does not depend on which of the two is divided by the other"""
+
+    def may_be_no_loss(self) -> bool:
+        """Return whether the simple layout is as good a choice, as far as measurements can tell."""
+        low, high = self.interval
+        return low <= 1 <= high and self.mean - 1 <= SMALL_LOSS
+
+
+def advise(job: Job, fastest: Ranked) -> Advice:
+    """Return which layouts to consider. `fastest`: the best of `search`, which may leave no room in memory."""
+    found = list(_safe(job))
+    if found:
+        bet = min(found, key=lambda one: judge(job.case(one.layout), one.prediction).seconds[1])
+        simple, reason = simplest(job, found, bet)
+    else:
+        roomy = search(job, count=1, objective="memory").best[0]
+        simple = bet = roomy
+        reason = (
+            f"every layout's risk of running out of memory is above {RISK:.0%}; of those that are nearly the fastest, "
+            "this one leaves most room"
+        )
+    case = job.case(simple.layout)
+    return Advice(
+        pick("the simple one", job, simple),
+        pick("the fastest we would bet on", job, bet),
+        pick("the fastest if the model is right", job, fastest),
+        reason,
+        is_measured(case),
+        judge(case, simple.prediction).evidence,
+        [*found, simple],
+    )
+
+
+def pick(title: str, job: Job, ranked: Ranked) -> Pick:
+    """Return a layout with what it costs in the bad case."""
+    verdict = judge(job.case(ranked.layout), ranked.prediction)
+    return Pick(title, ranked, verdict.fits, verdict.seconds, verdict.out_of_memory)
+
+
+def level_of(layout: Layout) -> int:
+    """Return the index of the first of `LEVELS_OF_SIMPLICITY` that has this layout."""
+    degrees = layout._asdict()
+    if layout.dp_shard == 1:
+        degrees["dp_replicate"] = 1  # plain data parallelism has one data axis, whatever its name
+    for index, level in enumerate(LEVELS_OF_SIMPLICITY):
+        if all(degrees[axis] == 1 for axis in level.without):
+            return index
+    raise AssertionError("the last level has all layouts")
+
+
+def _safe(job: Job) -> Iterator[Ranked]:
+    """Yield the fastest layout of each level that leaves room in memory, the simplest level first."""
+    seen = set()
+    for level in LEVELS_OF_SIMPLICITY:
+        ranked = fastest_of(job, level)
+        if ranked is not None and ranked.layout not in seen:
+            seen.add(ranked.layout)
+            yield ranked
+
+
+def fastest_of(job: Job, level: Level) -> Ranked | None:
+    """Return the fastest layout of a level that stays below its limit of memory; None if there is none."""
+    restricted = only(job, level.without)
+    if restricted is None:
+        return None
+    limit = job.hardware.memory
+    for _ in range(TRIES):
+        found = search(replace(restricted, hardware=replace(job.hardware, memory=limit)), count=1).best
+        if not found:
+            return None
+        case = job.case(found[0].layout)
+        if found[0].prediction.memory.total <= memory_limit(case):
+            return found[0]
+        limit = min(memory_limit(case), limit * (1 - STEP_DOWN))  # other layouts may have another limit
+    return None
+
+
+def only(job: Job, without: dict[str, int]) -> Job | None:
+    """Return the job with these degrees fixed; None if the run sets one of them to something else."""
+    if any(job.fixed.get(key, degree) != degree for key, degree in without.items()):
+        return None
+    fixed: dict[str, Any] = {**job.fixed, **without}
+    return replace(job, fixed=fixed)
+
+
+def simplest(job: Job, found: Sequence[Ranked], bet: Ranked) -> tuple[Ranked, str]:
+    """Return the layout that the rule takes, and why. found: the fastest of each level, the simplest level first."""
+    name = LEVELS_OF_SIMPLICITY[level_of(bet.layout)].name
+    for one in found:
+        if one.layout == bet.layout:
+            return one, "it has the least step time in the bad case, and no simpler one comes close"
+        ratio = ratio_of(job, one, bet)
+        slower = f"it is predicted {ratio.predicted - 1:.1%} slower than the fastest to bet on, which needs {name}"
+        if ratio.predicted <= 1 + AS_FAST:
+            return one, slower
+        if ratio.may_be_no_loss():
+            low, high = ratio.interval
+            pairs = f"pairs of measured layouts say {low:.2f} to {high:.2f} times its step, {ratio.mean:.2f} on average"
+            return one, f"{slower}; {pairs}"
+    raise AssertionError("the fastest to bet on is one of them")
+
+
+def ratio_of(job: Job, simple: Ranked, other: Ranked) -> Ratio:
+    """Return the step time of the simple layout over the other's, with what pairs of measured rows say of it."""
+    predicted = simple.prediction.step / other.prediction.step
+    spread = reversed_spread(spread_of_pair(job.case(simple.layout), job.case(other.layout)))
+    low, high = spread.interval
+    return Ratio(predicted, (predicted * math.exp(low), predicted * math.exp(high)), predicted * math.exp(spread.mean))
+
+
+def reversed_spread(spread: Spread) -> Spread:
+    """Return the residuals of the inverse ratios."""
+    return spread._replace(quantiles=tuple(-quantile for quantile in reversed(spread.quantiles)))
+
+
+def pick_lines(of: Pick, first: Ranked) -> Iterator[str]:
+    """Yield a line with the layout, and one with what it costs, in the bad case too."""
+    prediction = of.ranked.prediction
+    low, high = of.seconds
+    beside = ""
+    if of.ranked.layout != first.layout:
+        change = prediction.step / first.prediction.step - 1
+        beside = f" ({change:+.1%})"
+    yield f"{of.title}: {of.ranked.layout.text()}"
+    yield (
+        f"    {prediction.step:.4g} s per step{beside}, {low:.4g} to {high:.4g} s in 9 of 10 cases; "
+        f"out of memory in {100 * of.out_of_memory:.0f} of 100"
+    )
+
+
+def advice_lines(advice: Advice) -> Iterator[str]:
+    """Yield the three picks, the rule that decided, and what the intervals are from."""
+    shown: dict[Layout, Pick] = {}
+    for of in advice.picks:
+        if of.ranked.layout in shown:
+            yield f"{of.title}: the same as {shown[of.ranked.layout].title}"
+            continue
+        shown[of.ranked.layout] = of
+        yield from pick_lines(of, advice.first)
+    yield f"Take the first: {advice.reason}."
+    yield f"Intervals: {advice.evidence}."
