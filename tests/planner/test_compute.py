@@ -22,6 +22,7 @@ from torchllm.planner.compute import (
     recomputed,
 )
 from torchllm.planner.evidence.stacks import STACKS
+from torchllm.spec.cluster import read_cluster
 
 A100 = dgx_a100()
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
@@ -42,6 +43,15 @@ def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
 def test_a_large_product_reaches_nearly_what_can_be_reached() -> None:
     rate = 2 * 16384**3 / matmul_seconds(16384, 16384, 16384, A100)
     assert 0.95 * A100.achievable < rate <= A100.achievable
+
+
+@pytest.mark.parametrize(("share", "gain"), [(0.0, 1.0), (0.8, 1.6), (0.62, 1.24)])
+def test_products_in_float8_gain_their_share_of_the_peaks(share: float, gain: float) -> None:
+    h100 = read_cluster("dgx_h100", [])
+    assert h100 is not None
+    size = 16384
+    seconds = matmul_seconds(size, size, size, h100, share)
+    assert matmul_seconds(size, size, size, h100) / seconds == pytest.approx(gain, rel=1e-3)
 
 
 def test_narrow_products_are_slower_for_their_size() -> None:

@@ -46,16 +46,17 @@ class Kernels(NamedTuple):
     fused_norm: bool = False
     compiled: bool = False
     """blocks compiled: elementwise work is fused"""
-    float8: bool = False
+    float8: float = 0.0
+    """share of the float8 units' peak over that of bfloat16 that the products of blocks gain; 0: they are in 16 bits"""
 
     def fuses_qk_norm(self, model: Model, tp: int) -> bool:
         """Return whether norms of q and k are one kernel each: over a width of which a rank has a part, if compiled."""
         return self.compiled or (self.fused_norm and (model.qk_norm == "head" or tp == 1))
 
 
-def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: bool = False) -> float:
+def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: float = 0.0) -> float:
     """Return the seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline, lower for few or shallow tiles."""
-    rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * 0.8 if float8 else 1.0)
+    rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * float8 if float8 else 1.0)
     waves = m * n / (TILE * hardware.multiprocessors)
     operations = 2.0 * m * n * k / rate * (1 + WAVE / waves) * (1 + DEPTH / k)
     moved = 2.0 * (m * k + k * n + m * n) / (hardware.memory_bandwidth * MEMORY_RATE)
