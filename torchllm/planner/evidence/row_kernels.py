@@ -44,8 +44,8 @@ FLOAT8_SHARES = {"rowwise": 0.62, "rowwise_with_gw_hp": 0.575}
 TENSORWISE = 0.8
 """by recipe, what products gain as a share of the ratio of peaks (2 on an H100); tensorwise: all others, Transformer
 Engine's and MXFP8 too. github.com/pytorch/ao at 36027d82, docs/source/workflows/training.md: Llama 3 8B on 8 H100 takes
-1.332 s per step in bfloat16, 1.065 s tensorwise and 1.210 s rowwise, of which the blocks' products are about 0.65 s: they
-gain 1.6 to 1.7 and 1.23. With gradients of weights in high precision, two of three products gain"""
+1.332 s per step in bfloat16, 1.065 s tensorwise and 1.210 s rowwise. The blocks' products are about 0.65 s of these, so
+they gain 1.6 to 1.7 and 1.23. With gradients of weights in high precision, two of three products gain."""
 
 
 class Recomputed(NamedTuple):
