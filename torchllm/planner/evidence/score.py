@@ -109,9 +109,13 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
 
     cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored.
     """
-    rows = [row for file in files for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
+    rows = []
+    for file in files:
+        rows += [row for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
     scored = score_rows(rows)
-    sets = {name: _summary(of, groups=True) for name, of in _by(scored, "dataset").items()}
+    sets = {}
+    for name, of_set in _by(scored, "dataset").items():
+        sets[name] = {**_summary(of_set), **_parts(of_set)}
     if as_json:
         return json.dumps(sets, indent=1)
     lines = [_HEADER]
@@ -165,44 +169,87 @@ def _by(scored: Iterable[Scored], key: str) -> dict[str, list[Scored]]:
     return found
 
 
-def _summary(scored: Sequence[Scored], groups: bool = False) -> dict[str, Any]:
-    timed = [one for one in scored if one.error is not None]
+def _summary(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Return counts and errors of some rows; what none of them measured is missing."""
     counts = Counter(one.row_class for one in scored)
-    out: dict[str, Any] = {"rows": len(scored), **{name: counts[name] for name in CLASSES}, "timed": len(timed)}
+    timed = [one for one in scored if one.error is not None]
+    summary: dict[str, Any] = {"rows": len(scored)}
+    for row_class in CLASSES:
+        summary[row_class] = counts[row_class]
+    summary["timed"] = len(timed)
     if timed:
-        ratios = [one.prediction.step / one.row.seconds for one in timed if one.prediction and one.row.seconds]
-        factor = median(ratios)
-        out |= _errors([ratio - 1 for ratio in ratios])
-        out["scaled"] = {"factor": 1 / factor, **_errors([ratio / factor - 1 for ratio in ratios])}
-        out["spearman"] = spearman(
-            [o.prediction.step for o in timed if o.prediction], [o.row.seconds or 0.0 for o in timed]
-        )
-    layers = [error for one in scored for error in _layer_errors(one)]
-    if layers:
-        out["layers"] = _errors(layers)
-    of_memory = [one for one in scored if one.prediction and one.row.cells.get("peak_memory_gib")]
-    if of_memory:
-        out["memory"] = _errors(
-            [
-                counted(o.prediction.memory, o.row.case.software) / 2**30 / float(o.row.cells["peak_memory_gib"]) - 1
-                for o in of_memory
-                if o.prediction and o.row.case
-            ]
-        )
+        summary |= _time_errors(timed)
+    layer_errors: list[float] = []
+    memory_errors: list[float] = []
+    for one in scored:
+        layer_errors += _layer_errors(one)
+        memory_errors += _memory_errors(one)
+    if layer_errors:
+        summary["layers"] = _errors(layer_errors)
+    if memory_errors:
+        summary["memory"] = _errors(memory_errors)
     known = [one for one in scored if one.prediction and one.row.out_of_memory is not None]
     if known:
-        verdicts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
-        for one in known:
-            admitted = "fits" if one.prediction and one.prediction.fits else "refused"
-            verdicts[f"{admitted}_{'oom' if one.row.out_of_memory else 'ok'}"] += 1
-        out["out_of_memory"] = {**verdicts, "right": (verdicts["fits_ok"] + verdicts["refused_oom"]) / len(known)}
-    if groups:
-        out["classes"] = {}
-        if counts["scored"] and counts["assumed"]:
-            for name, title in UNDER.items():
-                out["classes"][title] = _summary([one for one in scored if one.row_class == name])
-        out["groups"] = {name: {**_summary(of), **regret(of)} for name, of in _by(scored, "group").items()}
-    return out
+        summary["out_of_memory"] = _memory_verdicts(known)
+    return summary
+
+
+def _parts(scored: Sequence[Scored]) -> dict[str, dict[str, Any]]:
+    """Return the summaries of a data set's classes, if it has two that are scored, and of its groups."""
+    of_class = _by_class(scored)
+    classes = {}
+    if of_class["scored"] and of_class["assumed"]:
+        for row_class, title in UNDER.items():
+            classes[title] = _summary(of_class[row_class])
+    groups = {}
+    for name, rows in _by(scored, "group").items():
+        groups[name] = {**_summary(rows), **regret(rows)}
+    return {"classes": classes, "groups": groups}
+
+
+def _by_class(scored: Iterable[Scored]) -> dict[str, list[Scored]]:
+    found: dict[str, list[Scored]] = {row_class: [] for row_class in CLASSES}
+    for one in scored:
+        found[one.row_class].append(one)
+    return found
+
+
+def _time_errors(timed: Sequence[Scored]) -> dict[str, Any]:
+    """Return the errors of the step time: raw, after one factor for all rows, and of the order."""
+    predicted, measured = [], []
+    for one in timed:
+        assert one.prediction is not None
+        assert one.row.seconds is not None
+        predicted.append(one.prediction.step)
+        measured.append(one.row.seconds)
+    ratios = [mine / its for mine, its in zip(predicted, measured, strict=True)]
+    middle = median(ratios)
+    scaled = _errors([ratio / middle - 1 for ratio in ratios])
+    return {
+        **_errors([ratio - 1 for ratio in ratios]),
+        "scaled": {"factor": 1 / middle, **scaled},
+        "spearman": spearman(predicted, measured),
+    }
+
+
+def _memory_errors(one: Scored) -> list[float]:
+    """Return the error of a row's peak of memory, if it has one."""
+    peak = one.row.cells.get("peak_memory_gib")
+    if not peak or one.prediction is None or one.row.case is None:
+        return []
+    predicted = counted(one.prediction.memory, one.row.case.software)
+    return [predicted / 2**30 / float(peak) - 1]
+
+
+def _memory_verdicts(known: Sequence[Scored]) -> dict[str, float]:
+    """Count which rows were predicted to fit, and which ran out of memory."""
+    verdicts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
+    for one in known:
+        admitted = "fits" if one.prediction and one.prediction.fits else "refused"
+        outcome = "oom" if one.row.out_of_memory else "ok"
+        verdicts[f"{admitted}_{outcome}"] += 1
+    right = verdicts["fits_ok"] + verdicts["refused_oom"]
+    return {**verdicts, "right": right / len(known)}
 
 
 def _layer_errors(one: Scored) -> list[float]:
