@@ -237,6 +237,8 @@ def stage_activations(
     model: Model, blocks: int, recompute: Recompute, one: BlockActivations, software: Software
 ) -> StageActivations:
     """Return what `blocks` blocks keep."""
+    if not blocks:
+        return StageActivations(0.0, 0.0)
     match recompute.mode:
         case "full":
             return StageActivations(blocks * one.entry, one.whole)

@@ -20,7 +20,7 @@ from torchllm.planner.simulate import StageTimes, played, simulate_played
 from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
-from torchllm.spec.stages import balanced_split, stage_of_rank
+from torchllm.spec.stages import balanced_split, stage_of_rank, stages_of_ranks
 
 
 class Prediction(NamedTuple):
@@ -51,7 +51,7 @@ def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> t
     if parallel.pp == 1:
         total = m * sum(sum(stage) for stage in stages)
         return total, [total]
-    per_rank = [sum(sum(stages[s]) for s in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+    per_rank = [sum(sum(stages[stage]) for stage in mine) for mine in stages_of_ranks(parallel)]
     order, times = (parallel.schedule, parallel.pp, parallel.stages_per_rank), tuple(stages)
     round = m // max(1, m // parallel.pp)  # of an interleaved schedule, which repeats after it
     few = 2 * round + m % round
@@ -74,7 +74,7 @@ def _seconds(
 
 
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
-    """Predict the whole step. `pipeline`: times the schedule; `bounds.at_least` is a bound, a hundred times faster."""
+    """Predict the whole step. `pipeline`: times the schedule; `search.bounds.at_least` is a bound, and fast."""
     sizes = stage_sizes(case)
     terms, busiest = step_terms(case, sizes, cost_of_block(case), pipeline)
     total = sum(terms.values())
@@ -109,7 +109,7 @@ def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: P
     cost_of_size = {size: stage_cost(case, size, block, dense) for size in dict.fromkeys(sizes)}
     costs = [cost_of_size[size] for size in sizes]
     step, busy = pipeline(case, [cost.times for cost in costs], boundary(case))
-    ranks = [[costs[stage] for stage in stage_of_rank(parallel, rank)] for rank in range(parallel.pp)]
+    ranks = [[costs[stage] for stage in mine] for mine in stages_of_ranks(parallel)]
     busiest = max(range(parallel.pp), key=lambda rank: busy[rank])
     terms: dict[str, float] = {}
     for cost in ranks[busiest]:
@@ -118,7 +118,7 @@ def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: P
     terms["bubble"] = step - busy[busiest]
     if parallel.pp > 1:
         terms["flush"] = case.software.constants.flush * busy[busiest] / m
-    alike = {tuple(sizes[stage] for stage in stage_of_rank(parallel, rank)): rank for rank in range(parallel.pp)}
+    alike = {tuple(sizes[stage] for stage in mine): rank for rank, mine in enumerate(stages_of_ranks(parallel))}
     tails = (tail(case, list(of), ranks[rank]) for of, rank in alike.items())
     for name, seconds in max(tails, key=lambda of: sum(of.values())).items():
         terms[name] = terms.get(name, 0.0) + seconds

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchllm.config import Model, Parallel
+from torchllm.config import Model, Parallel, PipelineSchedule
 from torchllm.spec.flops import block_flops, head_size
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -24,6 +24,17 @@ def stage_of_rank(parallel: Parallel, rank: int) -> tuple[int, ...]:
         on_the_way_back = 2 * parallel.pp - 1 - rank
         return (rank, on_the_way_back)
     return tuple(range(rank, parallel.stages, parallel.pp))
+
+
+def stages_of_ranks(parallel: Parallel) -> tuple[tuple[int, ...], ...]:
+    """Return `stage_of_rank` of each pipeline rank."""
+    return _stages_of_ranks(parallel.pp, parallel.schedule, parallel.stages_per_rank)
+
+
+@lru_cache(maxsize=1024)
+def _stages_of_ranks(pp: int, schedule: PipelineSchedule, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    parallel = Parallel(pp=pp, schedule=schedule, virtual_stages=stages_per_rank)
+    return tuple(stage_of_rank(parallel, rank) for rank in range(pp))
 
 
 def end_costs(model: Model) -> tuple[int, int]:
@@ -73,8 +84,7 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
     dense = model.dense_layers if model.experts else 0
     leading = BlockRun(block_flops(model, 0, sequence_length), dense)
     following = BlockRun(block_flops(model, model.layers - 1, sequence_length), model.layers - dense)
-    stages_of_ranks = tuple(stage_of_rank(parallel, rank) for rank in range(parallel.pp))
-    return _balanced(leading, following, end_costs(model), stages_of_ranks)
+    return _balanced(leading, following, end_costs(model), stages_of_ranks(parallel))
 
 
 class BlockRun(NamedTuple):

@@ -1,27 +1,27 @@
-"""Lower bounds on the time and memory of partly decided layouts, by which `search` rejects whole groups. No torch.
+"""Lower bounds of the time and memory of layouts, by which `search` leaves out whole groups. No torch.
 
-Seconds: all ranks' work divided evenly, and the wait for a first micro batch. Bytes: what the first rank holds all step
-long, and the activations of the micro batches that its schedule keeps. A bound is no more than what `predict` says of
-any layout of the group, and is composed of few parts that many layouts share.
+A bound of a group is what the cost model says of its layouts if what is open costs nothing. `Bounds.shared` bounds the
+time of all schedules and shardings, `Bounds.scheduled` of one schedule, with `Bounds.tail` of one sharding too;
+`Bounds.held` bounds the memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
-from torchllm.config import SCHEDULES, PipelineSchedule
+from torchllm.config import SCHEDULES
+from torchllm.planner.activations import block_activations, stage_activations
 from torchllm.planner.case import Case
-from torchllm.planner.compute import Kernels, Piece
-from torchllm.planner.memory import StageSize, stage_parameters
-from torchllm.planner.predict import memory_of, tail
-from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, ShardingDegrees
-from torchllm.planner.simulate import StageTimes, most_in_flight
-from torchllm.planner.stage import BlockCost, Computed, StageCost, computed, cost_of_block, end_times
-from torchllm.spec.flops import recompute_interval
-from torchllm.spec.stages import V_SHAPED, balanced_split, stage_of_rank
-
-SPLIT = tuple(name for name, kind in SCHEDULES.items() if kind.splits_backward)
-"""schedules that may fill the wait for the last gradients with gradients of weights"""
+from torchllm.planner.experts import without_experts
+from torchllm.planner.memory import StageSize, gathered_parameters
+from torchllm.planner.moments import WHOLE, of_rank
+from torchllm.planner.predict import memory_of, stage_sizes, tail
+from torchllm.planner.search.layouts import Job, Layout
+from torchllm.planner.simulate import StageTimes
+from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, stage_cost
+from torchllm.spec.stages import stage_of_rank, stages_of_ranks
 
 
 def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
@@ -30,267 +30,148 @@ def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple
     A rank computes all its work after a first micro batch has come through the previous ranks, and before the last
     one's gradients go back through them. Where the backward is split that last wait may be filled.
     """
-    parallel, m = case.parallel, case.micro_batches
-    busy = [m * sum(sum(stages[at]) for at in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+    m = case.micro_batches
+    splits_backward = SCHEDULES[case.parallel.schedule].splits_backward
+    totals = [sum(stage) for stage in stages]
+    busy = [m * sum([totals[stage] for stage in mine]) for mine in stages_of_ranks(case.parallel)]
     step = waits = 0.0
-    for rank in range(parallel.pp):
-        step = max(step, waits + busy[rank])
-        forward, inputs, weights = stages[rank]
-        waits += forward + transfer + (0.0 if parallel.schedule in SPLIT else inputs + weights + transfer)
+    for rank, work in enumerate(busy):
+        step = max(step, waits + work)
+        way_back = 0.0 if splits_backward else totals[rank] - stages[rank].forward + transfer
+        waits += stages[rank].forward + transfer + way_back
     return step, busy
 
 
-class ScheduleBound(NamedTuple):
-    """A schedule, and the least that its first rank holds."""
+class Forward(NamedTuple):
+    """What the first rank holds at the end of a forward."""
 
-    schedule: PipelineSchedule
-    virtual_stages: int
-    graded: bool
-    """whether all its stages have gradients at a time with one micro batch fewer in flight"""
-    flying: int
-    """blocks times the micro batches that they keep at once"""
-    blocks: int
-    """blocks of its largest stage, which one micro batch fewer frees; 0 if one is always in flight"""
-    ends: int
-    """ends of its stages that receive from other ranks"""
-
-
-class Sharding(NamedTuple):
-    """A way to share weights, gradients and optimizer on a mesh."""
-
-    degrees: ShardingDegrees
-    standing: float
-    """lower bound of the bytes held all step long"""
-    reserve: float
-    """bytes outside torch"""
+    flying: Counter[StageSize]
+    """micro batches whose activations it holds, by their stage"""
     gradients: float
-    """bytes of the gradients when all stages have some"""
-    tail: float
-    """lower bound of the seconds at the end of a step"""
+    """bytes of the gradients that its stages have so far"""
+
+    def is_within(self, other: "Forward") -> bool:
+        """Return whether another holds as much of everything."""
+        return self.gradients <= other.gradients and self.flying <= other.flying
 
 
 class Bounds:
-    """The bounds of one job; what is computed once is cached."""
+    """The bounds of one job's layouts. What layouts share is computed once, and kept by what it depends on."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._computed: dict[tuple[Piece, Kernels], Computed] = {}
-        self._block: dict[tuple[object, ...], tuple[StageTimes, float, float]] = {}
-        self._ends: dict[tuple[Piece, Kernels], tuple[float, float]] = {}
-        self._ranks: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = {}
-        self._sharded: dict[DegreeMesh, list[Sharding]] = {}
-        self._standing: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        self._orders: dict[tuple[int, int], list[ScheduleBound]] = {}
-        self._smallest: dict[tuple[int, int], ScheduleBound] = {}
-        self._received: dict[tuple[object, ...], float] = {}
-        self._stages: dict[tuple[object, ...], list[StageSize]] = {}
-        self._ways: dict[DegreeMesh, list[tuple[ShardingDegrees, float, float]]] = {}
-        self._kept: dict[tuple[object, ...], float] = {}
+        self.shardings = cache(job.shardings)
+        self._costs: dict[tuple[object, ...], tuple[BlockCost, dict[StageSize, StageCost]]] = {}
+        self._sizes: dict[tuple[object, ...], list[StageSize]] = {}
+        self._tails: dict[tuple[object, ...], float] = {}
+        self._standing: dict[tuple[object, ...], float] = {}
+        self._forwards: dict[tuple[object, ...], list[Forward]] = {}
+        self._kept: dict[tuple[object, ...], Callable[[StageSize], float]] = {}
+        self._dense = job.model.dense_layers if job.model.experts else 0
 
-    def block_key(self, layout: Layout) -> tuple[object, ...]:
-        """Return what decides how a block computes: layouts with equal keys share one entry of a cache."""
-        return (
-            layout.cp,
-            layout.cp_method,
-            layout.tp,
-            layout.sequence_parallel,
-            layout.recompute,
-            self.job.compile_of(layout).block,
-        )
+    def shared(self, layout: Layout) -> float:
+        """Return the seconds if the ranks of a pipeline share all work evenly and never wait."""
+        whole = StageSize(self.job.model.layers, first=True, last=True, dense=self._dense)
+        (cost,) = self.costs(layout, [whole])
+        return self.micro_batches(layout) * sum(cost.times) / layout.pp
 
-    def block(self, layout: Layout) -> tuple[StageTimes, float, float]:
-        """Return the seconds of one micro batch in a block, in the embedding, and in the head."""
-        gathers = layout.zero_stage > 1 and layout.dp_shard * layout.cp > 1
-        sharding = (layout.pp > 1, layout.dp_shard, layout.zero_stage) if gathers else ()
-        key = (*self.block_key(layout), layout.micro_batch_size, *sharding)
-        known = self._block.get(key)
-        if known is None:
-            case = self.job.case(layout if gathers else layout._replace(dp_replicate=1, dp_shard=1, zero_stage=0))
-            block = self.block_cost(case)
-            known = self._block[key] = block.times, *self.ends(case, block.over_tp)
-        return known
+    def scheduled(self, layout: Layout) -> float:
+        """Return `at_least` of the layout."""
+        case, costs = self.job.case(layout), self.costs(layout, self.sizes(layout))
+        return at_least(case, [cost.times for cost in costs], boundary(case))[0]
 
-    def block_cost(self, case: Case) -> BlockCost:
-        """Return the time of a block; what it computes is cached for layouts that send and recompute differently."""
-        key = case.piece, case.kernels
-        if key not in self._computed:
-            self._computed[key] = computed(case)
-        return cost_of_block(case, self._computed[key])
+    def costs(self, layout: Layout, sizes: list[StageSize]) -> list[StageCost]:
+        """Return the cost of each stage. Only ZeRO stages 2 and 3 gather weights, or reduce gradients, meanwhile."""
+        computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
+        sends = layout.pp > 1, layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
+        gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
+        key = *computes, *sends, *gathers
+        if key not in self._costs:
+            self._costs[key] = cost_of_block(self.job.case(layout)), {}
+        block, known = self._costs[key]
+        for size in sizes:
+            if size not in known:
+                known[size] = stage_cost(self.job.case(layout), size, block)
+        return [known[size] for size in sizes]
 
-    def ends(self, case: Case, over_tp: float) -> tuple[float, float]:
-        """Return the seconds in the embedding and in the head, which many layouts share."""
-        key = case.piece, case.kernels
-        if key not in self._ends:
-            sizes = StageSize(0, True, False), StageSize(0, False, True)
-            first, last = (sum(end_times(case, size, over_tp)[0]) for size in sizes)
-            self._ends[key] = first, last
-        return self._ends[key]
-
-    def work(self, layout: Layout, decided: bool = True) -> float:
-        """Return a bound of the schedule's time, like `at_least` but without transfers.
-
-        Without a schedule (`decided` is False) it is the ranks' average work, and their average wait for a first micro
-        batch if each previous rank had one block.
-        """
-        block, embedding, head = self.block(layout)
-        m = self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
-        each = sum(block)
-        if layout.pp == 1 or not decided:
-            work = m * (self.job.model.layers * each + embedding + head) / layout.pp
-            return work + (layout.pp - 1) / 2 * block.forward
-        way = block.forward if layout.schedule in SPLIT else each
-        step = 0.0
-        for before, blocks, first, last in self.ranks(layout):
-            step = max(step, before * way + m * (blocks * each + first * embedding + last * head))
-        return step
-
-    def ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
-        """Return (blocks before a rank's first one, its own blocks, is first, is last) for each kind of rank.
-
-        Of ranks that are alike it is the last one, which waits longest.
-        """
-        key = layout.pp, layout.schedule, layout.virtual_stages
-        if key not in self._ranks:
-            parallel, stages, before = self.job.parallel(layout), self.stages(layout), 0
-            alike: dict[tuple[int, bool, bool], int] = {}
-            for rank in range(layout.pp):
-                mine = [stages[stage] for stage in stage_of_rank(parallel, rank)]
-                has = sum(of.blocks for of in mine), any(of.first for of in mine), any(of.last for of in mine)
-                alike[has] = before
-                before += stages[rank].blocks
-            self._ranks[key] = [(before, *has) for has, before in alike.items()]
-        return self._ranks[key]
-
-    def stages(self, layout: Layout) -> list[StageSize]:
+    def sizes(self, layout: Layout) -> list[StageSize]:
         """Return the size of each stage."""
         key = layout.pp, layout.schedule, layout.virtual_stages
-        if key not in self._stages:
-            split = balanced_split(self.job.model, self.job.parallel(layout), self.job.training.sequence_length)
-            self._stages[key] = [StageSize(blocks, at == 0, at == len(split) - 1) for at, blocks in enumerate(split)]
-        return self._stages[key]
+        if key not in self._sizes:
+            self._sizes[key] = stage_sizes(self.job.case(layout))
+        return self._sizes[key]
 
-    def shardings(self, mesh: DegreeMesh) -> list[Sharding]:
-        """Return bounds of what each sharding keeps of a rank's blocks, and of its cost at the end of a step."""
-        if mesh not in self._sharded:
-            sizes = [StageSize(self.job.model.layers // mesh.pp, False, False)] * mesh.pp
-            cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})  # a backward that hides what can be hidden
-            found = []
-            for replicate, shard, zero, ep in self.job.shardings(mesh):
-                case = self.job.case(Layout(mesh.pp, replicate, shard, mesh.cp, mesh.tp, zero_stage=zero, ep=ep))
-                key = mesh.pp, mesh.tp, shard * mesh.cp, zero
-                if key not in self._standing:
-                    of = memory_of(case, sizes, 0)
-                    standing = of.weights + of.optimizer + (of.gathered if zero < 3 else 0.0)
-                    whole = stage_parameters(case.model, sizes[0], mesh.tp, case.software.vocab_parallel)
-                    scattered = shard * mesh.cp if zero >= 2 and mesh.pp == 1 else 1
-                    self._standing[key] = standing, of.reserve, case.software.gradients * whole / scattered
-                seconds = sum(tail(case, sizes[:1], [cost]).values())
-                found.append(Sharding(ShardingDegrees(replicate, shard, zero, ep), *self._standing[key], seconds))
-            self._sharded[mesh] = sorted(found, key=lambda one: one.standing)
-        return self._sharded[mesh]
+    def tail(self, layout: Layout) -> float:
+        """Return the seconds at the end of a step, if a rank has no end of the model and its backward hides all."""
+        key = layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.zero_stage, layout.ep
+        if key not in self._tails:
+            size = StageSize((self.job.model.layers - self._dense) // layout.pp, first=False, last=False)
+            cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})
+            self._tails[key] = sum(tail(self.job.case(layout), [size], [cost]).values())
+        return self._tails[key]
 
-    def cheapest(self, layout: Layout, mesh: DegreeMesh, order: ScheduleBound) -> tuple[Layout, float]:
-        """Return the layout with the cheapest sharding per micro batch that may fit, and the missing bytes.
+    def held(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds all step long, and at the end of the forward that adds most."""
+        kept = self.kept(layout)
+        most = 0.0
+        for forward in self.forwards(layout):
+            activations = sum([count * kept(size) for size, count in forward.flying.items()])
+            most = max(most, self.job.software.constants.allocator * activations + forward.gradients)
+        return self.standing(layout) + most
 
-        Only zero_stage 3 gathers weights for a micro batch, and the fewer ranks share them the less.
-        """
-        if mesh not in self._ways:
-            shardings = self.shardings(mesh)
-            whole = [one for one in shardings if one.degrees[2] < 3]
-            apart = sorted((one for one in shardings if one.degrees[2] == 3), key=lambda one: one.degrees[1])
-            self._ways[mesh] = [(one.degrees, one.standing + one.reserve, one.gradients) for one in whole[:1] + apart]
-        capacity, least = self.job.hardware.memory, math.inf
-        received, most, later = self.held(layout, order)
-        for (replicate, shard, zero, ep), standing, gradients in self._ways[mesh]:
-            graded = later + gradients
-            over = standing + received + (graded if graded > most else most) - capacity
-            if over <= 0:
-                if zero == 3:
-                    layout = layout._replace(dp_replicate=replicate, dp_shard=shard, zero_stage=zero, ep=ep)
-                return layout, over
-            least = min(least, over)
-        return layout, least
+    def standing(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds all step long."""
+        sums = layout.pp == 1 and self.micro_batches(layout) > 1  # gradients; a pipeline has them for a while
+        stages = layout.pp, layout.schedule, layout.virtual_stages, layout.tp, layout.ep
+        key = *stages, layout.dp_shard * layout.cp, layout.zero_stage, sums
+        if key not in self._standing:
+            memory = memory_of(self.job.case(layout), self.sizes(layout), 0)
+            weights = memory.weights + (memory.gathered if layout.zero_stage < 3 else 0.0)
+            gradients = memory.gradients if sums else 0.0
+            self._standing[key] = weights + gradients + memory.optimizer + memory.reserve
+        return self._standing[key]
 
-    def holds(self, layout: Layout, sharding: Sharding, order: ScheduleBound) -> float:
-        """Return a bound of the first rank's memory."""
-        received, most, later = self.held(layout, order)
-        return sharding.standing + sharding.reserve + received + max(most, later + sharding.gradients)
-
-    def held(self, layout: Layout, order: ScheduleBound) -> tuple[float, float, float]:
-        """Return bounds of the bytes that vary within a step.
-
-        They are: the buffers in which a pipeline receives; the activations of all micro batches in flight; and those of
-        one micro batch fewer, which are held beside gradients in the middle of a step.
-        """
-        received = 0.0
-        if layout.pp > 1:
-            key = layout.data_ranks, layout.cp, layout.tp, layout.sequence_parallel
-            if key not in self._received:
-                case = self.job.case(layout._replace(schedule="1F1B", virtual_stages=1))
-                self._received[key] = memory_of(case, [StageSize(1, True, False)] * layout.pp, 0).buffers
-            received = self._received[key] * order.ends
-        kept = self.kept(layout) * self.job.software.constants.allocator
-        later = kept * (order.flying - order.blocks) if order.graded else -math.inf
-        return received, kept * order.flying, later
-
-    def memory(self, layout: Layout, mesh: DegreeMesh) -> float:
-        """Return a bound of what the first rank holds besides `Sharding.standing`, with any sharding."""
-        least = math.inf
-        for zero in (1, 3) if layout.pp == 1 else (3,):  # what is reduced at once has buffers of its own
-            case = self.job.case(layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=zero))
-            of = memory_of(case, self.stages(layout), 0)
-            gathered = of.gathered * case.software.constants.allocator
-            least = min(least, of.total - gathered - of.weights - of.optimizer)
-        return least
-
-    def kept(self, layout: Layout) -> float:
-        """Return the bytes that a block keeps of a micro batch."""
-        key = self.block_key(layout)
+    def kept(self, layout: Layout) -> Callable[[StageSize], float]:
+        """Return a function: stage -> bytes that its blocks keep of a micro batch."""
+        sends = layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
+        key = *sends, layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
         if key not in self._kept:
-            mode = "full" if layout.recompute == "every_k" else layout.recompute  # of one block a stage it is the same
-            case = self.job.case(layout._replace(pp=1, dp_replicate=1, dp_shard=1, micro_batch_size=1, recompute=mode))
-            many = self.job.model.layers * recompute_interval(case.recompute, self.job.model.layers)
-            one, two = (memory_of(case, [StageSize(times * many, True, True)], 0).activations for times in (1, 2))
-            self._kept[key] = (two - one) / many
-        return self._kept[key] * layout.micro_batch_size
+            self._kept[key] = cache(partial(self._kept_of, self.job.case(layout)))
+        return self._kept[key]
 
-    def orders(self, layout: Layout, mesh: DegreeMesh) -> list[ScheduleBound]:
-        """Return the possible schedules with their bounds."""
-        m = self.job.training.global_batch_size // (layout.micro_batch_size * mesh.data)
-        if (mesh.pp, m) not in self._orders:
-            schedules = self.job.schedules(mesh, layout.micro_batch_size)
-            self._orders[mesh.pp, m] = [self.order(mesh.pp, m, name, stages) for name, stages in schedules]
-        return self._orders[mesh.pp, m]
+    def _kept_of(self, case: Case, size: StageSize) -> float:
+        """Return the bytes that the blocks of a stage keep of a micro batch."""
+        held = 0.0
+        for model, blocks in ((case.model, size.blocks - size.dense), (without_experts(case.model), size.dense)):
+            if blocks:
+                one = block_activations(model, case.piece, case.parallel, case.kernels, case.software)
+                held += stage_activations(case.model, blocks, case.recompute, one, case.software).held
+        return held
 
-    def smallest(self, layout: Layout, mesh: DegreeMesh) -> ScheduleBound:
-        """Return one schedule whose every bound is the smallest of all schedules."""
-        key = mesh.pp, layout.micro_batch_size * mesh.data
-        if key not in self._smallest:
-            orders = self.orders(layout, mesh)
-            self._smallest[key] = orders[0]._replace(
-                graded=all(one.graded for one in orders),
-                flying=min(one.flying for one in orders),
-                blocks=max(one.blocks for one in orders),
-                ends=min(one.ends for one in orders),
-            )
-        return self._smallest[key]
+    def micro_batches(self, layout: Layout) -> int:
+        """Return the micro batches of a step on one data rank."""
+        return self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
 
-    def order(self, pp: int, m: int, name: PipelineSchedule, v: int) -> ScheduleBound:
-        """Return the bounds of a schedule of `m` micro batches without simulating it."""
-        layers = self.job.model.layers
-        if pp == 1:
-            return ScheduleBound(name, v, m > 1, layers, 0, 0)
-        blocks = [size.blocks for size in self.stages(Layout(pp, 1, 1, 1, 1, name, v))]
-        round = m // max(1, m // pp)
-        if name in V_SHAPED:
-            both = most_in_flight(name, pp, 2, min(m, 3 * round + m % round), 0)
-            return ScheduleBound(
-                name, v, m >= 3 * pp, max(both[0] * blocks[0], both[1] * blocks[-1]), max(blocks[0], blocks[-1]), 2
-            )
-        mine = blocks[::pp]
-        flying, graded = m * sum(mine), v == 1 and m > 1  # GPipe and LoopedBFS keep all
-        if name not in ("GPipe", "LoopedBFS"):
-            ahead = (v - 1) * round + (2 if name == "Interleaved1F1B" else 1) * (pp - 1)
-            flying = min(m * v, ahead + 1) * min(mine)
-            graded = graded or m * v > ahead + v * round  # after a round of backwards
-        return ScheduleBound(name, v, graded, flying, max(mine), 2 * len(mine) - 1)
+    def forwards(self, layout: Layout) -> list[Forward]:
+        """Return the forwards at whose end the first rank may hold most."""
+        order = layout.pp, layout.schedule, layout.virtual_stages, self.micro_batches(layout)
+        key = *order, layout.tp, layout.ep
+        if key not in self._forwards:
+            case, sizes = self.job.case(layout), self.sizes(layout)
+            parallel, software = case.parallel, case.software
+            stages = [sizes[stage] for stage in stage_of_rank(parallel, 0)]
+            found: list[Forward] = []
+            for moment in of_rank(layout.schedule, layout.pp, parallel.stages_per_rank, case.micro_batches, 0):
+                if moment.kind != "F":
+                    continue
+                flying, gradients = Counter[StageSize](), 0.0
+                for stage, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
+                    flying[stage] += count
+                    if layout.pp > 1 and graded == WHOLE:
+                        whole = gathered_parameters(case.model, stage, case.piece, software.vocab_parallel)
+                        gradients += software.gradients * whole
+                forward = Forward(flying, gradients)
+                if not any(forward.is_within(other) for other in found):
+                    found = [other for other in found if not other.is_within(forward)] + [forward]
+            self._forwards[key] = found
+        return self._forwards[key]

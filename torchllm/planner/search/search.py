@@ -2,27 +2,30 @@
 
 It is a best-first search. One queue holds partly decided layouts, the least possible step time in front. The first is
 decided one step further and its parts go back into the queue, until a whole layout comes out with its time predicted.
-Groups whose lower bound of memory exceeds a GPU's are rejected at once.
+What needs more memory than a GPU has is rejected on the way.
 
-    mesh, micro batch, sequence and context parallelism -> recomputation -> schedule -> sharding -> memory -> time
+    mesh, micro batch, recomputation, sequence and context parallelism -> schedule -> sharding -> memory -> time
 """
 
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torchllm.planner.predict import Prediction, memory_of, predict
 from torchllm.planner.search.bounds import Bounds, at_least
-from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
+from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, ShardingDegrees
 
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 """memory: the least among layouts that take at most `SLOWER` times as long as the fastest"""
 SLOWER = 1.05
 CLOUD = 4000
 """number of layouts that are kept for a plot"""
+LOOKED_AT = 40
+"""number of layouts that are predicted to find the near misses"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
 
 
@@ -63,151 +66,160 @@ class Found:
 
 
 class Open(NamedTuple):
-    """Layouts that agree in what is decided so far; what is open in `layout` has the values that cost least time."""
+    """Layouts that agree in what is decided so far."""
 
     layout: Layout
-    mesh: DegreeMesh
-    decided: int
-    """steps of `Search.run`"""
-    tail: float = 0.0
-    """bound of what its sharding costs at the end of a step"""
+    start: Layout
+    """the layout without schedule and sharding"""
+    decide: Callable[["Open"], None] | None
+    """what comes next; None: it is predicted"""
     prediction: Prediction | None = None
 
 
 class Search:
-    """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step."""
+    """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step.
+
+    Twins are left out: a layout that differs from a faster one in schedule and sharding only, and needs no less memory.
+    """
 
     def __init__(self, job: Job, count: int = 10, slower: float = 1.0) -> None:
         self.job, self.count, self.slower = job, count, slower
+        self.capacity = job.hardware.memory
         self.bounds = Bounds(job)
         self.found = Found()
+        self._least_memory: dict[Layout, float] = {}
+        """of the best layouts with the same start"""
         self._missed: dict[tuple[object, ...], tuple[float, Layout]] = {}
-        self._queue: list[tuple[float, int, Open]] = []
-        self._pushed = 0
+        self._queue: list[tuple[float, float, int, Open]] = []
+        self._numbers = itertools.count()
 
     def run(self) -> Found:
         """Return the best layouts, and what became of the others."""
         found, enough = self.found, 0.0
-        steps = self.recomputations, self.schedules, self.shardings, self.gathers, self.bounded, self.predicted
         for mesh in self.job.meshes:
             if reason := self.job.refusal(mesh):
                 found.refused[reason] += 1
                 continue
             found.layouts += self.job.count(mesh)
-            for layout in self.starts(mesh):
-                self.push(self.bounds.work(layout, False), Open(layout, mesh, 0))
+            for start in self.starts(mesh):
+                self.push(self.bounds.shared(start), Open(start, start, self.schedules))
         while self._queue and not (len(found.best) >= self.count and self._queue[0][0] > enough):
-            _, _, node = heapq.heappop(self._queue)
-            if node.prediction is None:
-                steps[node.decided](node)
-                continue
-            found.best.append(Ranked(node.layout, node.prediction))
-            enough = self.slower * found.best[0].prediction.step
+            *_, node = heapq.heappop(self._queue)
+            if node.decide:
+                node.decide(node)
+            elif node.prediction and not self.is_twin(node, node.prediction):
+                self._least_memory[node.start] = node.prediction.memory.total
+                found.best.append(Ranked(node.layout, node.prediction))
+                enough = self.slower * found.best[0].prediction.step
         if rest := found.layouts - found.rejected[MEMORY] - len(found.best):
             found.rejected[SLOW] = rest
         self.near_misses()
         return found
 
     def push(self, least: float, node: Open) -> None:
-        """Add a node to the queue."""
-        self._pushed += 1  # of equal bounds the first comes out first
-        heapq.heappush(self._queue, (least, self._pushed, node))
+        """Add a node to the queue. Of equal times what is open comes first, then what needs least memory."""
+        memory = node.prediction.memory.total if node.prediction and not node.decide else 0.0
+        heapq.heappush(self._queue, (least, memory, next(self._numbers), node))
+
+    def is_twin(self, node: Open, prediction: Prediction) -> bool:
+        """Return whether one of the best differs in schedule and sharding only, and needs no more memory."""
+        return prediction.memory.total >= self._least_memory.get(node.start, math.inf)
 
     def starts(self, mesh: DegreeMesh) -> Iterator[Layout]:
-        """Yield layouts in which everything undecided costs nothing: no sharding, no recomputation."""
+        """Yield the layouts of a mesh without schedule and sharding."""
         pp, data, cp, tp = mesh
-        for size in self.job.pieces(mesh):
-            for sp in self.job.sequence_parallel(mesh):
-                for method in self.job.context_methods(mesh):
-                    yield Layout(
-                        pp, data, 1, cp, tp, micro_batch_size=size, zero_stage=0, sequence_parallel=sp, cp_method=method
-                    )
-
-    def recomputations(self, node: Open) -> None:
-        """Decide what is recomputed."""
-        layout, mesh, bounds = node.layout, node.mesh, self.bounds
-        smallest, orders = bounds.smallest(layout, mesh), bounds.orders(layout, mesh)
-        for mode in self.job.modes(mesh):
-            part = layout._replace(recompute=mode)
-            fitting, over = bounds.cheapest(part, mesh, smallest)
-            if over <= 0:
-                self.push(bounds.work(fitting, False), Open(part, mesh, 1))
-            else:
-                part = part._replace(schedule=smallest.schedule, virtual_stages=smallest.virtual_stages)
-                self.reject(part, mesh, over, len(orders) * len(bounds.shardings(mesh)))
+        for size, mode, sp, method, ep in itertools.product(
+            self.job.pieces(mesh),
+            self.job.modes(mesh),
+            self.job.sequence_parallel(mesh),
+            self.job.context_methods(mesh),
+            dict.fromkeys(sharding.ep for sharding in self.bounds.shardings(mesh)),
+        ):
+            yield Layout(pp, 1, data, cp, tp, "1F1B", 1, size, 0, mode, sp, method, ep)
 
     def schedules(self, node: Open) -> None:
         """Decide the pipeline's schedule."""
-        layout, mesh, bounds = node.layout, node.mesh, self.bounds
-        for order in bounds.orders(layout, mesh):
-            part = layout._replace(schedule=order.schedule, virtual_stages=order.virtual_stages)
-            fitting, over = bounds.cheapest(part, mesh, order)
-            if over <= 0:
-                self.push(bounds.work(fitting), Open(part, mesh, 2))
+        mesh = mesh_of(node.start)
+        shardings = [sharding for sharding in self.bounds.shardings(mesh) if sharding.ep == node.start.ep]
+        tail = min(self.bounds.tail(sharded(node.start, sharding)) for sharding in shardings)
+        for name, stages in self.job.schedules(mesh, node.start.micro_batch_size):
+            layout = node.start._replace(schedule=name, virtual_stages=stages)
+            smallest = sharded(layout, shardings[-1])  # shared by most ranks
+            if (over := self.bounds.held(smallest) - self.capacity) > 0:
+                self.reject(smallest, over, len(shardings))
             else:
-                self.reject(part, mesh, over, len(bounds.shardings(mesh)))
+                self.push(self.bounds.scheduled(layout) + tail, node._replace(layout=layout, decide=self.shardings))
 
     def shardings(self, node: Open) -> None:
         """Decide how weights, gradients and optimizer are sharded."""
-        layout, mesh, bounds = node.layout, node.mesh, self.bounds
-        work, beside = bounds.work(layout), bounds.memory(layout, mesh)
-        shardings = bounds.shardings(mesh)
-        for at, sharding in enumerate(shardings):
-            part = layout._replace(**sharding.degrees._asdict())
-            if (over := beside + sharding.standing - self.job.hardware.memory) > 0:
-                self.reject(part, mesh, over, 1)
-                self.found.rejected[MEMORY] += len(shardings) - at - 1  # the rest need more
-                break
-            self.push(work + sharding.tail, Open(part, mesh, 3, sharding.tail))
-
-    def gathers(self, node: Open) -> None:
-        """Add the time of gathering weights and gradients, which the bound lacked while the sharding was open."""
-        self.push(self.bounds.work(node.layout) + node.tail, node._replace(decided=4))
+        unsharded = self.bounds.scheduled(node.layout)
+        for sharding in self.bounds.shardings(mesh_of(node.start)):
+            if sharding.ep != node.start.ep:
+                continue
+            layout = sharded(node.layout, sharding)
+            if (over := self.bounds.held(layout) - self.capacity) > 0:
+                self.reject(layout, over)
+            else:
+                scheduled = self.bounds.scheduled(layout) if sharding.zero_stage >= 2 else unsharded
+                self.push(scheduled + self.bounds.tail(layout), node._replace(layout=layout, decide=self.bounded))
 
     def bounded(self, node: Open) -> None:
         """Predict everything but the pipeline's simulation."""
-        case, sizes = self.job.case(node.layout), self.bounds.stages(node.layout)
-        held = max(memory_of(case, sizes, rank).total for rank in {0, node.layout.pp - 1})
-        if held > self.job.hardware.memory:
-            self.reject(node.layout, node.mesh, held - self.job.hardware.memory, 1)
+        case = self.job.case(node.layout)
+        if (over := memory_of(case, self.bounds.sizes(node.layout), 0).total - self.capacity) > 0:
+            self.reject(node.layout, over)
             return
         prediction = predict(case, at_least)
         if len(self.found.cloud) < CLOUD:
             self.found.cloud.append((prediction.memory.total, prediction.mfu, prediction.fits))
         if prediction.fits:
-            self.push(prediction.step, node._replace(decided=5))
+            self.push(prediction.step, node._replace(decide=self.predicted, prediction=prediction))
         else:
-            self.reject(node.layout, node.mesh, prediction.memory.total - self.job.hardware.memory, 1)
+            self.reject(node.layout, prediction.memory.total - self.capacity)
 
     def predicted(self, node: Open) -> None:
         """Predict the layout in full."""
-        prediction = predict(self.job.case(node.layout))
-        self.push(prediction.step, node._replace(decided=6, prediction=prediction))
+        if node.prediction and not self.is_twin(node, node.prediction):
+            prediction = predict(self.job.case(node.layout))
+            self.push(prediction.step, node._replace(decide=None, prediction=prediction))
 
-    def reject(self, layout: Layout, mesh: DegreeMesh, over: float, count: int) -> None:
+    def reject(self, layout: Layout, over: float, count: int = 1) -> None:
         """Count `count` layouts that do not fit, and remember the closest miss."""
         self.found.rejected[MEMORY] += count
-        key = (layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute)
-        if over < self._missed.get(key, (math.inf,))[0]:
-            if count > 1:
-                layout = layout._replace(dp_replicate=1, dp_shard=mesh.data, zero_stage=3)
-            self._missed[key] = (over, layout)
+        key = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute
+        if key not in self._missed or over < self._missed[key][0]:
+            self._missed[key] = over, layout
 
     def near_misses(self) -> None:
         """Keep three different misses that would be faster than the best, the closest first."""
-        best, seen = self.found.best, set[object]()
-        for _, layout in sorted(self._missed.values())[:40]:
+        best, kinds = self.found.best, set[object]()
+        misses = []
+        for _, layout in sorted(self._missed.values())[:LOOKED_AT]:
             prediction = predict(self.job.case(layout), at_least)
-            miss = Miss(layout, prediction, prediction.memory.total - self.job.hardware.memory)
-            if not best:
-                self.found.least = min(self.found.least or miss, miss, key=lambda one: one.over)
+            misses.append(Miss(layout, prediction, prediction.memory.total - self.capacity))
+        misses.sort(key=lambda miss: miss.over)
+        if not best:
+            self.found.least = misses[0] if misses else None
+            return
+        fastest = best[0].prediction.step
+        for miss in misses:
+            kind = miss.layout.tp, miss.layout.recompute, miss.layout.micro_batch_size
+            if miss.prediction.step >= fastest or kind in kinds or len(kinds) == 3:
                 continue
-            kind = (layout.tp, layout.recompute, layout.micro_batch_size)
-            if prediction.step >= best[0].prediction.step or miss.over <= 0 or kind in seen or len(seen) == 3:
-                continue
-            if (exact := predict(self.job.case(layout))).step < best[0].prediction.step:
-                seen.add(kind)
-                self.found.misses.append(miss._replace(prediction=exact))
+            prediction = predict(self.job.case(miss.layout))
+            if prediction.step < fastest:
+                kinds.add(kind)
+                self.found.misses.append(miss._replace(prediction=prediction))
+
+
+def mesh_of(layout: Layout) -> DegreeMesh:
+    """Return the mesh of a layout."""
+    return DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
+
+
+def sharded(layout: Layout, sharding: ShardingDegrees) -> Layout:
+    """Return the layout with another sharding."""
+    return layout._replace(**sharding._asdict())
 
 
 def search(job: Job, count: int = 10, objective: Objective = "tokens_per_second") -> Found:
