@@ -9,7 +9,7 @@
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
-    python recipes/plan.py score measured.csv ... --leave-out model    errors on models that were not fitted to
+    python recipes/plan.py score measured.csv ... --leave-out fold     errors on models that were not fitted to
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
     python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
@@ -137,7 +137,7 @@ def plan_parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
     basis = score.add_mutually_exclusive_group()
     basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
-    basis.add_argument("--leave-out", choices=("model", "dataset"), help="fit without each in turn, and score it")
+    basis.add_argument("--leave-out", choices=("fold", "framework"), help="fit without each in turn, and score it")
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchllm.planner.evidence.calibrate import calibrate, with_constants
+from torchllm.planner.evidence.calibrate import calibrate
+from torchllm.planner.evidence.fit import with_constants
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.evidence.score import score_rows
 
@@ -216,7 +217,7 @@ def compare_predictions(rows: Sequence[ResultRow], fitted: bool = False) -> list
             if measured.case is not None:
                 readable.append(measured)
     if fitted and readable:
-        constants, _, _ = calibrate(readable)
+        constants = calibrate(readable).constants
         readable = [row._replace(case=with_constants(row.case, constants)) for row in readable if row.case is not None]
     comparisons = []
     for scored in score_rows(readable):

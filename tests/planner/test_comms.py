@@ -79,3 +79,14 @@ def test_a_slower_link_is_never_faster() -> None:
         slower = replace(hardware, links=links)
         for shape, dimensions in (((1, 1, 16, 1, 4), [2]), ((1, 1, 1, 1, 8), [4]), ((4, 1, 4, 1, 8), [0])):
             assert group(shape, dimensions, slower).reduce(1e8) >= group(shape, dimensions, hardware).reduce(1e8)
+
+
+def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> None:
+    hardware = dgx_a100()
+    alone = group((1, 1, 16, 1, 8), [2], hardware)
+    crowded = group((1, 1, 16, 1, 8), [2], hardware, fall=0.5)
+    assert crowded.collective_bandwidth == pytest.approx(alone.bandwidth / math.sqrt(16 / 2))
+    assert crowded.gather(1e12) == pytest.approx(math.sqrt(8) * alone.gather(1e12), rel=1e-4)
+    assert crowded.send(1e12) == alone.send(1e12)
+    for shape in ((1, 1, 2, 1, 8), (1, 1, 8, 1, 1)):  # two nodes, one node
+        assert group(shape, [2], hardware, fall=0.5) == group(shape, [2], hardware)

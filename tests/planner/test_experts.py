@@ -25,6 +25,7 @@ from torchllm.planner.experts import (
 from torchllm.planner.memory import gathered_parameters, sizes_of_split, stage_parameters
 from torchllm.planner.predict import Prediction, predict
 from torchllm.spec.flops import parameter_count
+from torchllm.spec.software import Software
 
 QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
 
@@ -111,7 +112,7 @@ def test_groups_are_the_innermost_ranks() -> None:
     mesh = (2, 2, 4, 2, 4)
     hardware = dgx_a100()
     assert expert_group(mesh, 16, hardware).size == 16
-    shards = expert_shards(mesh, 16, hardware, one_card=False)
+    shards = expert_shards(mesh, 16, hardware, Software())
     assert (shards.size, shards.on_node) == (2, 1)
 
 
@@ -139,7 +140,7 @@ def test_an_uneven_load_costs_time_and_memory() -> None:
 
 def test_recomputation_sends_again() -> None:
     none, full = step(ep=8), step(ep=8, mode="full")
-    assert full.terms["expert parallel"] == pytest.approx(1.5 * none.terms["expert parallel"], rel=0.02)
+    assert full.terms["expert parallel"] == pytest.approx(1.5 * none.terms["expert parallel"], rel=0.03)
 
 
 def test_without_experts_nothing_changes() -> None:

@@ -36,7 +36,7 @@ def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
 def test_a_step_lacks_the_gradients_of_weights_but_has_the_updates() -> None:
     plain = case(dp_shard=8, zero_stage=3, global_batch_size=64, tp=2, pp=2)
     whole, updated = predict(plain), predict(with_updates(plain))
-    assert 0.55 < updated.step / whole.step < 0.9
+    assert 0.55 < updated.step / whole.step < 0.95
     assert updated.terms["gradient reduction"] < 0.1 * whole.terms["gradient reduction"]
     free = predict(replace(with_updates(plain), lora=replace(LORA, targets=())))
     assert free.terms["matmul"] < updated.terms["matmul"]

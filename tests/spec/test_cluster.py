@@ -100,6 +100,10 @@ latency = 1e-6
         (("memory = 1e9\n", ""), "memory: required key is missing"),
         (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
         (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
+        (
+            ("[[links]]", "[constants]\nflush = 0.5\n[[links]]"),
+            "(constants.message); fit them with recipes/plan.py calibrate",
+        ),
         (("tf32 = 1e12\n", ""), "peak.tf32: required key is missing"),
         (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
         (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),

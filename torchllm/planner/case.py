@@ -1,8 +1,10 @@
 """The input of every prediction: one layout of one model on one cluster, under one framework. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchllm.config import Lora, Model, Optimizer, Parallel, Recompute, Training
+from torchllm.planner import comms
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import IMBALANCE, without_experts
 from torchllm.spec.cluster import Hardware
@@ -51,6 +53,10 @@ class Case:
         """Sizes of pp, dp_replicate, dp_shard, cp, tp: the order in which ranks are numbered."""
         parallel = self.parallel
         return (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
+
+    def group(self, dimensions: Sequence[int], one_card: bool = False) -> comms.Group:
+        """Return the ranks that differ in `dimensions` of the mesh, with the rates at which they send."""
+        return comms.group(self.mesh, dimensions, self.hardware, self.software.constants.fall, one_card)
 
     @property
     def piece(self) -> Piece:

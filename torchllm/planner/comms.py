@@ -22,19 +22,26 @@ class Group(NamedTuple):
     """seconds of one hop, on average over the ring"""
     card: float = math.inf
     """bytes per second that a rank sends to other nodes while all ranks of its node do; inf: there is no other node"""
+    collective_share: float = 1.0
+    """share of `bandwidth` that is left when all nodes of the group send and receive at once"""
+
+    @property
+    def collective_bandwidth(self) -> float:
+        """Bytes per second that a rank sends while all ranks of the group do."""
+        return self.bandwidth * self.collective_share
 
     def gather(self, bytes: float) -> float:
         """Return the seconds of an all-gather or reduce-scatter; `bytes`: of the whole tensor."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * bytes / self.bandwidth + (self.size - 1) * self.latency
+        return (self.size - 1) / self.size * bytes / self.collective_bandwidth + (self.size - 1) * self.latency
 
     def reduce(self, bytes: float) -> float:
         """Return the seconds of an all-reduce of `bytes`: a ring, or a tree where that has fewer hops."""
         if self.size == 1:
             return 0.0
         hops = min(2 * (self.size - 1), 4 * math.ceil(math.log2(self.size)))
-        return 2 * (self.size - 1) / self.size * bytes / self.bandwidth + hops * self.latency
+        return 2 * (self.size - 1) / self.size * bytes / self.collective_bandwidth + hops * self.latency
 
     def exchange(self, bytes: float) -> float:
         """Return the seconds of an all-to-all of `bytes` per rank.
@@ -55,10 +62,12 @@ class Group(NamedTuple):
         return bytes / self.bandwidth + self.latency if self.size > 1 else 0.0
 
 
-def group(shape: Sequence[int], dimensions: Sequence[int], hardware: Hardware, one_card: bool = False) -> Group:
+def group(
+    shape: Sequence[int], dimensions: Sequence[int], hardware: Hardware, fall: float = 0.0, one_card: bool = False
+) -> Group:
     """Return the group of ranks that differ in `dimensions` of a mesh, whose ranks are numbered row by row.
 
-    one_card: the group uses one network card per node, even if several of its ranks are there.
+    fall: `Constants.fall`. one_card: the group uses one network card per node, even if several of its ranks are there.
     """
     size = math.prod(shape[axis] for axis in dimensions)
     if size == 1:
@@ -73,4 +82,9 @@ def group(shape: Sequence[int], dimensions: Sequence[int], hardware: Hardware, o
     rate = link.bandwidth * link.efficiency * (1 if one_card else on_node)  # the cards of all its members on a node
     latency = (nodes * link.latency + (size - nodes) * inner.latency) / size
     card = link.bandwidth * link.efficiency
-    return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency, card)
+    share = (nodes / PAIR) ** -fall if nodes > PAIR else 1.0
+    return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency, card, share)
+
+
+PAIR = 2
+"""nodes over which a collective still has the whole rate"""

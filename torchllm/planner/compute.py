@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.flops import half_of_products, matrices, product_sizes
-from torchllm.spec.software import AttentionKernel, Software
+from torchllm.spec.software import AttentionKernel, Constants, Software
 
 TILE = 128 * 128
 """elements of a product that one multiprocessor computes at once (the common tile of cuBLAS and CUTLASS)"""
@@ -34,9 +34,14 @@ class Seconds(NamedTuple):
         """Return self + times x other."""
         return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
-    def total(self, launch: float) -> float:
+    def total(self, constants: Constants) -> float:
         """Return wall time: what the kernels compute, and `launch` seconds per kernel to start and end."""
-        return self.matmul + self.attention + self.elementwise + self.kernels * launch
+        return self.computing / constants.speed + self.kernels * constants.launch
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which a kernel computes or moves bytes."""
+        return self.matmul + self.attention + self.elementwise
 
 
 class Kernels(NamedTuple):
@@ -126,11 +131,19 @@ def block_backward(
     weights = sum(matmul_seconds(ins, outs, piece.tokens, hardware, kernels.float8) for outs, ins in shapes)
     core = attention(model, piece, kernels, software, hardware, backward=True)
     around = elementwise(model, piece, kernels, software, hardware, True)
-    added = (2 + 2 * software.gradients) * sum(outs * ins for outs, ins in shapes)
-    of_weights = Seconds(weights, 0.0, _moving(added, hardware), 2 * len(shapes))
+    added = gradient_traffic(software) * sum(outs * ins for outs, ins in shapes)
+    of_weights = Seconds(weights, 0.0, _moving(added, hardware), (2 if added else 1) * len(shapes))
     if software.trained < 1:
         of_weights = Seconds()
     return Seconds(inputs, 0.0, 0.0, len(shapes)).plus(core).plus(around), of_weights
+
+
+def gradient_traffic(software: Software) -> float:
+    """Return the bytes per parameter that a kernel moves to add a micro batch's gradient to the step's.
+
+    0 where the product itself adds to it: then it is not charged a second time.
+    """
+    return 2.0 + 2.0 * software.gradients if software.temporary_gradients else 0.0
 
 
 def _moving(bytes: float, hardware: Hardware) -> float:
@@ -174,6 +187,16 @@ BACKWARD_RATE = 0.81
 """rate of a flash kernel's backward over its forward's (arXiv 2307.08691, figures 4 to 6)"""
 
 
+def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -> int:
+    """Return the elementwise kernels of a block's forward: norms, residuals, rotary positions, activation, copies."""
+    norms, residuals, copies = 2 * (7 if unfused_norm else 1), 2, 2
+    if not fused:
+        residuals += 2 * dropout
+    rotary = 0 if model.features.learned_positions else (1 if fused else 8)
+    activation = 2 if model.features.gated_ffn and not fused else 1
+    return norms + residuals + copies + rotary + activation
+
+
 FUSED_NORM = (4.0, 12.0)
 UNFUSED_NORM = (80.0, 60.0)
 """bytes per element that a norm moves, forward and backward: in one kernel, and as single float32 operations"""
@@ -186,20 +209,20 @@ def elementwise(
     features, fused = model.features, kernels.compiled or software.fused_elementwise
     unfused = features.norm == "rms" and not (kernels.fused_norm or kernels.compiled)
     norm = UNFUSED_NORM[backward] if unfused else FUSED_NORM[backward]
-    residual = 6.0 if fused else 6.0 + (4.0 if features.biases else 0.0) + 5.0 * software.dropout
+    residual = 6.0 if fused else 6.0 + 5.0 * software.dropout  # cuBLAS adds a bias as it writes the product
     width = (model.heads + model.kv) * model.head_width / piece.tp
-    rotary = 4.0 if features.learned_positions else (6.0 if fused else 22.0)
+    rotary = 0.0 if features.learned_positions else (6.0 if fused else 22.0)
     ffn = dense_width(model) / piece.tp
     act = (
         ((10.0 if backward else 6.0) if fused else (18.0 if backward else 10.0))
         if features.gated_ffn
-        else ((6.0 if fused else 10.0) + 2.0 * backward)
+        else (4.0 + 2.0 * backward)
     )
     if model.qk_norm != "none":
         rotary += (FUSED_NORM if kernels.fuses_qk_norm(model, piece.tp) else UNFUSED_NORM)[backward]
     copies = 4.0 * 2 * width
     moved = piece.tokens * (2 * (norm + residual) * model.hidden / piece.spread + rotary * width + copies + act * ffn)
-    count = 12.0 if kernels.compiled else (36.0 if unfused else 22.0)
+    count = float(kernel_count(model, fused, unfused, software.dropout))
     if model.qk_norm != "none" and not kernels.compiled:
         count += 2 if kernels.fuses_qk_norm(model, piece.tp) else 16
     if backward:
@@ -212,7 +235,7 @@ def head_seconds(
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return the times of last norm, output projection and loss: forward, gradient of the input, of the weights."""
     rows = model.vocab / (piece.tp if software.vocab_parallel else 1)
-    loss = (8.0, 8.0) if kernels.compiled else (30.0, 16.0)
+    loss = (8.0, 8.0) if kernels.compiled else (software.loss_forward, software.loss_backward)
     n = int(rows)
     logits = piece.tokens * (model.vocab if software.whole_logits else rows) * software.constants.traffic
     forward = Seconds(
@@ -221,7 +244,7 @@ def head_seconds(
     inputs = Seconds(
         matmul_seconds(piece.tokens, model.hidden, n, hardware), 0.0, _moving(loss[1] * logits, hardware), 8
     )
-    added = (2 + 2 * software.gradients) * rows * model.hidden
+    added = gradient_traffic(software) * rows * model.hidden
     return (
         forward,
         inputs,

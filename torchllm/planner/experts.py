@@ -170,13 +170,13 @@ def expert_group(mesh: Sequence[int], ep: int, hardware: Hardware) -> comms.Grou
     return comms.group((ranks // ep, ep), [1], hardware)
 
 
-def expert_shards(mesh: Sequence[int], ep: int, hardware: Hardware, one_card: bool) -> comms.Group:
+def expert_shards(mesh: Sequence[int], ep: int, hardware: Hardware, software: Software) -> comms.Group:
     """Return the ranks over which FSDP shards a rank's experts: what ep leaves of dp_shard x cp x tp (efsdp)."""
     pp, replicate, *borrowed = mesh
     sharing = 1
     for size in borrowed:
         sharing *= size
-    return comms.group((pp * replicate, sharing // ep, ep), [1], hardware, one_card)
+    return comms.group((pp * replicate, sharing // ep, ep), [1], hardware, software.constants.fall, software.one_card)
 
 
 class RoutedActivations(NamedTuple):

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.planner import comms
 from torchllm.planner.case import CP, SHARD, TP, Case
 from torchllm.planner.compute import dense_width, matmul_seconds
 from torchllm.planner.experts import without_experts
@@ -88,8 +87,8 @@ def muon_seconds(case: Case, blocks: int) -> float:
     if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
         return 0.0
     parallel = case.parallel
-    over_shards = comms.group(case.mesh, [SHARD, CP] if parallel.zero_stage else [], case.hardware)
-    over_tp = comms.group(case.mesh, [TP], case.hardware)
+    over_shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    over_tp = case.group([TP])
     owners = over_shards.size * over_tp.size
     shapes = matrix_shapes(case.model)
     rounds = math.ceil(blocks * len(shapes) / owners)

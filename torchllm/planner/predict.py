@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
-from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
 from torchllm.planner.compute import MEMORY_RATE
 from torchllm.planner.experts import expert_parameters, expert_shards
@@ -17,7 +16,7 @@ from torchllm.planner.memory import Memory, StageSize, rank_memory, sizes_of_spl
 from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
 from torchllm.planner.simulate import StageTimes, played, simulate_played
-from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost
+from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost, waits_for_sends
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
 from torchllm.spec.stages import balanced_split, stage_of_rank, stages_of_ranks
@@ -108,7 +107,8 @@ def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: P
     dense = cost_of_block(case.of_dense_blocks) if any(size.dense for size in sizes) else block
     cost_of_size = {size: stage_cost(case, size, block, dense) for size in dict.fromkeys(sizes)}
     costs = [cost_of_size[size] for size in sizes]
-    step, busy = pipeline(case, [cost.times for cost in costs], boundary(case))
+    transfer = 0.0 if waits_for_sends(case) else boundary(case)
+    step, busy = pipeline(case, [cost.times for cost in costs], transfer)
     ranks = [[costs[stage] for stage in mine] for mine in stages_of_ranks(parallel)]
     busiest = max(range(parallel.pp), key=lambda rank: busy[rank])
     terms: dict[str, float] = {}
@@ -116,8 +116,6 @@ def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: P
         for name, seconds in cost.terms.items():
             terms[name] = terms.get(name, 0.0) + m * seconds
     terms["bubble"] = step - busy[busiest]
-    if parallel.pp > 1:
-        terms["flush"] = case.software.constants.flush * busy[busiest] / m
     alike = {tuple(sizes[stage] for stage in mine): rank for rank, mine in enumerate(stages_of_ranks(parallel))}
     tails = (tail(case, list(of), ranks[rank]) for of, rank in alike.items())
     for name, seconds in max(tails, key=lambda of: sum(of.values())).items():
@@ -157,9 +155,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     constants = software.constants
     parameters = sum(stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes)
     shards = parallel.dp_shard * parallel.cp
-    over_shards, over_replicas = (
-        comms.group(case.mesh, dims, hardware, software.one_card) for dims in ([SHARD, CP], [REPLICATE])
-    )
+    over_shards, over_replicas = (case.group(dims, software.one_card) for dims in ([SHARD, CP], [REPLICATE]))
     zero = parallel.zero_stage if shards > 1 else 0
     reduced = gathered = 0.0
     routed = sum(size.blocks - size.dense for size in sizes) * expert_parameters(model, 1) * (case.piece.ep > 1)
@@ -169,25 +165,26 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
         common = over_shards.gather(each * (parameters - routed / parallel.tp))
         if not routed:
             return common
-        return common + expert_shards(case.mesh, case.piece.ep, hardware, software.one_card).gather(
+        return common + expert_shards(case.mesh, case.piece.ep, hardware, software).gather(
             each * routed / case.piece.ep
         )
 
-    gradients = software.gradients * parameters
-    if zero == 0:
-        everything = comms.group(case.mesh, [REPLICATE, SHARD, CP], hardware)
-        reduced = everything.reduce(gradients)
+    sent = software.reduced or software.gradients
+    gradients = sent * parameters
+    if zero == 0 or (zero == 1 and software.all_reduces):
+        reduced = case.group([REPLICATE, SHARD, CP]).reduce(gradients)
+        gathered = gather(software.gathered) if zero else 0.0
     elif zero == 1:
-        reduced = gather(software.gradients) + over_replicas.reduce(gradients / shards)
+        reduced = gather(sent) + over_replicas.reduce(gradients / shards)
         gathered = gather(software.gathered)
     else:
         reduced = over_replicas.reduce(gradients / shards)
         gathered = gather(software.gathered) if zero == 2 else 0.0
         table = model.vocab * model.hidden / parallel.tp
         if parallel.pp > 1:
-            reduced += gather(software.gradients)
+            reduced += gather(sent)
         elif zero == 3:  # the first gather and the last reduction have nothing to hide behind
-            reduced += over_shards.gather(software.gradients * table)
+            reduced += over_shards.gather(sent * table)
             gathered += over_shards.gather(software.gathered * table)
     if software.overlaps_reduction:
         last_backward = sum(cost.times.input_gradient + cost.times.weight_gradient for cost in costs)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from torchllm.planner import comms
 from torchllm.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.planner.compute import (
     Seconds,
@@ -25,6 +24,7 @@ from torchllm.planner.experts import (
 from torchllm.planner.frozen_weights import update_seconds
 from torchllm.planner.memory import StageSize, stage_parameters
 from torchllm.planner.simulate import StageTimes
+from torchllm.spec.schedules import PUBLISHED
 
 
 class StageCost(NamedTuple):
@@ -80,14 +80,14 @@ def computed(case: Case) -> Computed:
 def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
     """Return the time of one micro batch in one block. known: `computed(case)`, if the caller has it."""
     forward, inputs, weights, core, around, shared = known or computed(case)
-    launch = case.software.constants.launch
-    again = recomputed(case.model, case.recompute, forward, core, around, case.software).total(launch)
-    f, i, w = (part.total(launch) for part in (forward, inputs, weights))
+    constants = case.software.constants
+    again = recomputed(case.model, case.recompute, forward, core, around, case.software).total(constants)
+    f, i, w = (part.total(constants) for part in (forward, inputs, weights))
     tp, tp_backward, tp_again = tensor_parallel(case, w)
     cp, cp_backward = context_parallel(case, core.attention)
     ep, ep_backward = expert_parallel(case, shared)
     fsdp, fsdp_backward = sharded_weights(case, f + tp + ep, i + w + again + tp_backward + ep_backward)
-    device = [sum(parts) for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
+    device = [sum(parts) / constants.speed for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
     terms = {
         "matmul": device[0],
         "attention": device[1],
@@ -115,18 +115,23 @@ def stage_cost(
     block = known or cost_of_block(case)
     dense = (known_dense or cost_of_block(case.of_dense_blocks)) if size.dense else block
     usual = size.blocks - size.dense
-    meets = case.software.constants.wait * (case.parallel.pp > 1)  # the next stage, forward and backward
+    sends = boundary(case) if waits_for_sends(case) else 0.0  # forward and backward
     ends, ends_tp = end_times(case, size, block.over_tp)
     terms = {name: usual * seconds + size.dense * dense.terms[name] for name, seconds in block.terms.items()}
     terms["tensor parallel"] += ends_tp
-    terms["pipeline parallel"] = 2 * meets
+    terms["pipeline parallel"] = 2 * sends
     terms["ends"] = sum(ends) - ends_tp
     times = StageTimes(
-        usual * block.times.forward + size.dense * dense.times.forward + ends.forward + meets,
-        usual * block.times.input_gradient + size.dense * dense.times.input_gradient + ends.input_gradient + meets,
+        usual * block.times.forward + size.dense * dense.times.forward + ends.forward + sends,
+        usual * block.times.input_gradient + size.dense * dense.times.input_gradient + ends.input_gradient + sends,
         usual * block.times.weight_gradient + size.dense * dense.times.weight_gradient + ends.weight_gradient,
     )
     return StageCost(times, terms)
+
+
+def waits_for_sends(case: Case) -> bool:
+    """Return whether a stage stands still while it sends; the published zero-bubble schedules send meanwhile."""
+    return case.software.waits_for_sends and case.parallel.schedule not in PUBLISHED
 
 
 def exposed(sent: float, behind: float, share: float) -> float:
@@ -144,15 +149,18 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
     """
     if case.parallel.tp == 1:
         return 0.0, 0.0, 0.0
-    constants, over_tp = case.software.constants, comms.group(case.mesh, [TP], case.hardware)
+    constants, over_tp = case.software.constants, case.group([TP])
     hidden = 2.0 * case.piece.tokens * case.model.hidden
     one = 2 * over_tp.gather(hidden) if case.parallel.sequence_parallel else over_tp.reduce(hidden)
     each = summed_parts(case) * (one + constants.wait)
     if case.model.qk_norm == "width":
         each += 2 * (over_tp.reduce(4.0 * case.piece.tokens) + constants.wait)
+    back = each
+    if case.software.gate_apart and case.model.features.gated_ffn and not case.parallel.sequence_parallel:
+        back += one + constants.wait
     overlaps = case.software.overlaps_tensor_parallel
     again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
-    backward = exposed(each, weight_gradients, constants.exposed) if overlaps else each
+    backward = exposed(back, weight_gradients, constants.exposed) if overlaps else back
     return each, backward, each * again.get(case.recompute.mode, 0.0)
 
 
@@ -194,7 +202,7 @@ def context_parallel(case: Case, core: float) -> tuple[float, float]:
     if parallel.cp == 1:
         return 0.0, 0.0
     over_cp, tokens, share = (
-        comms.group(case.mesh, [CP], case.hardware),
+        case.group([CP]),
         case.piece.tokens,
         case.software.constants.exposed,
     )
@@ -218,13 +226,13 @@ def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float,
     parallel, software = case.parallel, case.software
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
         return 0.0, 0.0
-    over_shards = comms.group(case.mesh, [SHARD, CP], case.hardware, software.one_card)
+    over_shards = case.group([SHARD, CP], software.one_card)
     block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
     gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.gradients * block)
     if case.piece.ep > 1:
         block -= expert_parameters(case.model, parallel.tp)
         routed = expert_parameters(case.model, case.piece.ep)
-        over_experts = expert_shards(case.mesh, case.piece.ep, case.hardware, software.one_card)
+        over_experts = expert_shards(case.mesh, case.piece.ep, case.hardware, software)
         gather, scatter = (
             over_shards.gather(each * block) + over_experts.gather(each * routed)
             for each in (software.gathered, software.gradients)
@@ -244,35 +252,38 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, 
     head's input gradient.
     """
     model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
-    launch = software.constants.launch
+    constants = software.constants
     forward = inputs = weights = sent = 0.0
     trains = software.trained == 1  # LoRA freezes both ends
     if size.first:
         looked_up, scattered = embedding_seconds(model, piece, software, hardware)
-        forward += looked_up.total(launch) + over_tp
-        weights += scattered.total(launch) * trains
+        forward += looked_up.total(constants) + over_tp
+        weights += scattered.total(constants) * trains
         sent += over_tp
     if size.last:
         of_head = head_seconds(model, piece, kernels, software, hardware)
-        forward += of_head[0].total(launch)
-        inputs += of_head[1].total(launch)
-        weights += of_head[2].total(launch) * trains
+        forward += of_head[0].total(constants)
+        inputs += of_head[1].total(constants)
+        weights += of_head[2].total(constants) * trains
         if software.vocab_parallel:
             inputs += over_tp
             sent += over_tp
         if software.whole_logits:
-            forward += comms.group(case.mesh, [TP], hardware).gather(2.0 * piece.tokens * model.vocab)
+            forward += case.group([TP]).gather(2.0 * piece.tokens * model.vocab)
     return StageTimes(forward, inputs, weights), sent
 
 
 def boundary(case: Case) -> float:
-    """Return the seconds of sending one micro batch's hidden states from a stage to the next."""
+    """Return the seconds from the end of one micro batch in a stage to its beginning in the next.
+
+    Unless a stage stands still for it (`waits_for_sends`), what a schedule hides of it is simulated.
+    """
     parallel = case.parallel
     if parallel.pp == 1:
         return 0.0
     hidden = 2.0 * case.piece.tokens * case.model.hidden
     shared = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
-    sent = comms.group(case.mesh, [PP], case.hardware).send(hidden / shared)
+    sent = case.group([PP]).send(hidden / shared)
     if shared > 1 and not parallel.sequence_parallel:
-        sent += comms.group(case.mesh, [TP], case.hardware).gather(hidden)
-    return sent
+        sent += case.group([TP]).gather(hidden)
+    return sent + case.software.constants.message

@@ -197,12 +197,24 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
         return None
     faults: list[Fault] = []
     hardware: Hardware = read_table(Hardware, layer.table, faults)
+    faults = [replaced_constant(fault) for fault in faults]
     if not faults:
         faults = [*missing_keys(layer.table), *invalid_links(hardware)]
     for fault in faults:
         line = layer.origins.get(fault.path, file)
         errors.append(f"{line}: {dotted(fault.path)}: {fault.message}")
     return None if faults else hardware
+
+
+def replaced_constant(fault: Fault) -> Fault:
+    """Return the fault; if it is a constant that was, say what there is instead."""
+    if fault.path != ("constants", "flush"):
+        return fault
+    return fault._replace(
+        message="is replaced: what a pipeline's step has beyond its bubble is predicted from the bytes of its last "
+        "reductions (constants.fall) and the waits for messages (constants.message); fit them with "
+        "recipes/plan.py calibrate"
+    )
 
 
 class _Section(NamedTuple):

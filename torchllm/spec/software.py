@@ -1,37 +1,77 @@
-"""What a training framework does that a layout does not say, and the six constants that are fitted. No torch.
+"""What a training framework does that a layout does not say, and the constants that are fitted. No torch.
 
-Facts are read from its source or paper. Constants are the same for every model, sequence length and number of GPUs;
-what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks that run on it.
+Facts are read from its source or paper. Constants are the same for every framework, model, sequence length and number
+of GPUs; what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks on it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
 """attention kernels: matrices of scores in memory; the same with scale, mask and softmax in one kernel; FlashAttention
 1 and 2; cuDNN's or FlashAttention 3"""
 
 
+class Prior(NamedTuple):
+    """What is known of a constant before anything is fitted."""
+
+    middle: float
+    low: float
+    high: float
+    """physical bounds: no fit leaves them"""
+    unit: str
+    spread: float
+    """natural logarithm of the factor by which it may well differ from the middle"""
+
+
 @dataclass(frozen=True)
 class Constants:
-    """The constants that `recipes/plan.py calibrate` fits to measurements, each with its unit."""
+    """What no data sheet says. All frameworks share these values, but for their own speed and allocator.
 
-    launch: float = 5e-6
+    `python -m torchllm.planner.evidence.fit FOLDER` fits them jointly to published measurements, within the bounds of
+    `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
+    """
+
+    launch: float = 7.5e-6
     """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
-    traffic: float = 1.2
+    traffic: float = 1.18
     """bytes that elementwise kernels move, divided by the bytes that the formulas count"""
-    exposed: float = 0.5
+    exposed: float = 0.24
     """share of the gathers and reductions that could overlap with computation but does not (1: nothing overlaps)"""
-    wait: float = 2e-5
-    """seconds that a collective of tensor parallelism waits for its slowest rank, and a pipeline stage for the next"""
-    flush: float = 0.5
-    """time that a pipeline loses in a step beyond its bubble, in micro batches"""
+    wait: float = 1.95e-4
+    """seconds that a collective of tensor parallelism adds to its bytes and hops: its ramp, the slowest rank"""
+    message: float = 1.1e-4
+    """seconds that a pipeline stage waits, beyond the transfer, for each message of the stage before it"""
+    fall: float = 0.1
+    """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two"""
+    speed: float = 1.0
+    """rate of a framework's kernels over that which the formulas expect"""
     allocator: float = 1.17
     """bytes reserved divided by bytes in use, for tensors that are allocated and freed within a step"""
 
 
-UNITS = {"launch": "s", "traffic": "x", "exposed": "x", "wait": "s", "flush": "micro batches", "allocator": "x"}
+PRIORS = {
+    "launch": Prior(5e-6, 3e-6, 1.5e-5, "s", 0.5),
+    "traffic": Prior(1.2, 1.0, 2.0, "x", 0.2),
+    "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
+    "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
+    "message": Prior(5e-5, 3e-6, 5e-4, "s", 1.5),
+    "fall": Prior(0.3, 0.05, 1.0, "x", 0.7),
+    "speed": Prior(1.0, 0.7, 1.3, "x", 0.1),
+    "allocator": Prior(1.17, 1.0, 1.5, "x", 0.1),
+}
+"""for each of the constants; unit x: a ratio.
+
+launch: what CUDA needs from one kernel to the next. traffic: no kernel moves less than its operands once. wait: a
+collective's ramp too, for nccl-tests' all-reduces of 32 MB over 8 A100 reach 70 % of the bandwidth of large ones, which
+is 0.1 ms. message: from one kernel's launch to a host that waits for each message. fall: the Ultra-Scale Playbook
+(Hugging Face 2025) measured all-reduces of 256 MB over 2 to 64 nodes whose bandwidth falls with the power 0.7 of the
+nodes on EFA; a full fat tree of InfiniBand falls less.
+"""
+UNITS = {name: prior.unit for name, prior in PRIORS.items()}
 """unit of each constant; x: a ratio"""
+OF_A_MACHINE = ("speed", "exposed", "wait", "message", "fall")
+"""constants that a few runs on one machine tell"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +83,10 @@ class Software:
     """working copy of a weight, if there is one beside the states"""
     gradients: float = 4.0
     """a gradient, as it is stored and reduced"""
+    reduced: float = 0.0
+    """a gradient, as it is sent in a reduction; 0: as it is stored"""
+    all_reduces: bool = False
+    """True: under ZeRO 1 every rank gets all gradients; False: those of its shard"""
     gathered: float = 2.0
     """a weight, as it is sent in an all-gather"""
     states: float = 12.0
@@ -67,6 +111,10 @@ class Software:
     """bytes per logit at the peak of that forward: 16 bits, float32, and shifted or normalized copies"""
     logits_backward: float = 12.0
     """bytes per logit at the peak of that backward"""
+    loss_forward: float = 14.0
+    """bytes per logit that the forward of the loss moves: to float32 (6), its log-softmax (8)"""
+    loss_backward: float = 14.0
+    """bytes per logit that its backward moves: the gradient of the log-softmax (8), to 16 bits (6)"""
     keeps_gathered: bool = True
     """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
     fused_scores: float = 2.0
@@ -90,10 +138,14 @@ class Software:
     """True: each block has three dropouts, whose masks are stored"""
     fused_elementwise: bool = False
     """True: bias, activation, dropout and residual are fused into one kernel each"""
+    gate_apart: bool = False
+    """True: without sequence parallelism, the gradients of a gate's and of its neighbor's input are reduced apart"""
     one_card: bool = False
     """True: gathers of sharded weights use one network card per node; False: all cards"""
     overlaps_tensor_parallel: bool = False
     """True: tensor parallelism's collectives in the backward overlap with the gradients of the weights"""
+    waits_for_sends: bool = False
+    """True: a pipeline stage computes nothing until what it sends has arrived; False: it goes on"""
     overlaps_reduction: bool = False
     """True: gradients are reduced while the last backward computes"""
     attention: AttentionKernel = "flash2"

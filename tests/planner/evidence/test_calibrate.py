@@ -13,15 +13,17 @@ from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import score_files
 from torchllm.planner.predict import predict
 from torchllm.spec.cluster import read_cluster
+from torchllm.spec.software import OF_A_MACHINE, PRIORS
 
 
-def made(**constants: float) -> list[MeasuredRow]:
+def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) -> list[MeasuredRow]:
     """A sweep whose times are those of other constants."""
     rows = []
     for micro in (1, 2, 4):
         for tp in (1, 2, 4):
             for mode in ("none", "full"):
                 cells = {**ROW, "micro_batch": str(micro), "tp": str(tp), "dp": str(8 // tp), "act_ckpt": mode}
+                cells |= {"cluster": cluster, "gpu": gpu}
                 plain = read_row(cells)
                 assert plain.case
                 software = plain.case.software
@@ -32,31 +34,53 @@ def made(**constants: float) -> list[MeasuredRow]:
 
 
 def test_constants_are_found_again() -> None:
-    fitted, before, after = calibrate(made(launch=2.5e-5, wait=3e-4))
-    assert before > 0.05
-    assert after < 0.01
-    assert fitted.launch == pytest.approx(2.5e-5, rel=0.15)
+    found = calibrate(made(speed=0.85, wait=2.5e-4))
+    assert found.rows == 18
+    assert found.before > 0.13
+    assert found.left_out < 0.01
+    assert found.constants.speed == pytest.approx(0.85, rel=0.02)
+    assert found.constants.wait == pytest.approx(2.5e-4, rel=0.1)
 
 
-def test_a_wait_of_another_order_of_magnitude_is_found() -> None:
-    fitted, before, after = calibrate(made(wait=5e-3))
-    assert before > 0.5
-    assert after < 0.01
-    assert fitted.wait == pytest.approx(5e-3, rel=0.05)
+def test_what_a_machine_does_not_tell_is_left_alone() -> None:
+    """These rows have no pipeline, and one node: no message between stages, no fall over nodes."""
+    rows = made(speed=0.9, launch=1.4e-5)
+    assert rows[0].case is not None
+    before = rows[0].case.software.constants
+    fitted = calibrate(rows).constants
+    for name in ("launch", "traffic", "message", "fall"):
+        assert getattr(fitted, name) == pytest.approx(getattr(before, name))
+
+
+def test_a_cpus_waits_have_no_bounds() -> None:
+    """They are milliseconds where a GPU's are microseconds, and this model takes minutes there."""
+    rows = made(cluster="this_cpu", gpu="CPU", wait=2.0)
+    found = calibrate(rows)
+    assert found.before > 3 * found.left_out
+    assert found.constants.wait > 10 * PRIORS["wait"].high
+
+
+def test_the_error_is_of_rows_that_were_not_fitted() -> None:
+    """One of five rows is odd. A fit follows it a little; left out it is missed by what it is odd by."""
+    rows = made()[:4]
+    odd = rows[3]._replace(cells={**rows[3].cells, "step_time_s": repr(2 * float(rows[3].cells["step_time_s"]))})
+    found = calibrate([*rows[:3], odd])
+    assert found.left_out >= 0.125  # half of a quarter of the rows
 
 
 def test_errors_are_those_of_score() -> None:
-    _, before, _ = calibrate([row(0.5)])
-    assert before == pytest.approx(1.0)
+    found = calibrate([row(0.5)])
+    assert found.before == found.left_out == pytest.approx(1.0)
 
 
 def test_what_fits_is_left_alone() -> None:
     rows = made()
-    fitted, before, after = calibrate(rows)
-    assert before < 1e-9
-    assert after < 1e-9
+    found = calibrate(rows)
+    assert found.before < 1e-9
+    assert found.left_out < 1e-6
     assert rows[0].case is not None
-    assert fitted == rows[0].case.software.constants
+    for name in OF_A_MACHINE:
+        assert getattr(found.constants, name) == pytest.approx(getattr(rows[0].case.software.constants, name))
 
 
 def test_peaks_move_the_allocator() -> None:
@@ -64,8 +88,8 @@ def test_peaks_move_the_allocator() -> None:
     assert plain.case
     memory = predict(plain.case).memory
     peak = (memory.live + 0.3 * memory.under_way) / 2**30
-    fitted, _, _ = calibrate([row(1.0, peak_memory_gib=repr(peak))])
-    assert fitted.allocator == pytest.approx(1.3)
+    found = calibrate([row(1.0, peak_memory_gib=repr(peak))])
+    assert found.constants.allocator == pytest.approx(1.3)
 
 
 def test_nothing_timed_is_an_error() -> None:
@@ -74,7 +98,7 @@ def test_nothing_timed_is_an_error() -> None:
 
 
 def test_the_file_is_a_cluster(tmp_path: Path) -> None:
-    rows = made(launch=2.5e-5)
+    rows = made(speed=0.85)
     with open(tmp_path / "sweep.csv", "w", newline="") as opened:
         writer = csv.DictWriter(opened, list(rows[0].cells))
         writer.writeheader()
@@ -86,10 +110,10 @@ def test_the_file_is_a_cluster(tmp_path: Path) -> None:
     found: list[str] = []
     hardware = read_cluster(str(target), found)
     assert hardware is not None, found
-    assert hardware.constants.launch == pytest.approx(2.5e-5, rel=0.2)
+    assert hardware.constants.speed == pytest.approx(0.85, rel=0.02)
     assert hardware.gpu == "A100-SXM4-80GB"
     again = calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "again.toml"), str(target))
-    assert float(again.split()[5].rstrip("%")) < 1.0, again  # with the fitted file, before is what was after
+    assert float(again.split()[7].rstrip("%")) < 1.0, again  # with the fitted file, before is what was after
     scored = json.loads(score_files([str(tmp_path / "sweep.csv")], True, str(target)))
     assert [summary["mean"] < 0.01 for summary in scored.values()] == [True]
 

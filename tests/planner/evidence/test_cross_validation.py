@@ -7,63 +7,61 @@ from pathlib import Path
 import pytest
 
 from tests.planner.evidence.test_calibrate import made
-from torchllm.planner.evidence.cross_validation import (
-    cross_validate,
-    fold_of,
-    leave_out_datasets,
-    leave_out_models,
-    left_out_residuals,
-)
+from torchllm.planner.evidence.cross_validation import cross_validate, fold_of, leave_out, left_out_residuals
 from torchllm.planner.evidence.measurements import MeasuredRow
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 
 
-def named(rows: list[MeasuredRow], **cells: str) -> list[MeasuredRow]:
-    return [row._replace(cells={**row.cells, **cells}) for row in rows]
+def named(rows: list[MeasuredRow], fold: str) -> list[MeasuredRow]:
+    return [row._replace(cells={**row.cells, "fold": fold}) for row in rows]
 
 
-def test_a_model_is_predicted_from_the_others() -> None:
-    """Both were made with the same constants, which the other one's times give away."""
-    rows = named(made(launch=2.5e-5), model="one") + named(made(launch=2.5e-5), model="two")
-    found = leave_out_models(rows)
-    assert [(one.name, one.rows) for one in found] == [("made up one", 18), ("made up two", 18)]
-    assert all(one.fitted > 0.05 > 0.01 > one.mean for one in found)
+def test_a_fold_is_predicted_from_the_others_of_its_framework() -> None:
+    """All were made with one slow framework, of which the other fold's times tell."""
+    rows = named(made(speed=0.85), "ours/one") + named(made(speed=0.85), "ours/two")
+    found = leave_out(rows, "fold")
+    assert [(one.name, one.rows) for one in found] == [("ours/one", 18), ("ours/two", 18), ("ours, all folds", 36)]
+    assert all(one.mean < 0.02 for one in found)
+
+
+def test_a_framework_that_is_left_out_has_speed_one() -> None:
+    rows = named(made(), "ours/one") + named(made(speed=0.85), "theirs/two")
+    _, theirs = leave_out(rows, "framework")
+    assert theirs.fitted < 0.03 < 0.1 < theirs.mean
+    assert theirs.bias == pytest.approx(-theirs.mean)
+
+
+def test_a_row_under_an_assumption_is_not_fitted() -> None:
+    rows = named(made(), "ours/one")
+    assumed = [row._replace(cells={**row.cells, "assumed": "recompute none"}) for row in named(made(), "ours/two")]
+    assert [one.name for one in leave_out(rows + assumed, "fold")] == ["ours/one", "ours, all folds"]
 
 
 def test_it_is_a_table(tmp_path: Path) -> None:
-    rows = [*named(made(), model="one"), *named(made(), model="two")]
+    rows = [*named(made(), "ours/one"), *named(made(), "ours/two")]
     with open(tmp_path / "rows.csv", "w", newline="") as opened:
         writer = csv.DictWriter(opened, list(rows[0].cells))
         writer.writeheader()
         writer.writerows(row.cells for row in rows)
-    header, *lines = cross_validate([str(tmp_path / "rows.csv")], "model", as_json=False).splitlines()
-    assert header.split() == ["left", "out", "rows", "fitted", "mean", "median"]
-    assert [line.split() for line in lines] == [
-        ["made", "up", name, "18", "0.0", "0.0", "0.0"] for name in ("one", "two")
-    ]
-
-
-def test_a_data_set_that_is_unlike_the_others_is_missed() -> None:
-    rows = named(made(), dataset="one") + named(made(), dataset="two") + named(made(launch=1e-4), dataset="three")
-    found = {one.name: one for one in leave_out_datasets(rows)}
-    assert found["three"].mean > 0.1
-    assert found["three"].mean == pytest.approx(found["three"].fitted, rel=0.2)
+    header, *lines = cross_validate([str(tmp_path / "rows.csv")], "fold", as_json=False).splitlines()
+    assert header.split() == ["left", "out", "rows", "fitted", "mean", "median", "bias"]
+    assert [line.split()[:2] for line in lines] == [["ours/one", "18"], ["ours/two", "18"], ["ours,", "all"]]
 
 
 def test_a_residual_is_of_constants_that_were_not_fitted_to_its_fold() -> None:
     """Of three folds two were made with the same constants; what they give away is wrong for the third."""
-    rows = [*named(made(launch=2.5e-5), fold="one"), *named(made(launch=2.5e-5), fold="two")]
-    found = left_out_residuals([*rows, *named(made(launch=2.5e-4), fold="three")])
+    rows = [*named(made(speed=0.8), "one"), *named(made(speed=0.8), "two")]
+    found = left_out_residuals([*rows, *named(made(speed=1.25), "three")])
     assert len(found) == 2 * 3 * 18
     errors: dict[tuple[str, str], float] = {}
     for one in found:
         assert one.time is not None
         errors[one.fold, one.left_out] = max(errors.get((one.fold, one.left_out), 0.0), abs(one.time))
-    assert errors["three", "fold"] > 0.5
+    assert errors["three", "fold"] > 0.3
     assert errors["one", "framework"] == pytest.approx(errors["two", "framework"])
     assert {one.left_out for one in left_out_residuals(rows, fits=False)} == {"framework"}
-    [alone, *_] = left_out_residuals(named(made(launch=2.5e-5), fold="one"))
+    [alone, *_] = left_out_residuals(named(made(speed=0.8), "one"))
     assert alone.left_out == "framework"  # there is nothing to fit to
 
 

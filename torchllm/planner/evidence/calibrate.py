@@ -1,88 +1,90 @@
-"""Fit a framework's six constants to measurements. No torch.
+"""Fit the constants of one machine to a few runs on it. No torch.
 
-It minimizes the mean of |log(predicted / measured)|, smoothed near zero, plus a pull to the original constants, so that
-few measurements move them little and a constant without effect stays. It is a descent by coordinates, in ever smaller
-steps.
+Only what a machine tells is fitted (`spec.software.OF_A_MACHINE`): the speed of its kernels, what does not overlap,
+what messages wait, how collectives slow down over nodes. Priors hold what the rows say nothing of. The error that is
+reported is of rows that were not fitted: each is left out in turn, or each twentieth of more than twenty.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
-from torchllm.planner.case import Case
+from torchllm.planner.evidence.fit import FitProblem, Point, Timed, constants_at, fit, left_out, log_error
 from torchllm.planner.evidence.measurements import MeasuredRow, cluster_of_row, read_rows
 from torchllm.planner.predict import predict
 from torchllm.resources import find_config, name_base
 from torchllm.spec.cluster import FOLDER
-from torchllm.spec.software import UNITS, Constants
+from torchllm.spec.software import OF_A_MACHINE, UNITS, Constants
 
-PULL = 0.001
-"""added to the error by a constant that has changed by a factor of e"""
-KINK = 0.03
-"""log of a ratio below which errors count by their square: a descent by coordinates gets stuck in kinks"""
-STEPS = (2.0, 1024.0)
-"""largest factors, each tried from the original: for constants nearby, or far off like a CPU's waits of milliseconds"""
-TIMES = ("launch", "traffic", "exposed", "wait", "flush")
-"""constants that affect step times; that of memory is fitted to peaks"""
+MACHINE = "machine"
+"""name of the speed that is fitted"""
+PARTS = 20
+"""parts into which rows are split to leave one out at a time; fewer rows: each is a part"""
 
 
-def calibrate(rows: Sequence[MeasuredRow]) -> tuple[Constants, float, float]:
-    """Return the fitted constants, and the mean error before and after. ValueError if no row is timed."""
-    timed = [(row.case, row.seconds) for row in rows if row.case is not None and row.seconds]
+class Calibrated(NamedTuple):
+    """Constants of a machine."""
+
+    constants: Constants
+    rows: int
+    """number of runs that were fitted"""
+    before: float
+    """mean error of their steps with the constants that the rows had"""
+    left_out: float
+    """mean error of steps that were left out of a fit; with a single run that of `before`"""
+
+
+def calibrate(rows: Sequence[MeasuredRow]) -> Calibrated:
+    """Return the fitted constants. ValueError if no row is timed."""
+    timed = [
+        Timed(row.case, row.seconds, fold=str(at), framework=MACHINE)
+        for at, row in enumerate(rows)
+        if row.case is not None and row.seconds
+    ]
     if not timed:
         raise ValueError("no row has a step time that can be predicted")
-    before = timed[0][0].software.constants
+    before = timed[0].case.software.constants
+    middle = {name: math.log(getattr(before, name)) for name in OF_A_MACHINE if name != "speed"}
+    problem = FitProblem(timed, middle | {MACHINE: math.log(before.speed)}, timed[0].case.hardware.is_gpu)
+    near = min((fit(problem, begin) for begin in starts(problem)), key=lambda near: mean_error(near.errors))
+    constants = constants_at(near.point, MACHINE, before)
+    error = [mean_error(log_error(row, problem.middle) for row in timed)] * 2
+    if len(timed) > 1:
+        parts = [str(at % PARTS) for at in range(len(timed))]
+        error[1] = mean_error(log for logs in left_out(problem, near, parts).values() for log in logs)
+    return Calibrated(replace(constants, allocator=fitted_allocator(rows) or before.allocator), len(timed), *error)
 
-    def logs(constants: Constants) -> list[float]:
-        return [math.log(predict(with_constants(case, constants)).step / seconds) for case, seconds in timed]
 
-    def error(constants: Constants) -> float:  # as `score` counts it
-        return sum(abs(math.expm1(log)) for log in logs(constants)) / len(timed)
-
-    def cost(constants: Constants) -> float:
-        old, new = asdict(before), asdict(constants)
-        rounded = sum(math.hypot(log, KINK) for log in logs(constants)) / len(timed)
-        return rounded + PULL * sum(abs(math.log((new[key] + _TINY) / (old[key] + _TINY))) for key in TIMES)
-
-    def descend(factor: float) -> Constants:
-        now, least = before, cost(before)
-        while factor > 1.01:
-            start = least
-            for key in TIMES:
-                for by in (factor, 1 / factor):
-                    while (new := cost(tried := _scaled(now, key, by))) < least - 1e-7:
-                        least, now = new, tried
-            if least > start - 1e-4:
-                factor = math.sqrt(factor)
-        return now
-
-    now = min(map(descend, STEPS), key=cost)
-    peaks = [
-        (predict(row.case).memory, float(row.cells["peak_memory_gib"]) * 2**30)
-        for row in rows
-        if row.case is not None and row.cells.get("peak_memory_gib") and not row.case.software.peaks_allocated
+def starts(problem: FitProblem) -> list[Point]:
+    """Return where fits begin. Processes of a CPU wait thousands of times longer, which no step from here tells."""
+    if problem.is_gpu:
+        return [problem.middle]
+    waits = ("wait", "message")
+    return [
+        {name: value + math.log(factor) * (name in waits) for name, value in problem.middle.items()}
+        for factor in (1.0, 1e2, 1e4)
     ]
-    if peaks:
-        ratios = sorted(1 + (peak - memory.live) / max(memory.under_way, 1.0) for memory, peak in peaks)
-        now = replace(now, allocator=max(1.0, ratios[len(ratios) // 2]))
-    return now, error(before), error(now)
 
 
-_TINY = 1e-7
+def mean_error(logs: Iterable[float]) -> float:
+    """Return the mean of |predicted / measured - 1|, as `score` counts it."""
+    return mean(abs(math.expm1(log)) for log in logs)
 
 
-def _scaled(constants: Constants, key: str, by: float) -> Constants:
-    value = getattr(constants, key) * by
-    if key == "exposed":
-        value = min(1.0, value)
-    return replace(constants, **{key: max(value, _TINY)})
-
-
-def with_constants(case: Case, constants: Constants) -> Case:
-    """Return the case with other constants of its software."""
-    return replace(case, software=replace(case.software, constants=constants))
+def fitted_allocator(rows: Sequence[MeasuredRow]) -> float | None:
+    """Return the ratio of reserved to used bytes in the middle of the rows; None if they have no peaks."""
+    ratios = []
+    for row in rows:
+        if row.case is None or not row.cells.get("peak_memory_gib") or row.case.software.peaks_allocated:
+            continue
+        memory = predict(row.case).memory
+        peak = float(row.cells["peak_memory_gib"]) * 2**30
+        ratios.append(1 + (peak - memory.live) / max(memory.under_way, 1.0))
+    return max(1.0, sorted(ratios)[len(ratios) // 2]) if ratios else None
 
 
 def calibrate_file(source: str, target: str, cluster: str) -> str:
@@ -92,16 +94,15 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     there is no such file or cluster, or no row is timed.
     """
     rows = read_rows(source, cluster)
-    constants, before, after = calibrate(rows)
+    found = calibrate(rows)
     if not cluster:
         names = Counter(cluster_of_row(row.cells) for row in rows if row.case is not None)
         cluster = names.most_common(1)[0][0]
     base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
-    lines = [
-        f"# {cluster} with the constants of torchllm fitted to {source}: mean error of a step {before:.1%} before,"
-    ]
-    lines += [f"# {after:.1%} after.", f'base = "{name_base(str(base), str(Path(target).parent))}"', "", "[constants]"]
+    errors = f"mean error of a step {found.before:.1%} before, {found.left_out:.1%} on runs left out of the fit"
+    lines = [f"# {cluster} with the constants of torchllm fitted to {found.rows} runs of {source}:", f"# {errors}."]
+    lines += [f'base = "{name_base(str(base), str(Path(target).parent))}"', "", "[constants]"]
     for key in fields(Constants):
-        lines.append(f"{key.name} = {getattr(constants, key.name):.6g}  # {UNITS[key.name]}")
+        lines.append(f"{key.name} = {getattr(found.constants, key.name):.6g}  # {UNITS[key.name]}")
     Path(target).write_text("\n".join(lines) + "\n")
-    return f"mean error of a step {before:.1%} before, {after:.1%} after; written to {target}"
+    return f"{found.rows} runs: {errors}; written to {target}"

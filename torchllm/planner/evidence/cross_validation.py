@@ -1,21 +1,24 @@
-"""Compute errors on data that the constants were not fitted to: one model or data set is left out at a time. No torch.
+"""Compute errors on data that the constants were not fitted to: a fold or a whole framework is left out at a time.
 
-A model is predicted with constants fitted to its data set's other models, a data set with constants fitted to all other
-data sets, whatever their framework. Facts about frameworks and the cluster files stay.
+No torch. A fold is a framework and a model: all lengths, numbers of GPUs and files of it together. Where a framework is
+left out its speed is 1, which is what a user of an unknown framework gets. Facts about frameworks and the cluster files
+stay.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
-from torchllm.planner.evidence.calibrate import calibrate, with_constants
+from torchllm.planner.evidence.calibrate import calibrate
+from torchllm.planner.evidence.fit import fit, joint_problem, left_out, timed_rows, with_constants
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 from torchllm.spec.software import Constants
+
+LeftOutKind = Literal["fold", "framework"]
 
 
 class LeftOut(NamedTuple):
@@ -24,10 +27,12 @@ class LeftOut(NamedTuple):
     name: str
     rows: int
     fitted: float
-    """mean error with the constants of `STACKS`"""
+    """mean error with constants fitted to all rows"""
     mean: float
-    """mean error with constants fitted without it"""
+    """mean error with constants fitted to the others"""
     median: float
+    bias: float
+    """mean of predicted / measured - 1, with constants fitted to the others"""
 
 
 class Residual(NamedTuple):
@@ -63,7 +68,7 @@ def left_out_residuals(rows: Sequence[MeasuredRow], fits: bool = True) -> list[R
             rest = [row for other, some in folds.items() if other != fold for row in some]
             of_framework = [row for row in _by_framework(rest).get(framework, []) if row.seconds]
             if of_framework and fits:
-                constants = calibrate([_with_constants(row, Constants()) for row in of_framework])[0]
+                constants = calibrate([_with_constants(row, Constants()) for row in of_framework]).constants
                 found += [_residual(row, fold, "fold", constants) for row in left]
             found += [_residual(row, fold, "framework", Constants()) for row in left]
     return found
@@ -103,55 +108,48 @@ def _residual(row: MeasuredRow, fold: str, left_out: Literal["fold", "framework"
     return Residual(row, fold, left_out, time, peak, prediction.memory.total / memory)
 
 
-def cross_validate(files: Sequence[str], what: Literal["model", "dataset"], as_json: bool) -> str:
+def cross_validate(files: Sequence[str], what: LeftOutKind, as_json: bool) -> str:
     """Return the errors of whole files as text; takes minutes. OSError or ValueError if a file is no such table."""
-    rows = [row for file in files for row in read_rows(file)]
-    found = leave_out_models(rows) if what == "model" else leave_out_datasets(rows)
+    found = leave_out([row for file in files for row in read_rows(file)], what)
     if as_json:
         return json.dumps([one._asdict() for one in found], indent=1)
-    lines = [f"{'left out':40s}{'rows':>6s}{'fitted':>8s}{'mean':>8s}{'median':>8s}"]
+    lines = [f"{'left out':48s}{'rows':>6s}{'fitted':>8s}{'mean':>8s}{'median':>8s}{'bias':>8s}"]
     for one in found:
         shares = "".join(f"{100 * share:8.1f}" for share in one[2:])
-        lines.append(f"{one.name:40s}{one.rows:6d}{shares}")
+        lines.append(f"{one.name:48s}{one.rows:6d}{shares}")
     return "\n".join(lines)
 
 
-def leave_out_models(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
-    """Leave out each model of each data set that has other models."""
-    found = []
-    for dataset, of_set in _by(rows, "dataset").items():
-        models = _by(of_set, "model")
-        for model, left in models.items():
-            rest = [row for name, other in models.items() if name != model for row in other]
-            if rest:
-                found.append(_left_out(f"{dataset} {model}", left, calibrate(rest)[0]))
+def leave_out(rows: Sequence[MeasuredRow], what: LeftOutKind) -> list[LeftOut]:
+    """Leave out each fold or framework. Where folds are left out, a line for each framework has all its folds."""
+    timed = timed_rows(rows)
+    if not timed:
+        return []
+    problem = joint_problem(timed)
+    near = fit(problem)
+    logs = left_out(problem, near, [getattr(row, what) for row in timed])
+    fitted = _by_name([getattr(row, what) for row in timed], near.errors)
+    found = [_left_out(name, fitted[name], logs[name]) for name in logs]
+    if what == "fold":
+        framework_of = {row.fold: row.framework for row in timed}
+        together: dict[str, tuple[list[float], list[float]]] = {}
+        for fold, framework in framework_of.items():
+            of_framework = together.setdefault(framework, ([], []))
+            of_framework[0].extend(fitted[fold])
+            of_framework[1].extend(logs[fold])
+        found += [_left_out(f"{name}, all folds", *both) for name, both in together.items()]
     return found
 
 
-def leave_out_datasets(rows: Sequence[MeasuredRow]) -> list[LeftOut]:
-    """Leave out each data set."""
-    sets = _by(rows, "dataset")
-    found = []
-    for dataset, left in sets.items():
-        rest = [row for name, other in sets.items() if name != dataset for row in other]
-        found.append(_left_out(dataset, left, calibrate(rest)[0]))
-    return found
+def _left_out(name: str, fitted: Sequence[float], logs: Sequence[float]) -> LeftOut:
+    errors = [math.expm1(log) for log in logs]
+    sizes = [abs(error) for error in errors]
+    before = mean(abs(math.expm1(log)) for log in fitted)
+    return LeftOut(name, len(logs), before, mean(sizes), median(sizes), mean(errors))
 
 
-def _left_out(name: str, rows: Sequence[MeasuredRow], constants: Constants) -> LeftOut:
-    before, after = [], []
-    for row in rows:
-        if row.case is None or not row.seconds:
-            continue
-        before.append(abs(predict(row.case).step / row.seconds - 1))
-        other = replace(row.case, software=replace(row.case.software, constants=constants))
-        after.append(abs(predict(other).step / row.seconds - 1))
-    return LeftOut(name, len(after), mean(before), mean(after), median(after))
-
-
-def _by(rows: Sequence[MeasuredRow], key: str) -> dict[str, list[MeasuredRow]]:
-    found: dict[str, list[MeasuredRow]] = {}
-    for row in rows:
-        if row.case is not None and row.seconds:
-            found.setdefault(row.cells.get(key, "") or "-", []).append(row)
+def _by_name(names: Sequence[str], errors: Sequence[float]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, error in zip(names, errors, strict=True):
+        found.setdefault(name, []).append(error)
     return found

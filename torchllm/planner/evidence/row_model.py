@@ -8,6 +8,9 @@ from torchllm.planner.evidence.cells import Cells
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.software import Software
 
+SAME_MODEL = 0.3
+"""largest difference of two numbers of parameters of one model: by what is counted of its ends"""
+
 
 def model_of(cells: Cells, software: Software) -> Model:
     """Return the model of a row. ValueError says which size is missing or wrong.
@@ -26,7 +29,13 @@ def model_of(cells: Cells, software: Software) -> Model:
     llama, gpt = _model("llama", cells, sizes), _model("gpt", cells, sizes)
     published = cells.number_or("n_params", 0) or count_in_name(cells.text("model"))
     if published:
-        return min(llama, gpt, key=lambda model: abs(parameter_count(model) / published - 1))
+
+        def distance(model: Model) -> float:
+            return abs(parameter_count(model) / published - 1)
+
+        closest = min(llama, gpt, key=distance)
+        if distance(closest) < SAME_MODEL:  # else it is a part of the model, as one layer
+            return closest
     return gpt if width == 4 * sizes["hidden"] else llama
 
 

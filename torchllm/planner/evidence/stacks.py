@@ -1,4 +1,4 @@
-"""The frameworks whose measurements are published: facts of each, and the constants fitted to them. No torch."""
+"""The frameworks whose measurements are published: facts of each, and a speed that `evidence.fit` gives. No torch."""
 
 from dataclasses import replace
 
@@ -11,6 +11,10 @@ MEGATRON = Software(
     fsdp=False,
     temporary_gradients=0.0,  # products add to the gradient in place
     logits_backward=8.0,  # the softmax becomes its gradient in place
+    # core/tensor_parallel/cross_entropy.py: float32 copy (6), maximum (4), difference (8), target (4), exponential (8)
+    loss_forward=30.0,
+    loss_backward=16.0,  # a copy of the softmax (8), in place times the gradient (8)
+    waits_for_sends=True,  # megatron/p2p_communication.py waits for its requests
     keeps_gathered=False,
     recomputes_attention_only=True,
     fused_elementwise=True,
@@ -20,22 +24,18 @@ MEGATRON = Software(
     default_zero_stage=0,
 )
 _FACTS = {
-    "megatron-2021": replace(
-        MEGATRON, gradients=2.0, constants=Constants(launch=2.3e-5, traffic=1.3, wait=3e-6, flush=0.0)
-    ),
-    "megatron-2022": replace(
-        MEGATRON,
-        overlaps_tensor_parallel=True,
-        constants=Constants(launch=1e-6, traffic=0.4, exposed=0.0, wait=2e-5, flush=0.0),
-    ),
+    "megatron-2021": replace(MEGATRON, gradients=2.0, constants=Constants(speed=0.945)),
+    "megatron-2022": replace(MEGATRON, overlaps_tensor_parallel=True),
     "megatron-zero-bubble-2023": replace(
         MEGATRON,
         default_vocab=32000,  # sentencepiece, as its sample data set
         peaks_allocated=True,
-        constants=Constants(launch=6e-6, traffic=1.2, wait=5e-4, flush=0.0),
+        constants=Constants(speed=0.927),
     ),
     "megatron-deepspeed-2023": replace(
-        MEGATRON, constants=Constants(launch=2.7e-6, traffic=1.2, wait=7.5e-6, flush=0.0)
+        MEGATRON,
+        reduced=2.0,  # 16-bit gradients, reduced as they are
+        constants=Constants(speed=0.981),
     ),
     "aleph-alpha-megatron-2023": replace(
         MEGATRON,
@@ -43,13 +43,18 @@ _FACTS = {
         fused_elementwise=False,
         whole_logits=True,
         keeps_gathered=True,  # its norms gather, its products keep what they read (Aleph-Alpha/scaling, core/nn)
+        loss_forward=14.0,
+        loss_backward=14.0,
         logits_forward=12.0,  # torch's own loss, of logits that the pipeline's last stage keeps as its result
         logits_backward=14.0,
         fused_scores=5.0,  # as with dropout, though Llama has none: the boundary of what ran out of memory says so
         gradients=2.0,
+        reduced=4.0,  # core/optimizer/allreduce.py: buckets in float32, all to all ranks, after the last backward
+        all_reduces=True,
+        gate_apart=True,  # core/nn/mlp.py: two column-parallel products, each with its all-reduce
         default_zero_stage=1,
         attention="flash2",
-        constants=Constants(launch=3.6e-6, traffic=1.2, wait=3.4e-4, flush=1.5),
+        constants=Constants(speed=0.94),
     ),
     "nanotron-2025": replace(
         MEGATRON,
@@ -62,8 +67,9 @@ _FACTS = {
         # optim/gradient_accumulator.py, distributed.py: buckets of DistributedDataParallel, or what ZeRO-1's
         # reduce_scatter is flattened in; parallel/tensor_parallel/functional.py: float32 logits, their softmax in place
         gradient_copies=2.0,
+        overlaps_reduction=True,
         logits_forward=8.0,
-        constants=Constants(launch=1.6e-5, traffic=0.8, wait=4e-4, allocator=1.06),
+        constants=Constants(speed=0.985, allocator=1.06),
     ),
     "llm-foundry-2023": Software(
         "llm-foundry",
@@ -72,16 +78,19 @@ _FACTS = {
         kept_logits=2.0,  # its fused_crossentropy, of 16-bit logits, whose gradient takes their place
         logits_forward=2.0,
         logits_backward=4.0,
-        constants=Constants(launch=1e-6, traffic=0.55, exposed=0.8),
+        loss_forward=4.0,  # the same: it reads them once for the loss, and once more to replace them
+        loss_backward=4.0,
+        constants=Constants(speed=0.992),
     ),
     "torchtitan": Software(
         "torchtitan",
         attention="flash2",
         keeps_every_other=True,
         default_sequence_parallel=True,  # models/llama3/infra/parallelize.py: norms are SequenceParallel in every plan
+        constants=Constants(speed=0.988),
     ),
     "deepspeed-zero3-2021": replace(
-        MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(launch=2.3e-5, traffic=1.3)
+        MEGATRON, gradients=2.0, one_card=True, default_zero_stage=3, constants=Constants(speed=0.945)
     ),
     # github.com/NVIDIA/Megatron-LM, megatron/core, as its own tests and scripts run it. Its
     # distributed optimizer is ZeRO 1 with float32 main gradients, which products add to in place; gradients are
@@ -122,10 +131,11 @@ _FACTS = {
         attention="flash2",
         default_sequence_parallel=True,
         whole_logits=True,
+        constants=Constants(speed=0.987),
     ),
     # github.com/foundation-model-stack/fms-fsdp: FSDP1, bfSixteen policy (16-bit gathers and reductions of float32
     # shards), torch's SDPA
-    "fms-fsdp": Software("fms-fsdp", attention="flash2", default_vocab=32000),
+    "fms-fsdp": Software("fms-fsdp", attention="flash2", default_vocab=32000, constants=Constants(speed=1.059)),
     # github.com/InternLM/InternEvo at c628a8c8: 16-bit weights and gradients on every rank, float32 states sharded over
     # some or all data ranks (zero1), Megatron's tensor parallelism with whole sequences, fused norms, no dropout
     "internevo": replace(
@@ -136,8 +146,10 @@ _FACTS = {
         temporary_gradients=2.0,
         keeps_gathered=True,
         attention="flash2",
+        overlaps_reduction=True,  # configs/7B_sft.py: overlap_sync_grad
         default_zero_stage=1,
         default_vocab=103168,
+        constants=Constants(speed=0.921),
     ),
     # github.com/PrimeIntellect-ai/prime-rl at 559b44772: FSDP2 of float32 shards, gathered in 16 bits and reduced in
     # float32; whole blocks are recomputed
@@ -170,6 +182,11 @@ KINDS = {
     "megatron": "megatron-core",
 }
 """words in the name of another version of a stack, and the one that it is read as; the first that fits counts"""
+
+
+def is_known(name: str) -> bool:
+    """Return whether a stack is one of `STACKS`, not another version of one."""
+    return OTHER_NAMES.get(name.lower(), name.lower()) in STACKS
 
 
 def stack_of(name: str, assumed: list[str]) -> Software:

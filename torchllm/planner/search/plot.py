@@ -25,7 +25,6 @@ TERMS = (
     "fsdp",
     "pipeline parallel",
     "bubble",
-    "flush",
     "gradient reduction",
     "weight gather",
     "optimizer",

@@ -1,0 +1,258 @@
+"""Fit the constants that all frameworks share, and a speed of each framework, to published measurements. No torch.
+
+`python -m torchllm.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants: those
+that all frameworks share are the defaults of `spec.software.Constants`, the speeds are in `evidence.stacks.STACKS`.
+`recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
+
+The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, plus the distance of each constant from
+its prior in units of the prior's spread. The larger an error beside the typical one, the less its row weighs, as in a
+fit of Student's t: what the model does not know, like a run that waited for a time-out, decides nothing. The descent is
+Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.planner.evidence.stacks import is_known
+from torchllm.planner.predict import predict
+from torchllm.spec.software import PRIORS, Constants, Prior
+
+SHARED = ("launch", "traffic", "exposed", "wait", "message", "fall")
+"""constants that are the same for all frameworks"""
+NOISE = 0.05
+"""error of a step, as a logarithm, that a row may well have: repeats and versions of software differ by as much"""
+STEP = 0.05
+"""change of a constant's logarithm from which derivatives are computed"""
+LEAP = 1.5
+"""largest change of a logarithm from one round to the next: far away the errors are not linear"""
+CLOSE = 0.01
+"""largest change of a logarithm after which a fit ends"""
+ELSEWHERE = 5.0
+"""factor by which priors know less of a CPU than of a GPU"""
+ROUNDS = 12
+"""most rounds of a fit"""
+
+
+class Timed(NamedTuple):
+    """A row to fit."""
+
+    case: Case
+    seconds: float
+    fold: str
+    """what is left out together: framework/model"""
+    framework: str
+
+
+def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
+    """Return the rows to fit: timed, dense, of a framework in `STACKS`, predicted from what the table says alone."""
+    timed = []
+    for row in rows:
+        if row.case is None or not row.seconds or row.cells.get("assumed") or row.case.model.experts:
+            continue
+        if not is_known(row.cells.get("stack", "")):
+            continue
+        fold = row.cells.get("fold") or f"{row.cells['stack']}/{row.cells.get('model', '')}"
+        timed.append(Timed(row.case, row.seconds, fold, fold.split("/")[0]))
+    return timed
+
+
+Point = dict[str, float]
+"""the logarithm of each constant by its name; a framework's speed has the name of the framework"""
+
+
+class Linear(NamedTuple):
+    """The errors of rows near a point."""
+
+    point: Point
+    errors: list[float]
+    """log of predicted over measured time"""
+    slopes: dict[str, list[float]]
+    """derivative of each row's error by each constant"""
+
+
+class FitProblem(NamedTuple):
+    """Rows, and what is known of the constants before they are seen."""
+
+    rows: Sequence[Timed]
+    middle: Point
+    """the constants that are fitted, where their priors have them"""
+    is_gpu: bool = True
+    """False: the bounds of `PRIORS`, which are a GPU's, do not hold, and their spreads are `ELSEWHERE` times as wide"""
+
+    def counts(self) -> list[float]:
+        """Return how much each row counts: a fold of n rows as the square root of n, for their errors are alike."""
+        sizes = Counter(row.fold for row in self.rows)
+        return [sizes[row.fold] ** -0.5 for row in self.rows]
+
+    def trust(self, name: str) -> float:
+        """Return what the square of a constant's distance from its middle counts."""
+        return (prior_of(name).spread * (1.0 if self.is_gpu else ELSEWHERE)) ** -2
+
+    def bounded(self, name: str, value: float) -> float:
+        """Return the logarithm of a constant, or the bound that it exceeds."""
+        prior = prior_of(name)
+        if not self.is_gpu:
+            return min(value, 0.0) if name == "exposed" else value
+        return min(math.log(prior.high), max(math.log(prior.low), value))
+
+
+def prior_of(name: str) -> Prior:
+    """Return the prior of a constant, or of a framework's speed."""
+    return PRIORS[name if name in SHARED else "speed"]
+
+
+def joint_problem(rows: Sequence[Timed]) -> FitProblem:
+    """Return the fit of the constants that all frameworks share, and of a speed of each framework."""
+    middle = {name: math.log(PRIORS[name].middle) for name in SHARED}
+    return FitProblem(rows, middle | dict.fromkeys(sorted({row.framework for row in rows}), 0.0))
+
+
+def constants_at(point: Point, framework: str, before: Constants) -> Constants:
+    """Return the constants of a framework. What the point does not have stays; an unknown framework has speed 1."""
+    shared = {name: math.exp(point[name]) for name in SHARED if name in point}
+    return replace(before, **shared, speed=math.exp(point.get(framework, 0.0)))
+
+
+def with_constants(case: Case, constants: Constants) -> Case:
+    """Return the case with other constants of its software."""
+    return replace(case, software=replace(case.software, constants=constants))
+
+
+def log_error(row: Timed, point: Point) -> float:
+    """Return the logarithm of predicted over measured time."""
+    case = with_constants(row.case, constants_at(point, row.framework, row.case.software.constants))
+    return math.log(predict(case).step / row.seconds)
+
+
+def linearize(rows: Sequence[Timed], point: Point) -> Linear:
+    """Return errors and derivatives. All speeds are moved at once, for each row has one."""
+    errors = [log_error(row, point) for row in rows]
+
+    def slopes(moved: Point) -> list[float]:
+        return [(log_error(row, moved) - error) / STEP for row, error in zip(rows, errors, strict=True)]
+
+    found = {name: slopes({**point, name: point[name] + STEP}) for name in SHARED if name in point}
+    of_speed = slopes({name: value + STEP * (name not in SHARED) for name, value in point.items()})
+    for framework in point.keys() - set(SHARED):
+        found[framework] = [
+            slope if row.framework == framework else 0.0 for row, slope in zip(rows, of_speed, strict=True)
+        ]
+    return Linear(point, errors, found)
+
+
+def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point:
+    """Return the best point for the errors as they are near a point, at most `LEAP` away from it."""
+    point = dict(near.point)
+    for _ in range(4):  # an error counts less the larger it is, which the first solution does not know
+        errors = errors_at(near, point)
+        typical = max(NOISE, median(map(abs, errors)))
+        weights = [
+            count / NOISE**2 / (1.0 + (error / typical) ** 2) for count, error in zip(counts, errors, strict=True)
+        ]
+        changes = best_changes(problem, near, point, errors, weights)
+        for name, change in changes.items():
+            value = max(near.point[name] - LEAP, min(near.point[name] + LEAP, point[name] + change))
+            point[name] = problem.bounded(name, value)
+    return point
+
+
+def errors_at(near: Linear, point: Point) -> list[float]:
+    """Return the errors at another point, taken as linear."""
+    errors = list(near.errors)
+    for name, slopes in near.slopes.items():
+        change = point[name] - near.point[name]
+        if change:
+            errors = [error + change * slope for error, slope in zip(errors, slopes, strict=True)]
+    return errors
+
+
+def best_changes(
+    problem: FitProblem, near: Linear, point: Point, errors: Sequence[float], weights: Sequence[float]
+) -> Point:
+    """Return the changes of the constants that minimize the weighted squares of errors and distances from priors."""
+    names = list(point)
+    weighted = {
+        name: [weight * slope for weight, slope in zip(weights, near.slopes[name], strict=True)] for name in names
+    }
+    matrix = [[dot(weighted[one], near.slopes[other]) for other in names] for one in names]
+    right = [-dot(weighted[name], errors) for name in names]
+    for at, name in enumerate(names):
+        trust = problem.trust(name)
+        matrix[at][at] += trust
+        right[at] += trust * (problem.middle[name] - point[name])
+    return dict(zip(names, solve(matrix, right), strict=True))
+
+
+def dot(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the sum of products."""
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve equations of a positive definite matrix by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for at, pivot in enumerate(rows):
+        for below in rows[at + 1 :]:
+            factor = below[at] / pivot[at]
+            for column in range(at, len(pivot)):
+                below[column] -= factor * pivot[column]
+    found: list[float] = []
+    for at in reversed(range(len(rows))):
+        found.insert(0, (rows[at][-1] - dot(rows[at][at + 1 : -1], found)) / rows[at][at])
+    return found
+
+
+def fit(problem: FitProblem, start: Point | None = None) -> Linear:
+    """Return the fitted point, with the errors near it. start: where to begin, if not at the priors."""
+    near = linearize(problem.rows, start or problem.middle)
+    for _ in range(ROUNDS):
+        point = improve(problem, near, problem.counts())
+        if max(abs(point[name] - near.point[name]) for name in point) < CLOSE:
+            break
+        near = linearize(problem.rows, point)
+    return near
+
+
+def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the log errors of the rows of each name with constants fitted to the rows of all other names.
+
+    near: the fit to all rows, from whose linear errors the other fits start. names: of each row, what it belongs to.
+    """
+    found = {}
+    for name in dict.fromkeys(names):
+        counts = [count * (other != name) for count, other in zip(problem.counts(), names, strict=True)]
+        point = improve(problem, near, counts)
+        found[name] = [log_error(row, point) for row, other in zip(problem.rows, names, strict=True) if other == name]
+    return found
+
+
+def fitted_constants(folders: Sequence[str]) -> str:
+    """Return the constants fitted to all tables of some folders, and the number of rows, as text."""
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.csv"))
+    rows: list[Timed] = []
+    for file in files:
+        try:
+            rows += timed_rows(read_rows(str(file)))
+        except ValueError:
+            print(f"{file}: no table of layouts", file=sys.stderr)
+    if not rows:
+        raise ValueError(f"{', '.join(folders)}: no row of a known framework has a step time")
+    near = fit(joint_problem(rows))
+    folds = len({row.fold for row in rows})
+    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {mean(map(abs, near.errors)):.3f}"]
+    for name, value in near.point.items():
+        kind = PRIORS[name].unit if name in SHARED else "speed"
+        lines.append(f"{name:30s}{math.exp(value):12.4g}  {kind}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(fitted_constants(sys.argv[1:]))
