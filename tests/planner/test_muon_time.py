@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchllm.planner import muon_time
 from torchllm.planner.case import Case
 from torchllm.planner.compute import matmul_seconds
 from torchllm.planner.muon_time import (
+    expert_exchange_seconds,
     expert_seconds,
     iteration_products,
     iteration_seconds,
@@ -94,7 +96,7 @@ def test_a_step_with_muon_takes_so_much_longer_but_for_its_smaller_state() -> No
 
 
 def test_experts_are_orthogonalized_where_they_are() -> None:
-    """16 experts on 8 ranks: two each, of three matrices; nothing is sent, and attention is shared out as without."""
+    """16 experts on 8 ranks: two each, of three matrices; attention is shared out as without."""
     sparse = replace(MODEL, experts=16, top_k=2, expert_ffn=256)
     hardware = dgx_a100()
     one = 5 * sum(matmul_seconds(*product, hardware) for product in iteration_products(MatrixShape(256, sparse.hidden)))
@@ -103,3 +105,28 @@ def test_experts_are_orthogonalized_where_they_are() -> None:
     assert len(matrix_shapes(replace(sparse, shared_experts=1))) == 7
     of = muon_case(dp_shard=8)
     assert predict(replace(of, model=sparse)).step > predict(replace(of, model=sparse, optimizer=Optimizer())).step
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "group"),
+    [
+        ({"dp_shard": 8}, 16, 1),  # whole experts
+        ({"dp_shard": 2, "tp": 4}, 16, 4),  # their features
+        ({"dp_shard": 8, "ep": 2}, 16, 1),  # 8 experts of 4 ranks
+        ({"dp_shard": 8, "ep": 2}, 4, 4),  # 2 experts of 4 ranks: hidden states
+        ({"dp_shard": 8, "tp": 2, "ep": 16}, 16, 1),
+    ],
+)
+def test_parts_of_experts_are_sent_where_ranks_cut_them(layout: dict[str, int], experts: int, group: int) -> None:
+    """There and back, in 16 bits, of a rank's share of three matrices, to all of the group but itself."""
+    of = muon_case(**{key: value for key, value in layout.items() if key != "ep"})
+    sparse = replace(MODEL, experts=experts, top_k=2, expert_ffn=256)
+    of = replace(of, model=sparse, parallel=replace(of.parallel, ep=layout.get("ep", 1)))
+    ranks = layout["dp_shard"] * layout.get("tp", 1)
+    sent = 2 * 2 * 3 * 3 * experts * 256 * MODEL.hidden / ranks * (group - 1) / group
+    in_node = of.hardware.links[0]
+    expected = sent / (in_node.bandwidth * in_node.efficiency)
+    assert expert_exchange_seconds(of, 3) == pytest.approx(expected, rel=1e-12)
+    with mock.patch.object(muon_time, "expert_exchange_seconds", return_value=0.0):
+        without = muon_seconds(of, 3)
+    assert muon_seconds(of, 3) - without == pytest.approx(expected, abs=1e-9 * without)

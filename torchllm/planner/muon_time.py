@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torchllm.config import Model
 from torchllm.planner.case import CP, SHARD, TP, Case
 from torchllm.planner.compute import dense_width, matmul_seconds
-from torchllm.planner.experts import without_experts
+from torchllm.planner.experts import expert_parameters, expert_shards, without_experts
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.flops import MatrixShape, target_shapes
 
@@ -70,13 +70,34 @@ def matrix_shapes(model: Model) -> list[MatrixShape]:
 def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of the iterations for the routed experts of some blocks, all taken as sparse.
 
-    Each rank has some whole experts, so nothing is sent; where there are more ranks than experts it has one.
+    Each rank iterates for its share of them; where there are more ranks than experts, for one.
     """
     if not model.experts:
         return 0.0
     shape = MatrixShape(model.expert_width, model.hidden)
     one = ITERATIONS * sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
     return blocks * 3 * math.ceil(model.experts / owners) * one
+
+
+def expert_exchange_seconds(case: Case, blocks: int) -> float:
+    """Return the seconds in which parts of experts are sent there and back, where ranks do not have them whole.
+
+    tp without ep cuts their features, and FSDP the hidden states where ranks could not have equally many.
+    """
+    model, parallel = case.model, case.parallel
+    if not model.experts:
+        return 0.0
+    shards = comms.group(case.mesh, [SHARD, CP] if parallel.zero_stage else [], case.hardware)
+    tp = comms.group(case.mesh, [TP], case.hardware)
+    owners = shards.size * tp.size
+    cutting = [] if parallel.ep > 1 else [tp]
+    if parallel.ep > 1:
+        shards = expert_shards(case.mesh, parallel.ep, case.hardware, one_card=False)
+    if model.experts // parallel.ep % shards.size and model.hidden % shards.size == 0:
+        cutting.append(shards)
+    stacks = 3 * blocks
+    held = blocks * expert_parameters(model, owners)
+    return 2 * stacks * sum(group.exchange(SENT * held / stacks) for group in cutting)
 
 
 def muon_seconds(case: Case, blocks: int) -> float:
@@ -95,4 +116,5 @@ def muon_seconds(case: Case, blocks: int) -> float:
     held = blocks * sum(math.prod(shape) for shape in shapes) / owners
     one_way = over_shards.exchange(SENT * held / rounds) + over_tp.exchange(SENT * held / rounds)
     shared_out = iteration_seconds(case.model, blocks, owners, case.hardware) + 2 * rounds * one_way
-    return shared_out + expert_seconds(case.model, blocks, owners, case.hardware)
+    of_experts = expert_seconds(case.model, blocks, owners, case.hardware) + expert_exchange_seconds(case, blocks)
+    return shared_out + of_experts
