@@ -2,14 +2,18 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.metrics.breakdown import breakdown
+from torchllm.models.experts import Experts
+from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
 from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent, flight_records, profiled_events
 
@@ -199,3 +203,34 @@ def _two_ranks() -> dict[str, float]:
     assert {record.group for record in records} == {group.group_name}
     seconds = breakdown(profiled_events(profiler), records, {group.group_name: "all"}, pipeline_group="")
     return seconds | {"whole": whole}
+
+
+def test_a_rank_waits_for_rows_of_experts_that_another_computes() -> None:
+    """Rank 1's experts take 0.2 s longer."""
+    waiting, working = run(_slow_experts, 2)
+    assert waiting["exposed ep"] > 0.15
+    assert working.get("exposed ep", 0.0) < 0.1
+    assert working["forward"] > 0.2
+
+
+def _slow_experts() -> dict[str, float]:
+    experts: Settings = {"model.experts": 4, "model.top_k": 2, "model.layers": 1, "training.global_batch_size": 2}
+    config = tiny({**experts, "parallel.dp_shard": 2, "parallel.ep": 2})
+    mesh, stages = build(config)
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    batches = my_batches(config, mesh, 1, ragged=False)
+    step(batches, torch.tensor(1.0))  # connects the ranks
+    forward = Experts.forward
+
+    def late_forward(module: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2 * dist.get_rank())
+        return forward(module, rows, ends)
+
+    dist.barrier()
+    begun = time.time_ns()
+    late = mock.patch.object(Experts, "forward", late_forward)
+    profiling = profile(activities=[ProfilerActivity.CPU])
+    with late, profiling as profiler, phase("step"), phase("forward_backward"):
+        step(batches, torch.tensor(1.0))
+    axes = {group: axis.name for group, axis in mesh.axis_of_group.items()}
+    return breakdown(profiled_events(profiler), flight_records(begun), axes, pipeline_group="")

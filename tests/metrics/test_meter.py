@@ -151,7 +151,8 @@ def test_loads_of_experts_are_logged_and_a_dead_expert_is_warned_of_once(
 ) -> None:
     sink, loads_file = RecordingSink(), RecordingSink()
     model = replace(MODEL, layers=3, dense_layers=1, experts=4, top_k=1, router_renormalize=False)
-    meter = make(sink, interval=1, loads_file=loads_file)
+    calls: list[str] = []
+    meter = make(sink, interval=1, loads_file=loads_file, on_imbalance=lambda: calls.append("imbalance"))
     meter.model, meter.load_alarm = model, LoadAlarm(model)
     for step in range(1, 13):
         clock.now += 1
@@ -170,6 +171,7 @@ def test_loads_of_experts_are_logged_and_a_dead_expert_is_warned_of_once(
         "step 10: in 10 logged steps in a row expert 2 of block 1 had no token, expert 3 of block 1 had no token, an "
         "expert of block 1 had over 3 times the mean tokens; model.router_bias and model.balance_loss keep loads equal"
     ]
+    assert calls == ["imbalance"]
 
 
 def test_every_key_of_experts_is_described() -> None:

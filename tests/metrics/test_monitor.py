@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -259,3 +260,21 @@ def _slow_nodes(folder: Path) -> str:
 
 def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
     assert run(_slow_nodes, 1, tmp_path) == ["node-7,node-3"]
+
+
+def _events(folder: Path) -> list[str]:
+    """What `run.on_event` was called with where the meter warns of the load of experts."""
+    config = tiny({"model.experts": 4, "model.top_k": 1, "model.router_renormalize": False, "run.on_event": "tell me"})
+    calls: list[str] = []
+
+    def call(*arguments: object) -> None:
+        calls.append(" ".join(map(str, arguments)))
+
+    with mock.patch("torchllm.metrics.monitor.call_on_event", call):
+        monitor = monitor_of(folder, config)
+        monitor.meter.on_imbalance()
+    return calls
+
+
+def test_unequal_loads_of_experts_are_an_event_of_the_run(tmp_path: Path) -> None:
+    assert run(_events, 1, tmp_path) == [[f"tell me imbalance {tmp_path}"]]

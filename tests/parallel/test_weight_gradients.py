@@ -43,6 +43,24 @@ def test_input_gradients_come_first_and_weights_when_asked(family: str) -> None:
     check_gradients(model, plain)
 
 
+def test_gradients_of_routers_and_routed_experts_are_not_deferred() -> None:
+    """Those of attention, of the shared expert and of the head are: the trace says so, matrix by matrix."""
+    config = tiny({"model.layers": 1, "model.experts": 4, "model.top_k": 2, "model.shared_experts": 1})
+    model, plain = build_model(config.model), build_model(config.model)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    plain.load_state_dict(model.state_dict())
+    store = WeightGradients(model)
+    tokens = torch.randint(96, (2, 8))
+    for network in (model, plain):
+        network(tokens, torch.arange(8).expand(2, 8), None, tokens).backward()
+    attention = {f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"}
+    shared = {f"layers.0.mlp.shared.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert without_gradient(model) == attention | shared | {"lm_head.weight"}
+    store.take()()
+    check_gradients(model, plain)
+
+
 def without_gradient(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.grad is None}
 

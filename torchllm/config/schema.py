@@ -70,7 +70,8 @@ class Run:
     collect_garbage_interval: Natural = 100
     """steps between full garbage collections of Python, on all ranks at the same step; 0: leave it to Python"""
     on_event: str = ""
-    """command that is called with the name of an event (hang, restart, nan, end) and the run folder; empty: none"""
+    """command that is called with the name of an event (hang, restart, nan, imbalance, end) and the run folder;
+    empty: none"""
     dry_run: bool = False
     """do not train: print what each kind of rank would hold and send, on any number of ranks"""
     json: bool = False

@@ -98,11 +98,13 @@ class Meter:
         has_logits_again: bool = False,
         lora: Lora = WITHOUT_LORA,
         loads_file: Sink | None = None,
+        on_imbalance: Callable[[], None] = lambda: None,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
         has_logits_again: of `spec.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
 
-        check_owner: raises if another job owns the run folder by now; called before anything is written.
+        check_owner: raises if another job owns the run folder by now; called before anything is written. on_imbalance:
+        called where the load of experts is warned of.
         sinks, console and loads_file, which gets the tokens per expert: rank 0's; none of them raises (`TolerantSink`).
         """
         self.config = config
@@ -123,6 +125,7 @@ class Meter:
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.loads_file = loads_file
         self.load_alarm = LoadAlarm(model)
+        self.on_imbalance = on_imbalance
         self.has_described_a_step = False
         self.first = True
         """no step was logged yet"""
@@ -317,6 +320,7 @@ class Meter:
         self.loads_file.write(step, tokens)
         if problem := self.load_alarm.notice(loads):
             log.warning("step %d: %s; model.router_bias and model.balance_loss keep loads equal", step, problem)
+            self.on_imbalance()
 
     def start_interval(self) -> None:
         """Start the clock of the steps up to the next logged one."""

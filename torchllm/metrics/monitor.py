@@ -138,6 +138,7 @@ class Monitor:
             sequences=data.state()["sequences"],
             has_logits_again=recomputes_logits(training, config.parallel),
             lora=config.lora,
+            on_imbalance=self._call_on_imbalance,
         )
         traces = TraceWriter(runtime.folder, parse_steps(config.metrics.profile_steps), runtime.rank)
         interval = config.metrics.breakdown_interval
@@ -262,6 +263,10 @@ class Monitor:
         if skipped and not self.skipped_steps and self.runtime.is_main:
             call_on_event(self.config.run.on_event, "nan", self.runtime.folder)
         self.skipped_steps = skipped
+
+    def _call_on_imbalance(self) -> None:
+        """Call `run.on_event` where experts have had no tokens, or far too many, for too long: on rank 0."""
+        call_on_event(self.config.run.on_event, "imbalance", self.runtime.folder)
 
     def wants_change(self, n: int) -> bool:
         """Whether the run should go on with another config (`next_config`) from the checkpoint of step `n`.

@@ -6,7 +6,8 @@ of W; the schedule runs W later. References: Qi et al. 2024, arXiv 2401.10241; D
 2412.19437.
 
 Nothing is sharded or sent. A micro batch's inputs and output gradients of every linear layer and of the head stay in
-memory from its I to its W. Norms, embeddings and biases, which cost little, are computed in I.
+memory from its I to its W. Norms, embeddings, biases and routers, which cost little, are computed in I; so are routed
+experts, which cost more.
 
 FOOTGUN: torch's own way to split a backward searches the graph for parameters afterwards. Where FSDP reshards after the
 forward it finds none, and gradients are missing or wrong without an error; with recomputation it recomputes once for

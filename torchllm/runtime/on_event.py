@@ -3,7 +3,8 @@
     COMMAND EVENT RUN_FOLDER
 
 EVENT is hang (ranks waited too long for another), restart (the job is started again after a failure), nan (a step was
-not finite; once per start, not for each step) or end (of the job, however it ends).
+not finite; once per start, not for each step), imbalance (experts have had no tokens, or far too many, for some logged
+steps; once until it ends) or end (of the job, however it ends).
 
 The command neither stops the run nor keeps it waiting: nobody looks at its exit status, it runs in a session of its
 own, and after `LIMIT` it is ended. What it prints is in `OUTPUT` of the run folder.
@@ -24,7 +25,7 @@ from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
 
-RunEvent = Literal["hang", "restart", "nan", "end"]
+RunEvent = Literal["hang", "restart", "nan", "imbalance", "end"]
 LIMIT = 60
 """seconds that the command may take"""
 LAST_WAIT = 10.0
