@@ -87,12 +87,12 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
     model, parallel = case.model, case.parallel
     if not model.experts:
         return 0.0
-    shards = comms.group(case.mesh, [SHARD, CP] if parallel.zero_stage else [], case.hardware)
-    tp = comms.group(case.mesh, [TP], case.hardware)
+    shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    tp = case.group([TP])
     owners = shards.size * tp.size
     cutting = [] if parallel.ep > 1 else [tp]
     if parallel.ep > 1:
-        shards = expert_shards(case.mesh, parallel.ep, case.hardware, one_card=False)
+        shards = expert_shards(case.mesh, parallel.ep, case.hardware, case.software)
     if model.experts // parallel.ep % shards.size and model.hidden % shards.size == 0:
         cutting.append(shards)
     stacks = 3 * blocks
