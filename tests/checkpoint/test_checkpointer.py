@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT
+from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.runtime.lease import LeaseLost
 from torchllm.train.step import Health
@@ -439,6 +441,25 @@ def test_another_model_is_refused_by_name(tmp_path: Path, model: nn.Module, mess
         load_weights(manifests.step_folder(tmp_path / "checkpoints", 1), [model])
     for weight, parameter in zip(weights, model.parameters(), strict=True):
         assert torch.equal(weight, parameter)
+
+
+def test_a_bias_of_routers_cannot_be_added_to_a_resumed_run(tmp_path: Path) -> None:
+    """Nor dropped: it is a tensor of the model, which the error names."""
+    without = config.Model(layers=1, hidden=8, heads=1, ffn=8, vocab=8, experts=2, top_k=1)
+    plain, biased = build_model(without), build_model(replace(without, router_bias=True))
+    name = r"model\.layers\.0\.mlp\.routed\.router\.bias"
+    for saved, resumed, where in (
+        (plain, biased, "missing in the checkpoint"),
+        (biased, plain, "in the checkpoint only"),
+    ):
+        folder = tmp_path / where
+        for parameter in saved.parameters():
+            torch.nn.init.zeros_(parameter)
+        optimizer = torch.optim.SGD(saved.parameters(), lr=0.1)
+        Checkpointer(config.Checkpoint(), folder, [saved], optimizer).save(1, {})
+        resuming = Checkpointer(config.Checkpoint(), folder, [resumed], torch.optim.SGD(resumed.parameters(), lr=0.1))
+        with pytest.raises(CheckpointError, match=f"of another model or optimizer; use its config:\n  {name}: {where}"):
+            resuming.resume()
 
 
 def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:

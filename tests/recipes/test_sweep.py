@@ -25,7 +25,6 @@ from recipes.sweep.figures import (
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import Sweep, SweepAxis, append, combinations, expected, promising, read_results, read_sweep
 from tests.tiny_run import ROOT, SMALL
-from torchllm.config.errors import UserError
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.search.auto import planned
 
@@ -76,6 +75,19 @@ def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
     sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
     can_be = [layout for layout in combinations(sweep) if not resolve_layout(DEBUG, layout, sweep.processes)[1]]
     assert len(can_be) >= 40
+
+
+def test_the_sweep_of_experts_has_every_degree_of_expert_parallelism() -> None:
+    sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "moe_debug.toml"))
+    config_file = str(ROOT / "train_configs" / "moe_debug.toml")
+    degrees = set()
+    for layout in combinations(sweep):
+        config, problem = resolve_layout(config_file, layout, sweep.processes)
+        assert problem == ""
+        assert config is not None
+        degrees.add((config.parallel.ep, config.parallel.tp))
+        assert expected(config_file, layout, sweep.processes).startswith("predicted 0.")
+    assert degrees == {(ep, tp) for ep in (1, 2, 4, 8) for tp in (1, 2)}
 
 
 def test_degrees_follow_from_the_number_of_processes() -> None:
@@ -230,12 +242,6 @@ def test_the_planners_best_and_some_others() -> None:
     assert places[0] < len(fastest) / 2 < places[1]
     assert expected(DEBUG, every[0], 8).startswith("predicted 0.")
     assert "3 does not divide model.heads" in expected(DEBUG, ("--parallel.tp=3",), 8)
-
-
-def test_experts_are_measured_without_predictions() -> None:
-    assert expected(DEBUG, ("--model.experts=8",), 8).startswith("no prediction: model.experts: the planner does not ")
-    with pytest.raises(UserError, match=r"^model\.experts: the planner does not know mixtures of experts yet"):
-        promising(DEBUG, [("--model.experts=8",)], 8, 1)
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:
