@@ -158,9 +158,6 @@ def plan_parser() -> argparse.ArgumentParser:
     residuals.add_argument(
         "-o", "--output", required=True, metavar="FOLDER", help="of residuals.csv, out_of_memory.csv"
     )
-    residuals.add_argument(
-        "--no-fits", action="store_true", help="leave out only whole frameworks: seconds, not an hour"
-    )
     residuals.set_defaults(run=run_residuals)
     return top
 
@@ -531,7 +528,7 @@ def run_residuals(options: argparse.Namespace) -> None:
     """Write the table of residuals."""
     from torchllm.planner.evidence.residuals import write_residuals
 
-    print(write_residuals(options.folders, options.output, fits=not options.no_fits))
+    print(write_residuals(options.folders, options.output))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The table of residuals: which rows are alike, their quantiles, and what is read back."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,12 @@ def test_classes_have_the_same_axes_first() -> None:
     assert last == RowClass(ANY, ANY, ANY)
     assert next(iter(classes_of(case(stack="megatron-2021")))).axes == "data only"
     assert RowClass(MEGATRON, "data only", ANY) in classes_of(case(stack="megatron-2021"))
+
+
+def test_experts_are_a_class_of_their_own() -> None:
+    sparse = replace(case(), model=replace(case().model, experts=8))
+    assert {of.axes for of in classes_of(sparse)} == {"experts", ANY}
+    assert added_axes(sparse, replace(sparse, parallel=replace(sparse.parallel, ep=2))) == "+ep"
 
 
 def test_added_axes() -> None:
@@ -109,12 +116,13 @@ def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit, [oom] = made([0.0] * 3), made([0.0], status="oom", step_time_s="")
+    fit, [oom] = made([0.0] * 99), made([0.0], status="oom", step_time_s="")
     found = list(outcomes([*fit, oom, *made([0.0], left_out="fold")]))
     [low] = [one for one in found if one.rows]
-    assert (low.framework, low.share_from, low.rows, low.ran_out) == ("torchtitan", 0.0, 4, 1)
-    assert low.risk == pytest.approx(2 / 6)
-    assert list(outcomes(fit)) == []  # nobody says what did not fit
+    assert (low.framework, low.share_from, low.rows, low.ran_out) == ("torchtitan", 0.0, 100, 1)
+    assert low.risk == pytest.approx(2 / 102)
+    assert list(outcomes([*fit, *fit])) == []  # nobody says what did not fit
+    assert list(outcomes([*fit[1:], oom])) == []  # too few
     write_outcomes(str(tmp_path / "outcomes.csv"), found)
     monkeypatch.setattr(residuals, "OUTCOMES", tmp_path / "outcomes.csv")
     assert read_outcomes.__wrapped__() == found

@@ -181,7 +181,7 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", ["70b", pytest.param("405b", marks=pytest.mark.every_run)])
 def test_what_public_runs_use_is_close_or_the_term_against_it_is_named(name: str) -> None:
     model, gpus, cluster, batch, layout = PUBLIC[name]
     of = job(model, gpus, batch, cluster)

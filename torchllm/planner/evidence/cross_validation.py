@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
-from torchllm.planner.evidence.calibrate import calibrate
 from torchllm.planner.evidence.fit import fit, joint_problem, left_out, timed_rows, with_constants
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.memory import counted
@@ -50,27 +49,23 @@ class Residual(NamedTuple):
     """predicted memory, as a share of the GPU's"""
 
 
-def left_out_residuals(rows: Sequence[MeasuredRow], fits: bool = True) -> list[Residual]:
-    """Predict each row with constants fitted without its fold, and with those of no framework at all.
+def left_out_residuals(rows: Sequence[MeasuredRow]) -> list[Residual]:
+    """Predict each row twice, with constants fitted without its fold and without its framework; takes minutes.
 
-    fits: False leaves out the fits, which take a minute per fold.
-
-    A fold is what the column `fold` says (framework and model), else the data set and the model. Rows in float8 are no
-    evidence: how much faster that makes a product is not predicted.
+    Step times are those of rows that `fit` takes. Rows in float8 are no evidence.
     """
-    folds: dict[str, list[MeasuredRow]] = {}
-    for row in rows:
-        if _is_evidence(row):
-            folds.setdefault(fold_of(row), []).append(row)
+    evidence = [row for row in rows if row.case is not None and not row.case.kernels.float8]
+    fitted = [(row, timed) for row in evidence for timed in timed_rows([row])]
+    problem = joint_problem([timed for _, timed in fitted])
+    near = fit(problem) if fitted else None
+    kinds: tuple[LeftOutKind, ...] = ("fold", "framework")
     found = []
-    for fold, of_fold in folds.items():
-        for framework, left in _by_framework(of_fold).items():
-            rest = [row for other, some in folds.items() if other != fold for row in some]
-            of_framework = [row for row in _by_framework(rest).get(framework, []) if row.seconds]
-            if of_framework and fits:
-                constants = calibrate([_with_constants(row, Constants()) for row in of_framework]).constants
-                found += [_residual(row, fold, "fold", constants) for row in left]
-            found += [_residual(row, fold, "framework", Constants()) for row in left]
+    for what in kinds:
+        names = [getattr(timed, what) for _, timed in fitted]
+        logs = left_out(problem, near, names) if near else {}
+        in_order = {name: iter(of) for name, of in logs.items()}
+        times = {id(row): -next(in_order[name]) for (row, _), name in zip(fitted, names, strict=True)}
+        found += [_residual(row, what, times.get(id(row))) for row in evidence]
     return found
 
 
@@ -79,33 +74,14 @@ def fold_of(row: MeasuredRow) -> str:
     return row.cells.get("fold") or f"{row.cells.get('dataset', '')}/{row.cells.get('model', '')}"
 
 
-def _is_evidence(row: MeasuredRow) -> bool:
-    return row.case is not None and not row.case.kernels.float8
-
-
-def _by_framework(rows: Sequence[MeasuredRow]) -> dict[str, list[MeasuredRow]]:
-    found: dict[str, list[MeasuredRow]] = {}
-    for row in rows:
-        found.setdefault(row.cells.get("stack", ""), []).append(row)
-    return found
-
-
-def _with_constants(row: MeasuredRow, constants: Constants) -> MeasuredRow:
+def _residual(row: MeasuredRow, what: LeftOutKind, time: float | None) -> Residual:
     assert row.case is not None
-    return row._replace(case=with_constants(row.case, constants))
-
-
-def _residual(row: MeasuredRow, fold: str, left_out: Literal["fold", "framework"], constants: Constants) -> Residual:
-    case = _with_constants(row, constants).case
-    assert case is not None
-    prediction = predict(case)
-    time = math.log(row.seconds / prediction.step) if row.seconds else None
-    memory = case.hardware.memory
+    memory, available = predict(with_constants(row.case, Constants())).memory, row.case.hardware.memory
     peak = None
     if row.cells.get("peak_memory_gib") and not row.out_of_memory:
         measured = float(row.cells["peak_memory_gib"]) * 2**30
-        peak = (measured - counted(prediction.memory, case.software)) / memory
-    return Residual(row, fold, left_out, time, peak, prediction.memory.total / memory)
+        peak = (measured - counted(memory, row.case.software)) / available
+    return Residual(row, fold_of(row), what, time, peak, memory.total / available)
 
 
 def cross_validate(files: Sequence[str], what: LeftOutKind, as_json: bool) -> str:

@@ -39,7 +39,7 @@ class RowClass(NamedTuple):
     framework: str
     """its name, its kind (`NATIVE`, `MEGATRON`) or `ANY`"""
     axes: str
-    """those of more than one rank, joined by +; "data only"; of two layouts: those of the second; or `ANY`"""
+    """those of more than one rank, joined by +; of two layouts, those of the second alone; "data only" or `ANY`"""
     gpu: str
     """generation (A100, H100), or `ANY`"""
 
@@ -91,9 +91,11 @@ SMALLEST_DEVIATION = 1e-3
 
 
 def axes_of(case: Case) -> str:
-    """Return the axes that a layout uses beside data parallelism."""
+    """Return the axes that a layout uses beside data parallelism; experts are as unlike dense layers as an axis is."""
     parallel = case.parallel
     used = [axis for axis in AXES if getattr(parallel, axis) > 1]
+    if case.model.experts:
+        used.append("experts")
     return "+".join(used) or "data only"
 
 
@@ -275,6 +277,8 @@ class Outcomes(NamedTuple):
 
 
 OUTCOMES = Path(__file__).with_name("out_of_memory.csv")
+OUTCOMES_FROM = 100
+"""rows of a framework from which it is in that table: of fewer, a line is one row"""
 SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, math.inf)
 """borders of the shares of memory in out_of_memory.csv"""
 
@@ -286,7 +290,7 @@ def outcomes(residuals: Iterable[Residual]) -> Iterator[Outcomes]:
         if one.left_out == "framework" and one.row.case is not None and one.row.out_of_memory is not None:
             known.setdefault(one.row.case.software.name, []).append(one)
     for framework, rows in sorted(known.items()):
-        if not any(one.row.out_of_memory for one in rows):
+        if len(rows) < OUTCOMES_FROM or not any(one.row.out_of_memory for one in rows):
             continue
         for low, high in pairwise(SHARES):
             of = [one for one in rows if low <= one.share < high]
@@ -311,11 +315,8 @@ def read_outcomes() -> list[Outcomes]:
         return found
 
 
-def write_residuals(folders: Sequence[str], target: str, fits: bool) -> str:
-    """Write the tables of all measurements in some folders into a folder; return what was read.
-
-    fits: as of `left_out_residuals`.
-    """
+def write_residuals(folders: Sequence[str], target: str) -> str:
+    """Write the tables of all measurements in some folders into a folder; return what was read."""
     rows: list[MeasuredRow] = []
     lines = []
     for folder in folders:
@@ -327,7 +328,7 @@ def write_residuals(folders: Sequence[str], target: str, fits: bool) -> str:
                 continue
             rows += of_file
             lines.append(f"{file.name}: {len(of_file)} rows")
-    residuals = left_out_residuals(rows, fits)
+    residuals = left_out_residuals(rows)
     found = spreads(residuals)
     write_spreads(str(Path(target) / TABLE.name), found)
     write_outcomes(str(Path(target) / OUTCOMES.name), outcomes(residuals))
