@@ -30,7 +30,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
-from torchllm.proof.forced_routing import ChoiceRecord, Choices
+from torchllm.proof.forced_routing import ChoiceRecord, Choices, RouterUse
 from torchllm.proof.gather import gather_whole
 from torchllm.proof.layouts import Settings, with_settings
 from torchllm.proof.record import NO_CHOICES, Trained, record_training
@@ -325,7 +325,7 @@ def train(settings: Settings, ragged: bool = False) -> Trained | None:
     return train_config(tiny(settings), ragged)
 
 
-def train_config(config: Config, ragged: bool, choices: Mapping[str, Choices] = NO_CHOICES) -> Trained | None:
+def train_config(config: Config, ragged: bool, choices: Mapping[RouterUse, Choices] = NO_CHOICES) -> Trained | None:
     """Train a config on every rank of its layout; returns the whole tensors on rank 0 alone.
 
     choices: of experts, which routers are made to take.

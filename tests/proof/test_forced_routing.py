@@ -1,5 +1,6 @@
 """Routers that take the choices of another process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_a_token_has_the_recorded_experts_and_weights_of_the_router_itself() -> 
     assert torch.equal(routing.experts, expected)
     scores = torch.softmax(part[0] @ other.routed.router.weight.T, -1).gather(-1, expected)
     torch.testing.assert_close(routing.weights, scores / scores.sum(-1, keepdim=True))
+
+
+def test_an_evaluation_after_the_bias_has_moved_has_choices_of_its_own() -> None:
+    layer = filled(MixtureOfExperts(replace(MODEL, router_bias=True)))
+    router = layer.routed.router
+    record = ChoiceRecord([layer])
+    tokens = inputs(1, 40, 24)
+    trained = router(tokens).experts
+    assert router.bias is not None
+    router.bias += torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])  # more than any score
+    with torch.no_grad():
+        evaluated = router(tokens).experts
+    force_choices([layer], record.choices())
+    assert torch.equal(router(tokens).experts, trained)
+    with torch.no_grad():
+        assert torch.equal(router(tokens).experts, evaluated)
+    assert not torch.equal(trained, evaluated)
 
 
 def test_a_token_that_is_not_recorded_is_an_error() -> None:

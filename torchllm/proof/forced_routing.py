@@ -23,6 +23,17 @@ NEAREST = 0.3
 """how far a token may be from the recorded one, as a share of its length: correct layouts are below 0.05"""
 
 
+class RouterUse(NamedTuple):
+    """A router in the training step, or in the evaluation after it.
+
+    They are apart, for between them the step moves the routers' biases: the same input may have other experts.
+    """
+
+    name: str
+    """canonical"""
+    trains: bool
+
+
 class Choices(NamedTuple):
     """What a router has chosen, in one or several forward passes."""
 
@@ -47,29 +58,28 @@ class ChoiceRecord:
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         """Record what each router chooses. stages: of one process."""
-        self._passes: dict[str, list[Choices]] = {}
+        self._passes: dict[RouterUse, list[Choices]] = {}
         for name, router in routers_of(stages).items():
-            self._passes[name] = []
-            router.register_forward_hook(partial(_note, self._passes[name]))
+            router.register_forward_hook(partial(self._note, name))
 
-    def choices(self) -> dict[str, Choices]:
-        """Return the choices of all passes, by router."""
+    def choices(self) -> dict[RouterUse, Choices]:
+        """Return the choices of all passes."""
         joined = {}
-        for name, passes in self._passes.items():
+        for use, passes in self._passes.items():
             inputs = torch.cat([choices.inputs for choices in passes])
-            joined[name] = Choices(inputs, torch.cat([choices.experts for choices in passes]))
+            joined[use] = Choices(inputs, torch.cat([choices.experts for choices in passes]))
         return joined
 
+    def _note(self, name: str, router: Router, inputs: tuple[Tensor], routing: Routing) -> None:
+        """Add a forward pass: a forward hook."""
+        choices = Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts)
+        self._passes.setdefault(RouterUse(name, torch.is_grad_enabled()), []).append(choices)
 
-def _note(passes: list[Choices], router: Router, inputs: tuple[Tensor], routing: Routing) -> None:
-    """Add a forward pass: a forward hook."""
-    passes.append(Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts))
 
-
-def force_choices(stages: Sequence[nn.Module], choices: Mapping[str, Choices]) -> None:
+def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices]) -> None:
     """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on."""
     for name, router in routers_of(stages).items():
-        forced = ForcedChoices(name, choices[name])
+        forced = ForcedChoices(name, choices)
         router.register_forward_pre_hook(forced.find)
         router.preferences = forced.preferences  # type: ignore[method-assign]  # whatever the scores are
 
@@ -77,24 +87,24 @@ def force_choices(stages: Sequence[nn.Module], choices: Mapping[str, Choices]) -
 class ForcedChoices:
     """Makes a router choose as another one did."""
 
-    def __init__(self, name: str, choices: Choices) -> None:
+    def __init__(self, name: str, choices: Mapping[RouterUse, Choices]) -> None:
         self.name = name
         self.choices = choices
         self.experts: Tensor | None = None
         """of the forward pass that is under way, (B, S, K)"""
 
-    @torch.no_grad()
     def find(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
         """Find the recorded choices for the tokens of a forward pass: a forward pre-hook.
 
         Raises UserError if a token is none of those that are recorded.
         """
+        choices = self.choices[RouterUse(self.name, torch.is_grad_enabled())]
         x = inputs[0].detach().float()
-        distances = torch.cdist(x.flatten(0, -2), self.choices.inputs)
+        distances = torch.cdist(x.flatten(0, -2), choices.inputs)
         nearest, index = distances.min(dim=-1)
         if (nearest > NEAREST * x.flatten(0, -2).norm(dim=-1)).any():
             raise UserError(f"{self.name}: gets a token that one process in float32 does not have")
-        self.experts = self.choices.experts[index].view(*x.shape[:-1], -1)
+        self.experts = choices.experts[index].view(*x.shape[:-1], -1)
 
     def preferences(self, scores: Tensor) -> Tensor:
         """Return by what experts are chosen, in place of the scores (..., E): see `Router.preferences`."""

@@ -18,7 +18,7 @@ from torchllm.proof.compare import (
     compare_trainings,
     float8_bounds,
 )
-from torchllm.proof.forced_routing import Choices
+from torchllm.proof.forced_routing import Choices, RouterUse
 from torchllm.proof.layouts import (
     AXES,
     BALANCED,
@@ -191,7 +191,7 @@ class Prover:
             return float8_bounds(own, expected)
         return bfloat16_bounds(own, expected)
 
-    def train_alone(self, config: Config, choices: Mapping[str, Choices] = NO_CHOICES) -> Trained:
+    def train_alone(self, config: Config, choices: Mapping[RouterUse, Choices] = NO_CHOICES) -> Trained:
         """Train in one process, once for each config. UserError if that fails."""
         if config not in self.trained_alone:
             try:
@@ -201,7 +201,7 @@ class Prover:
                 raise UserError(f"{text}\n{error}") from error
         return self.trained_alone[config]
 
-    def train(self, config: Config, choices: Mapping[str, Choices]) -> Trained:
+    def train(self, config: Config, choices: Mapping[RouterUse, Choices]) -> Trained:
         """Take the steps on the ranks of a layout, with choices of experts. WorkerFailed if that fails."""
         ranks, pickled = config.parallel.ranks, pickle.dumps(config)
         trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, self.steps, choices)[0]
@@ -209,7 +209,7 @@ class Prover:
 
 
 def train_on_rank(
-    recipe: str, pickled_config: bytes, steps: int, choices: Mapping[str, Choices] = NO_CHOICES
+    recipe: str, pickled_config: bytes, steps: int, choices: Mapping[RouterUse, Choices] = NO_CHOICES
 ) -> Trained | None:
     """Train a config with a recipe on this rank.
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.proof.forced_routing import ChoiceRecord, Choices, force_choices
+from torchllm.proof.forced_routing import ChoiceRecord, Choices, RouterUse, force_choices
 from torchllm.proof.gather import FloatArray, ParameterFinding, gather_whole
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.stop import StopRequests
@@ -27,7 +27,7 @@ RecipeTrain = Callable[[Any, Runtime, Any], None]
 """a recipe's `train(config, runtime, monitor)`"""
 
 
-NO_CHOICES: Mapping[str, Choices] = {}
+NO_CHOICES: Mapping[RouterUse, Choices] = {}
 """each router chooses by its own scores"""
 
 
@@ -46,7 +46,7 @@ class Trained:
     """per step, block with experts and expert"""
     parameters: dict[str, FloatArray] = field(default_factory=dict)
     """after the last step, buffers too"""
-    choices: dict[str, Choices] = field(default_factory=dict)
+    choices: dict[RouterUse, Choices] = field(default_factory=dict)
     """of the experts, by router; of one process"""
     findings: list[str] = field(default_factory=list)
     """what ranks do not agree on: step, parameter and how"""
@@ -59,7 +59,7 @@ class StepsRecorded(Exception):
 class Recorder:
     """Stands in for the `Monitor` of a recipe: records steps instead of observing them, and ends the training."""
 
-    def __init__(self, steps: int, choices: Mapping[str, Choices]) -> None:
+    def __init__(self, steps: int, choices: Mapping[RouterUse, Choices]) -> None:
         """Record `steps` steps. choices: those that the routers are made to take; of none are a process's recorded."""
         self.steps = steps
         self.choices = choices
@@ -156,7 +156,7 @@ def unclipped(gradients: dict[str, FloatArray], norm: float, max_norm: float) ->
 
 
 def record_training(
-    train: RecipeTrain, config: Config, steps: int, choices: Mapping[str, Choices] = NO_CHOICES
+    train: RecipeTrain, config: Config, steps: int, choices: Mapping[RouterUse, Choices] = NO_CHOICES
 ) -> Trained | None:
     """Take `steps` steps of a recipe, on every rank of the layout of `config`; returns the record on rank 0 alone.
 
