@@ -223,7 +223,7 @@ def run_rank(options: argparse.Namespace) -> None:
     for gpus in options.gpus:
         job = Job(model.config.model, training, hardware, gpus, lora=model.config.lora)
         outcome = search_layouts(job, options.objective)
-        advice = advise(job, outcome.best[0]) if options.objective != "memory" else None
+        advice = advise(job, outcome) if options.objective != "memory" else None
         results.append(SearchResult(job, outcome, advice))
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)
@@ -480,7 +480,7 @@ def run_explain(options: argparse.Namespace) -> None:
     job = Job(config.model, config.training, read_hardware(cluster), gpus, lora=config.lora, optimizer=config.optimizer)
     layout = layout_of(config)
     outcome = search_layouts(job, "tokens_per_second")
-    print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome.best[0])))
+    print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 
 
 def run_predict(options: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ def job(model: str = "llama3_8b", gpus: int = 8, batch: int = 512, cluster: str 
 
 
 EIGHT = job()
-ADVICE = advise(EIGHT, search(EIGHT, 1).best[0])
+ADVICE = advise(EIGHT, search(EIGHT, 1))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_bet_has_the_least_step_time_in_the_bad_case() -> None:
 
 def test_if_every_layout_is_a_risk_the_roomiest_is_taken_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_limit", lambda case: 0.0)
-    found = advise(EIGHT, search(EIGHT, 1).best[0])
+    found = advise(EIGHT, search(EIGHT, 1))
     assert "every layout's risk of running out of memory is above 5%" in found.reason
     assert found.first.prediction.memory.total < search(EIGHT, 1).best[0].prediction.memory.total
 
@@ -164,7 +164,7 @@ def test_first_runs_are_unlike_each_other_and_fit() -> None:
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_8b_takes_fsdp_or_hsdp(gpus: int) -> None:
     of = job(gpus=gpus)
-    assert level_of(advise(of, search(of, 1).best[0]).first.layout) <= 1
+    assert level_of(advise(of, search(of, 1)).first.layout) <= 1
 
 
 PUBLIC = {
@@ -185,7 +185,7 @@ PUBLIC = {
 def test_what_public_runs_use_is_close_or_the_term_against_it_is_named(name: str) -> None:
     model, gpus, cluster, batch, layout = PUBLIC[name]
     of = job(model, gpus, batch, cluster)
-    found = advise(of, search(of, 1).best[0])
+    found = advise(of, search(of, 1))
     mine = Ranked(layout, predict(of.case(layout)))
     if abs(mine.prediction.step / found.first.prediction.step - 1) > 0.05:
         assert any(term in why_not(of, mine, found) for term in [*mine.prediction.terms, "GiB", "faster"])

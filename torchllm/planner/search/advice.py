@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchllm.planner.evidence.residuals import Spread
+from torchllm.planner.search.bounds import Bounds
 from torchllm.planner.search.layouts import Job, Layout
-from torchllm.planner.search.search import Ranked, search
+from torchllm.planner.search.search import Found, Ranked, search
 from torchllm.planner.search.validity import RISK, is_measured, judge, memory_limit, spread_of_pair
 
 AS_FAST = 0.02
@@ -98,14 +99,14 @@ class Ratio(NamedTuple):
         return low <= 1 <= high and self.mean - 1 <= SMALL_LOSS
 
 
-def advise(job: Job, fastest: Ranked) -> Advice:
-    """Return which layouts to consider. `fastest`: the best of `search`, which may leave no room in memory."""
-    found = list(_safe(job))
+def advise(job: Job, outcome: Found) -> Advice:
+    """Return which layouts to consider. outcome: of `search`, whose best may leave no room in memory."""
+    found = list(_safe(job, outcome.bounds))
     if found:
         bet = min(found, key=lambda one: judge(job.case(one.layout), one.prediction).seconds[1])
         simple, reason = simplest(job, found, bet)
     else:
-        roomy = search(job, count=1, objective="memory").best[0]
+        roomy = search(job, count=1, objective="memory", bounds=outcome.bounds).best[0]
         simple = bet = roomy
         reason = (
             f"every layout's risk of running out of memory is above {RISK:.0%}; of those that are nearly the fastest, "
@@ -115,7 +116,7 @@ def advise(job: Job, fastest: Ranked) -> Advice:
     return Advice(
         pick("the simple one", job, simple),
         pick("the fastest we would bet on", job, bet),
-        pick("the fastest if the model is right", job, fastest),
+        pick("the fastest if the model is right", job, outcome.best[0]),
         reason,
         is_measured(case),
         judge(case, simple.prediction).evidence,
@@ -140,24 +141,28 @@ def level_of(layout: Layout) -> int:
     raise AssertionError("the last level has all layouts")
 
 
-def _safe(job: Job) -> Iterator[Ranked]:
+def _safe(job: Job, bounds: Bounds | None) -> Iterator[Ranked]:
     """Yield the fastest layout of each level that leaves room in memory, the simplest level first."""
     seen = set()
     for level in LEVELS_OF_SIMPLICITY:
-        ranked = fastest_of(job, level)
+        ranked = fastest_of(job, level, bounds)
         if ranked is not None and ranked.layout not in seen:
             seen.add(ranked.layout)
             yield ranked
 
 
-def fastest_of(job: Job, level: Level) -> Ranked | None:
-    """Return the fastest layout of a level that stays below its limit of memory; None if there is none."""
+def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
+    """Return the fastest layout of a level that stays below its limit of memory; None if there is none.
+
+    bounds: of the job; None: there are none yet.
+    """
     restricted = only(job, level.without)
     if restricted is None:
         return None
     limit = job.hardware.memory
     for _ in range(TRIES):
-        found = search(replace(restricted, hardware=replace(job.hardware, memory=limit)), count=1).best
+        smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
+        found = search(smaller, count=1, bounds=bounds).best
         if not found:
             return None
         case = job.case(found[0].layout)

@@ -50,7 +50,7 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         raise UserError(divides_nowhere(job, result))
     if not result.best:
         raise UserError(fits_nowhere(job, result))
-    advice = advise(job, result.best[0])
+    advice = advise(job, result)
     layout, prediction = advice.first
     line = (
         f"{layout.text()}: first pick of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "

@@ -8,6 +8,7 @@ time of all schedules and shardings, `Bounds.scheduled` of one schedule, with `B
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -68,6 +69,13 @@ class Bounds:
         self._forwards: dict[tuple[object, ...], list[Forward]] = {}
         self._kept: dict[tuple[object, ...], Callable[[StageSize], float]] = {}
         self._dense = job.model.dense_layers if job.model.experts else 0
+
+    def of(self, job: Job) -> "Bounds":
+        """Return the bounds of a job with other `fixed` keys or another memory, which share what is known."""
+        other = copy(self)
+        other.job = job
+        other.shardings = cache(job.shardings)
+        return other
 
     def shared(self, layout: Layout) -> float:
         """Return the seconds if the ranks of a pipeline share all work evenly and never wait."""

@@ -63,6 +63,8 @@ class Found:
     """number of meshes (pp x data x cp x tp) without a valid layout, by reason"""
     cloud: list[tuple[float, float, bool]] = field(default_factory=list)
     """bytes, upper bound of MFU, whether it fits, of the layouts that were predicted one by one"""
+    bounds: Bounds | None = None
+    """what the search has computed, which makes another one of the same job faster"""
 
 
 class Open(NamedTuple):
@@ -80,13 +82,14 @@ class Search:
     """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step.
 
     Twins are left out: a layout that differs from a faster one in schedule and sharding only, and needs no less memory.
+    bounds: of this job, or of one with other `fixed` keys or another memory.
     """
 
-    def __init__(self, job: Job, count: int = 10, slower: float = 1.0) -> None:
+    def __init__(self, job: Job, count: int = 10, slower: float = 1.0, bounds: Bounds | None = None) -> None:
         self.job, self.count, self.slower = job, count, slower
         self.capacity = job.hardware.memory
-        self.bounds = Bounds(job)
-        self.found = Found()
+        self.bounds = bounds.of(job) if bounds else Bounds(job)
+        self.found = Found(bounds=self.bounds)
         self._least_memory: dict[Layout, float] = {}
         """of the best layouts with the same start"""
         self._missed: dict[tuple[object, ...], tuple[float, Layout]] = {}
@@ -222,10 +225,15 @@ def sharded(layout: Layout, sharding: ShardingDegrees) -> Layout:
     return layout._replace(**sharding._asdict())
 
 
-def search(job: Job, count: int = 10, objective: Objective = "tokens_per_second") -> Found:
-    """Return the best `count` layouts. For one number of GPUs, most tokens per second means least GPU-hours too."""
+def search(
+    job: Job, count: int = 10, objective: Objective = "tokens_per_second", bounds: Bounds | None = None
+) -> Found:
+    """Return the best `count` layouts. For one number of GPUs, most tokens per second means least GPU-hours too.
+
+    bounds: of a job that differs in `fixed` and memory at most; the more often they are used, the faster is a search.
+    """
     if objective != "memory":
-        return Search(job, count).run()
-    found = Search(job, count, slower=SLOWER).run()
+        return Search(job, count, bounds=bounds).run()
+    found = Search(job, count, slower=SLOWER, bounds=bounds).run()
     found.best = sorted(found.best, key=lambda one: (one.prediction.memory.total, one.prediction.step))[:count]
     return found
