@@ -16,7 +16,14 @@ from torchllm.planner.evidence.residuals import Spread
 from torchllm.planner.search.bounds import Bounds
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.search.search import Found, Ranked, search
-from torchllm.planner.search.validity import RISK, is_measured, judge, memory_limit, spread_of_pair
+from torchllm.planner.search.validity import (
+    RISK,
+    is_measured,
+    judge,
+    largest_memory_limit,
+    memory_limit,
+    spread_of_pair,
+)
 
 AS_FAST = 0.02
 """share of the fastest layout's step time that is within what nobody can predict"""
@@ -159,7 +166,7 @@ def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
     restricted = only(job, level.without)
     if restricted is None:
         return None
-    limit = job.hardware.memory
+    limit = largest_memory_limit(job.case(Layout(1, 1, job.gpus, 1, 1)))
     for _ in range(TRIES):
         smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
         found = search(smaller, count=1, bounds=bounds).best

@@ -134,14 +134,18 @@ def out_of_memory(case: Case, memory: Memory) -> float:
     return peaks_of(case).share_above(1 - share)
 
 
+def largest_memory_limit(case: Case) -> float:
+    """Return a number of bytes that no layout's `memory_limit` exceeds, on this GPU and under this framework."""
+    return case.hardware.memory * (1.0 if is_measured(case) else UNMEASURED_LIMIT)
+
+
 def memory_limit(case: Case) -> float:
     """Return the bytes that a layout like this may be predicted to need, so that the risk is at most `RISK`.
 
     Where the framework has not been measured on this GPU, it is at most `UNMEASURED_LIMIT` of the memory.
     """
     _, high = peaks_of(case).interval
-    limit = 1 - max(high, 0.0)
-    return case.hardware.memory * (limit if is_measured(case) else min(limit, UNMEASURED_LIMIT))
+    return min(case.hardware.memory * (1 - max(high, 0.0)), largest_memory_limit(case))
 
 
 def peaks_of(case: Case) -> Spread:
