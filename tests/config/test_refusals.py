@@ -345,6 +345,8 @@ REFUSALS = {
         "[model]\nexperts = 4\nupcycle = true\nexpert_ffn = 32\nshared_experts = 1\n[checkpoint]\ninitial = 'dense'",
         [],
         [
+            "x.toml:7: checkpoint.initial: this recipe reads no weights to start from: remove the key, or use "
+            "recipes/pretrain.py",
             "x.toml:4: model.expert_ffn: 32 is not the width of the layers that model.upcycle copies, model.ffn = "
             "1024: remove the key",
             "x.toml:5: model.shared_experts: a shared expert beside those that model.upcycle copies would add the "

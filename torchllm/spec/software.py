@@ -63,10 +63,10 @@ PRIORS = {
 """for each of the constants; unit x: a ratio.
 
 launch: what CUDA needs from one kernel to the next. traffic: no kernel moves less than its operands once. wait: a
-collective's ramp too, for nccl-tests' all-reduces of 32 MB over 8 A100 reach 70 % of the bandwidth of large ones, which
-is 0.1 ms. message: from one kernel's launch to a host that waits for each message. fall: the Ultra-Scale Playbook
-(Hugging Face 2025) measured all-reduces of 256 MB over 2 to 64 nodes whose bandwidth falls with the power 0.7 of the
-nodes on EFA; a full fat tree of InfiniBand falls less.
+collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide. message: from one
+kernel's launch to a host that waits for each message. fall: the Ultra-Scale Playbook (Hugging Face 2025) measured
+all-reduces of 256 MB over 2 to 64 nodes whose bandwidth falls with the power 0.7 of the nodes on EFA; a full fat tree
+of InfiniBand falls less.
 """
 UNITS = {name: prior.unit for name, prior in PRIORS.items()}
 """unit of each constant; x: a ratio"""
