@@ -38,6 +38,7 @@ from torchllm.config.checks import problems, resolve_degrees
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files, toml_value
+from torchllm.planner.experts import IMBALANCE
 from torchllm.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.planner.search.compare import compare
 from torchllm.planner.search.explain import (
@@ -170,6 +171,11 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
     rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file's)")
     rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file's)")
     rank.add_argument(
+        "--imbalance",
+        type=imbalance,
+        help=f"with experts: rows of the busiest rank over the mean (default: {IMBALANCE})",
+    )
+    rank.add_argument(
         "--objective",
         choices=get_args(Objective),
         default="tokens_per_second",
@@ -191,6 +197,14 @@ def count(text: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def imbalance(text: str) -> float:
+    """Parse a number of at least 1."""
+    value = hours(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, which is even, not {text!r}")
+    return value
 
 
 def hours(text: str) -> float:
@@ -219,9 +233,18 @@ def run_rank(options: argparse.Namespace) -> None:
         global_batch_size=planned_size("global_batch_size", options, model),
         loss_chunk=model.config.training.loss_chunk,
     )
+    if options.imbalance is not None and not model.config.model.experts:
+        raise UserError(f"--imbalance: {model.file} has no experts: remove it")
     results = []
     for gpus in options.gpus:
-        job = Job(model.config.model, training, hardware, gpus, lora=model.config.lora)
+        job = Job(
+            model.config.model,
+            training,
+            hardware,
+            gpus,
+            lora=model.config.lora,
+            imbalance=options.imbalance or IMBALANCE,
+        )
         outcome = search_layouts(job, options.objective)
         advice = advise(job, outcome) if options.objective != "memory" else None
         results.append(SearchResult(job, outcome, advice))
@@ -279,11 +302,14 @@ def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
     """Return what is planned: model, machines and batch."""
     training = job.training
     tokens = training.sequence_length * training.global_batch_size
-    return [
+    lines = [
         f"{model.name} on {job.gpus} x {job.hardware.gpu} ({Path(cluster).stem})",
         f"sequences of {training.sequence_length:,} tokens, {training.global_batch_size:,} per step "
         f"({tokens:,} tokens)",
     ]
+    if job.model.experts:
+        lines.append(f"experts of the busiest rank get {job.imbalance:g} times the mean number of rows (--imbalance)")
+    return lines
 
 
 def print_lines(*lines: str) -> None:

@@ -13,7 +13,7 @@ from tests.launched import Started
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `pytest -m lattice` draws (see test_lattice.py), and how often each fault of tests/faults is tried."""
-    parser.addoption("--count", default="20", help="layouts to draw: a number, or all-meshes")
+    parser.addoption("--count", default="20", help="layouts to draw: a number, all-meshes, or all-expert-meshes")
     parser.addoption("--seed", type=int, default=0, help="of the layouts drawn")
     parser.addoption("--report", default="", help="file that gets a line of JSON for each layout drawn")
     parser.addoption("--trials", type=int, default=1, help="of each fault in tests/faults")

@@ -103,6 +103,21 @@ class TinySpace(LayoutSpace):
 
 SPACE = TinySpace(tiny(SIZES), LAYOUT, OPTIONS, MOST_RANKS)
 COMPILED_SPACE = replace(SPACE, options={**OPTIONS, **COMPILE})
+MIXTURE: Settings = {
+    "model.experts": 8,
+    "model.top_k": 2,
+    "model.shared_experts": 1,
+    "model.balance_loss": "global",
+    "model.balance_weight": 0.3,
+}
+NO_OPTIONS_OF_EXPERTS = (EXPERTS, "lora.rank")
+EXPERT_SPACE = TinySpace(
+    tiny({**SIZES, **MIXTURE}),
+    {**LAYOUT, "model.family": ("llama",)},
+    {key: values for key, values in OPTIONS.items() if key not in NO_OPTIONS_OF_EXPERTS},
+    MOST_RANKS,
+)
+"""the same of one mixture of experts, in which parallel.ep is combined with all other settings of [parallel]"""
 
 
 @functools.cache
@@ -121,6 +136,17 @@ def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
     return sample.every_mesh(COMPILED_SPACE, lattice().layouts, seed, done)
 
 
+@functools.cache
+def expert_lattice() -> Census:
+    """Return every combination of the settings of `EXPERT_SPACE` on up to 8 ranks."""
+    return EXPERT_SPACE.census()
+
+
+def every_expert_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
+    """Return layouts of a mixture of experts with every mesh and every degree of expert parallelism."""
+    return sample.every_mesh(EXPERT_SPACE, expert_lattice().layouts, seed, done)
+
+
 def at_random(count: int, seed: int, space: LayoutSpace = COMPILED_SPACE) -> list[Layout]:
     """Return `count` layouts at random, compiled ones among them."""
     return sample.at_random(space, lattice().layouts, count, seed)
@@ -130,18 +156,18 @@ class Failed(AssertionError):
     """A layout trains another model, or fails. The text has the reason, and the TOML and command to reproduce it."""
 
 
-def compare(layout: Layout) -> float:
+def compare(layout: Layout, space: LayoutSpace = SPACE) -> float:
     """Train a layout and one process, with very unequal numbers of targets; returns the worst gradient error."""
     try:
-        return check_config(SPACE.config(layout), ragged=True)
+        return check_config(space.config(layout), ragged=True)
     except Exception as error:
-        raise Failed(describe_failure(layout, error)) from error
+        raise Failed(describe_failure(layout, error, space)) from error
 
 
-def describe_failure(layout: Layout, error: Exception) -> str:
+def describe_failure(layout: Layout, error: Exception, space: LayoutSpace = SPACE) -> str:
     """Return the layout, what is wrong with it, and how to see it again."""
     command = "to reproduce it: python -m tests.lattice FILE.toml, with this file:"
-    return f"{describe_layout(layout)}\n{error}\n{command}\n\n{dump_toml(SPACE.config(layout))}"
+    return f"{describe_layout(layout)}\n{error}\n{command}\n\n{dump_toml(space.config(layout))}"
 
 
 def read_config(file: str) -> Config:

@@ -3,6 +3,7 @@
 pytest tests/parallel/test_lattice.py               # 32 layouts with 89 % of the pairs of settings, 8 others per commit
 pytest -m lattice --count=50 --seed=1               # all others of that sample, with which all occur, and 50 at random
 pytest -m lattice --count=all-meshes --report=FILE  # every mesh x schedule x cp method x sequence parallelism
+pytest -m lattice --count=all-expert-meshes --report=FILE tests/parallel/test_lattice.py  # x ep, of experts
 """
 
 import functools
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from tests import lattice as layouts
 from tests.lattice import (
+    EXPERT_SPACE,
     SIZES,
     SPACE,
     Failed,
@@ -32,7 +34,9 @@ from tests.lattice import (
     compare,
     covering,
     describe_failure,
+    every_expert_mesh,
     every_mesh,
+    expert_lattice,
     lattice,
     read_config,
 )
@@ -46,12 +50,13 @@ from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.initialize import initialize
 from torchllm.proof.compare import gradient_errors, root_mean_square
-from torchllm.proof.layouts import AXES, MICRO_BATCH, describe_layout
+from torchllm.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
 from torchllm.proof.sample import MESH
 from torchllm.runtime.torch_compat import local_region
 
 FIRST = 32
 """layouts of the sample that every run of the tests compares"""
+ALL_EXPERT_MESHES = "all-expert-meshes"
 PARTS = 4
 """of these"""
 PARTS_OF_THE_REST = 8
@@ -115,6 +120,17 @@ def test_every_mesh_is_drawn() -> None:
     assert len(rest) < 40  # the other pairs of settings are done
 
 
+@pytest.mark.every_run
+def test_every_expert_mesh_is_drawn() -> None:
+    def meshes(several: Iterable[Layout]) -> set[Any]:
+        return {tuple(map(layout.get, MESH)) for layout in several}
+
+    drawn = every_expert_mesh(seed=2)
+    assert all(map(EXPERT_SPACE.is_valid, drawn))
+    assert meshes(drawn) == meshes(expert_lattice().layouts)
+    assert {layout.get("parallel.ep") for layout in drawn} == {None, 1, 2, 4}
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_sample_trains_the_same_model(part: int) -> None:
     compare_all(sample()[:FIRST][part::PARTS])
@@ -170,11 +186,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         drawn: list[Layout] = []
         if "not lattice" not in option.markexpr:
             if option.count == "all-meshes":
-                done = [record["layout"] for record in read(option.report) if "error" in record]
-                drawn = every_mesh(option.seed, done)
-            else:
+                drawn = every_mesh(option.seed, done_by(option.report))
+            elif option.count != ALL_EXPERT_MESHES:
                 drawn = at_random(int(option.count), option.seed)
         metafunc.parametrize("drawn", drawn, ids=describe_layout)
+    if "drawn_experts" in metafunc.fixturenames:
+        option = metafunc.config.option
+        drawn = []
+        if "not lattice" not in option.markexpr and option.count == ALL_EXPERT_MESHES:
+            drawn = every_expert_mesh(option.seed, done_by(option.report))
+        metafunc.parametrize("drawn_experts", drawn, ids=describe_layout)
+
+
+def done_by(report: str) -> list[Layout]:
+    """Return the layouts of a report that trained the same model."""
+    return [record["layout"] for record in read(report) if "error" in record]
 
 
 BFLOAT16 = [
@@ -216,16 +242,26 @@ def test_drawn_layouts_add_no_error_in_bfloat16(drawn: Layout) -> None:
 
 @pytest.mark.lattice
 def test_drawn_layouts_train_the_same_model(drawn: Layout, request: pytest.FixtureRequest) -> None:
+    compare_and_report(drawn, SPACE, request.config.option.report)
+
+
+@pytest.mark.lattice
+def test_expert_meshes_train_the_same_model(drawn_experts: Layout, request: pytest.FixtureRequest) -> None:
+    compare_and_report(drawn_experts, EXPERT_SPACE, request.config.option.report)
+
+
+def compare_and_report(drawn: Layout, space: LayoutSpace, file: str) -> None:
+    """Compare a layout with one process. file: gets a line with the result; "": none does."""
     started, record = time.monotonic(), {"layout": drawn, "torch": torch.__version__}
     try:
-        record["error"] = compare(drawn)
+        record["error"] = compare(drawn, space)
     except Failed as error:
         record["failed"] = str(error)
         raise
     finally:
         record["seconds"] = time.monotonic() - started
-        if request.config.option.report:
-            with open(request.config.option.report, "a") as report:
+        if file:
+            with open(file, "a") as report:
                 report.write(json.dumps(record) + "\n")
 
 

@@ -132,8 +132,16 @@ def test_sizes_may_be_in_the_models_file(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_experts_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rank", "--model", "olmoe_1b_7b", "--cluster", "dgx_h100", "--gpus", "8"]
-    main([*words, "--sequence-length", "4096", "--global-batch-size", "64"])
-    assert "The best 10 of " in capsys.readouterr().out
+    words += ["--sequence-length", "4096", "--global-batch-size", "64", "--imbalance"]
+    main([*words, "1.5"])
+    output = capsys.readouterr().out
+    assert "The best 10 of " in output
+    assert "experts of the busiest rank get 1.5 times the mean number of rows" in output
+    with pytest.raises(SystemExit):
+        main([*words, "0.9"])
+    assert "--imbalance: must be at least 1, which is even, not '0.9'" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^--imbalance: .*llama_13b.toml has no experts: remove it$"):
+        main([*RANK, "--imbalance", "1.5"])
 
 
 def test_a_written_run_has_data_and_cluster(

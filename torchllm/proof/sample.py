@@ -14,7 +14,7 @@ from torchllm.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, Settings, ran
 
 THRIFT = 0.4
 """power of the cost that a layout's new pairs are divided by: with 1 a sample is longer and no cheaper"""
-MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel")
+MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel", "parallel.ep")
 """what `every_mesh` combines in full"""
 
 
@@ -213,7 +213,7 @@ def covering(
 def every_mesh(
     space: LayoutSpace, layouts: Sequence[Settings], seed: int, done: Sequence[Settings] = ()
 ) -> list[Settings]:
-    """Draw every mesh x schedule x cp method x sequence parallelism, then every pair of settings still missing.
+    """Draw every mesh x schedule x cp method x sequence parallelism x ep, then every pair of settings still missing.
 
     done: layouts that need not be drawn.
     """

@@ -37,6 +37,7 @@ from torchllm.config.schema import RecomputeMode
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
+from torchllm.planner.experts import IMBALANCE
 from torchllm.planner.frozen_weights import with_frozen_weights
 from torchllm.planner.optimizer_states import with_optimizer_states
 from torchllm.spec.cluster import Hardware
@@ -150,6 +151,8 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
+    imbalance: float = IMBALANCE
+    """with experts: rows of the busiest rank's experts over those of an average rank"""
 
     @cached_property
     def software(self) -> Software:
@@ -200,6 +203,7 @@ class Job:
             self.software,
             self.lora,
             self.optimizer,
+            self.imbalance,
         )
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
