@@ -17,6 +17,7 @@ from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout, divisors
 from torchllm.planner.search.search import Ranked, Search, mesh_of, search, sharded
 from torchllm.planner.simulate import StageTimes
+from torchllm.planner.stage import stage_cost
 from torchllm.spec.cluster import Hardware, read_cluster
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
@@ -205,6 +206,26 @@ def test_bounds_hold() -> None:
             assert bounds.scheduled(layout) + bounds.tail(layout) <= least.step * (1 + 1e-9), layout
             assert bounds.held(widest) <= bounds.held(layout) * (1 + 1e-9), layout
             assert bounds.held(layout) <= least.memory.total * (1 + 1e-9), layout
+
+
+SPARSE = replace(SMALL, experts=8, top_k=2, expert_ffn=256, dense_layers=2)
+
+
+@pytest.mark.parametrize("model", [SMALL, SPARSE], ids=["dense", "experts"])
+def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
+    """Costs of stages, tails and memory that were computed for other layouts, beside those of this one alone."""
+    of = job(model, batch=16)
+    bounds = Bounds(of)
+    layouts = every(of)
+    drawn = random.Random(0).sample(layouts, 800)
+    for layout in drawn:  # fill what is kept, in another order
+        bounds.costs(layout, bounds.sizes(layout)), bounds.tail(layout), bounds.held(layout)
+    for layout in drawn[:400]:
+        case, sizes = of.case(layout), bounds.sizes(layout)
+        alone = Bounds(of)
+        assert bounds.costs(layout, sizes) == [stage_cost(case, size) for size in sizes], layout
+        assert bounds.tail(layout) == alone.tail(layout), layout
+        assert bounds.held(layout) == alone.held(layout), layout
 
 
 def test_the_bound_of_a_schedule_of_equal_stages_without_transfers_is_met() -> None:

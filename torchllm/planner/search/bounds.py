@@ -130,13 +130,19 @@ class Bounds:
     def standing(self, layout: Layout) -> float:
         """Return the bytes that the first rank holds all step long."""
         sums = layout.pp == 1 and self.micro_batches(layout) > 1  # gradients; a pipeline has them for a while
-        stages = layout.pp, layout.schedule, layout.virtual_stages, layout.tp, layout.ep
-        key = *stages, layout.dp_shard * layout.cp, layout.zero_stage, sums
+        split = layout.pp, layout.schedule, layout.virtual_stages, layout.tp, layout.ep
+        key = *split, layout.dp_shard * layout.cp, layout.zero_stage, sums
         if key not in self._standing:
-            memory = memory_of(self.job.case(layout), self.sizes(layout), 0)
-            weights = memory.weights + (memory.gathered if layout.zero_stage < 3 else 0.0)
+            case, sizes = self.job.case(layout), self.sizes(layout)
+            memory = memory_of(case, sizes, 0)
+            whole = 0.0  # weights; `memory.gathered` has what is gathered at its peak, too, which a micro batch decides
+            if layout.zero_stage < 3:
+                stages = [sizes[stage] for stage in stage_of_rank(case.parallel, 0)]
+                vocab_parallel = case.software.vocab_parallel
+                parameters = sum(gathered_parameters(case.model, stage, case.piece, vocab_parallel) for stage in stages)
+                whole = case.software.gathered * parameters
             gradients = memory.gradients if sums else 0.0
-            self._standing[key] = weights + gradients + memory.optimizer + memory.reserve
+            self._standing[key] = memory.weights + whole + gradients + memory.optimizer + memory.reserve
         return self._standing[key]
 
     def kept(self, layout: Layout) -> Callable[[StageSize], float]:
