@@ -24,6 +24,8 @@ Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 SLOWER = 1.05
 CLOUD = 4000
 """number of layouts that are kept for a plot"""
+ROUNDING = 1e-12
+"""share by which a bound may exceed what it bounds, as sums are rounded"""
 LOOKED_AT = 40
 """number of layouts that are predicted to find the near misses"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
@@ -122,6 +124,8 @@ class Search:
     def push(self, least: float, node: Open) -> None:
         """Add a node to the queue. Of equal times what is open comes first, then what needs least memory."""
         memory = node.prediction.memory.total if node.prediction and not node.decide else 0.0
+        if node.decide:  # a bound adds up in another order: rounded up, it would come after a twin of the same time
+            least *= 1 - ROUNDING
         heapq.heappush(self._queue, (least, memory, next(self._numbers), node))
 
     def is_twin(self, node: Open, prediction: Prediction) -> bool:
