@@ -105,15 +105,6 @@ def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
     assert line == ("--parallel.layout: is auto, but the number of ranks is unknown: set NPROC (and NNODES)")
 
 
-@pytest.mark.parametrize("layout", ["auto", "tune"])
-def test_experts_are_not_planned(layout: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = lines_of_refusal([f"--parallel.layout={layout}", "--model.experts=8", "--check"], capsys)
-    assert lines == [
-        "--parallel.layout: model.experts: the planner does not know mixtures of experts yet: set the degrees of "
-        '[parallel] yourself, with parallel.layout = "manual"'
-    ]
-
-
 def test_nothing_is_planned_for_a_config_with_errors(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
