@@ -143,22 +143,38 @@ PARTS = 5
 one, whose tensors have another number of dimensions) and weighted sum"""
 
 
-@pytest.mark.parametrize("layout", [FSDP2, EP2, SP2, EP2_SP2], ids=["fsdp2", "ep2", "tp2+sp", "tp2+sp+ep2"])
+every_run = pytest.mark.every_run
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(FSDP2, id="fsdp2", marks=every_run),
+        pytest.param(EP2, id="ep2", marks=every_run),
+        pytest.param(SP2, id="tp2+sp"),
+        pytest.param(EP2_SP2, id="tp2+sp+ep2"),
+    ],
+)
 def test_blocks_with_experts_are_compiled_in_parts(layout: Settings) -> None:
     assert check_compiled({**EXPERTS, **BLOCK, **layout}) == PARTS
 
 
-@pytest.mark.parametrize("mode", ["full", "segment", "ffn", "selective", "selective_half"])
+@pytest.mark.parametrize(
+    "mode",
+    ["selective", *(pytest.param(mode, marks=every_run) for mode in ("full", "segment", "ffn", "selective_half"))],
+)
 def test_compiled_blocks_with_experts_recompute(mode: str) -> None:
     """Routers count the tokens of each expert once, and attention's recomputation is in its graph."""
     assert check_compiled({**EXPERTS, **BLOCK, **EP2, "recompute.mode": mode}) == PARTS
 
 
+@every_run
 def test_compiled_parts_of_a_pipeline_after_attention_with_a_norm() -> None:
     after: Settings = {"model.norm_position": "after", "model.qk_norm": "width", "model.layers": 4}
     check_compiled({**EXPERTS, **BLOCK, **EP2, **after, "parallel.pp": 2})
 
 
+@every_run
 def test_the_real_backend_with_experts(tmp_path: Path) -> None:
     check_compiled({**EXPERTS, **BLOCK, **EP2_SP2, "model.dense_layers": 0}, "inductor", str(tmp_path))
 

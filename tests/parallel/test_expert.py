@@ -254,7 +254,9 @@ def trained_twice(config: Config) -> list[Trained | None]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 4, "recompute.mode": "selective"},
+        pytest.param(
+            {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 4, "recompute.mode": "selective"}, marks=pytest.mark.every_run
+        ),
         {**FSDP2, "parallel.pp": 2, "parallel.ep": 2, "model.balance_loss": "sequence"},
     ],
     ids=describe_layout,
