@@ -40,10 +40,10 @@ def test_on_an_unknown_machine_it_says_what_to_set() -> None:
     assert "set cluster.name (train_configs/clusters) to see " in explain(out_of_memory(), unknown, RUNTIME)
 
 
-def test_of_experts_it_says_that_nothing_is_known() -> None:
-    sparse = replace(LLAMA, model=replace(LLAMA.model, experts=8))
-    _, line = explain(out_of_memory(), sparse, RUNTIME).splitlines()
-    assert line == "the planner, which says what settings would free most, does not know mixtures of experts yet"
+def test_of_experts_it_names_settings_too() -> None:
+    sparse = replace(LLAMA, model=replace(LLAMA.model, experts=8, expert_ffn=1408))
+    _, _, *settings = explain(out_of_memory(), sparse, RUNTIME).splitlines()
+    assert len(settings) == 3
 
 
 def test_only_a_lack_of_memory_is_out_of_memory() -> None:

@@ -29,8 +29,6 @@ def explain(error: RuntimeError, config: Config, runtime: Runtime) -> str:
     if settings:
         lines.append("settings that would free most memory, by the planner's estimate, each alone:")
         lines.extend(f"  {setting}" for setting in settings)
-    elif config.model.experts:
-        lines.append("the planner, which says what settings would free most, does not know mixtures of experts yet")
     else:
         lines.append("set cluster.name (train_configs/clusters) to see which settings would free most memory")
     return "\n".join(lines)
