@@ -9,11 +9,15 @@ from torchllm.planner.comms import Group, group
 from torchllm.spec.cluster import Hardware, read_cluster
 
 
-def dgx_a100() -> Hardware:
-    found: list[str] = []
-    hardware = read_cluster("dgx_a100", found)
-    assert hardware is not None, found
+def cluster(name: str) -> Hardware:
+    problems: list[str] = []
+    hardware = read_cluster(name, problems)
+    assert hardware is not None, problems
     return hardware
+
+
+def dgx_a100() -> Hardware:
+    return cluster("dgx_a100")
 
 
 def test_a_ring_sends_what_the_formulas_say() -> None:
@@ -90,3 +94,19 @@ def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> 
     assert crowded.send(1e12) == alone.send(1e12)
     for shape in ((1, 1, 2, 1, 8), (1, 1, 8, 1, 1)):  # two nodes, one node
         assert group(shape, [2], hardware, fall=0.5) == group(shape, [2], hardware)
+
+
+def test_a_network_with_a_measured_fall_keeps_it() -> None:
+    hardware = dgx_a100()
+    measured = replace(hardware, links=tuple(replace(link, fall=0.3) for link in hardware.links))
+    shape, data = (1, 1, 16, 1, 8), [2]
+    assert group(shape, data, measured, fall=0.5) == group(shape, data, hardware, fall=0.3)
+
+
+def test_nvlink_that_joins_nodes_is_one_link() -> None:
+    """A rack of trays of 4 GPUs: 8 ranks meet on NVLink alone, and each sends everything over its own port."""
+    rack = cluster("gb200_nvl72")
+    port = rack.links[1].bandwidth * rack.links[1].efficiency
+    eight = group((8,), [0], rack)
+    assert (eight.on_node, eight.bandwidth) == (8, port)
+    assert eight.exchange(8e9) == pytest.approx(7e9 / port, rel=1e-3)

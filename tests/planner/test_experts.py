@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.test_comms import dgx_a100
+from tests.planner.test_comms import cluster, dgx_a100
 from tests.spec.test_model_sizes import load
 from torchllm.config import Config, Model, Parallel, Recompute, Training
 from torchllm.dry_run.run import examine
@@ -19,6 +19,7 @@ from torchllm.planner.experts import (
     expert_shards,
     grouped_gradient_seconds,
     grouped_seconds,
+    other_places,
     routed_rows,
     without_experts,
 )
@@ -105,6 +106,37 @@ def test_an_exchange_leaves_the_node_over_one_card() -> None:
     assert found == pytest.approx(expected, rel=0.01)
     inside = exchange_seconds(QWEN3, case(ep=8).piece, of.mesh, hardware)
     assert inside < found / 4
+
+
+def test_a_token_that_is_sent_once_travels_to_each_node_and_rank_once() -> None:
+    """Of 8 experts on 64 ranks of 8 nodes, a token's are on 4.6 of 7 other nodes; a copy per expert leaves 7 times."""
+    hardware, of = dgx_a100(), case(ep=64)
+    link = hardware.links[1]
+    card = link.bandwidth * link.efficiency
+    other_nodes = 7 * (1 - (7 / 8) ** QWEN3.top_k)
+    assert other_places(8, QWEN3.top_k) == pytest.approx(other_nodes)
+    once = exchange_seconds(QWEN3, of.piece, of.mesh, hardware, sends_tokens_once=True)
+    assert once == pytest.approx(4096 * QWEN3.hidden * 2 * other_nodes / card, rel=0.01)
+    assert once < exchange_seconds(QWEN3, of.piece, of.mesh, hardware)
+    assert other_places(8, 1) == pytest.approx(7 / 8)
+
+
+def test_frameworks_differ_in_what_they_send_and_move() -> None:
+    usual = case(ep=64)
+    terms = predict(usual).terms
+    once = predict(replace(usual, software=replace(usual.software, sends_tokens_once=True))).terms
+    assert once["expert parallel"] < terms["expert parallel"]
+    fused = predict(replace(usual, software=replace(usual.software, fuses_permutations=True))).terms
+    assert fused["elementwise"] < 0.8 * terms["elementwise"]
+
+
+def test_products_of_experts_are_faster_in_float8() -> None:
+    hardware, rows = cluster("dgx_h100"), RoutedRows(32768, 32768, 4, 4096)
+    for seconds in (grouped_seconds, grouped_gradient_seconds):
+        assert seconds(rows, 4096, 4096, hardware, 0.8) == pytest.approx(seconds(rows, 4096, 4096, hardware) / 1.6)
+    usual = case(hardware=hardware, micro=8)
+    fast = predict(replace(usual, kernels=usual.kernels._replace(float8=0.8)))
+    assert fast.terms["matmul"] < 0.75 * predict(usual).terms["matmul"]
 
 
 def test_groups_are_the_innermost_ranks() -> None:

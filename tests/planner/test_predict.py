@@ -16,7 +16,7 @@ from torchllm.planner.memory import StageSize
 from torchllm.planner.predict import hardware_flops, pipeline_seconds, predict
 from torchllm.planner.search.plot import TERMS
 from torchllm.planner.simulate import simulate
-from torchllm.planner.stage import stage_cost
+from torchllm.planner.stage import cost_of_block, stage_cost
 from torchllm.spec.flops import flops_per_token
 from torchllm.spec.schedules import orders
 
@@ -99,6 +99,25 @@ def test_the_bubble_of_equal_stages_is_the_papers() -> None:
     tail = sum(found.terms[name] for name in ("gradient reduction", "weight gather", "optimizer"))
     busy = found.step - found.terms["bubble"] - tail
     assert found.terms["bubble"] / busy == pytest.approx(3 / 32, rel=0.02)
+
+
+def test_a_device_with_little_to_do_waits_for_the_host() -> None:
+    """Of small kernels a micro batch takes the host's time for each, however small they are; of large ones none."""
+    small = replace(LLAMA, layers=4, hidden=512, heads=8, ffn=1376, vocab=512)
+    waiting = case(model=small, tp=8, dp_shard=1, sequence_length=256, global_batch_size=64)
+    half = case(model=small, tp=8, dp_shard=1, sequence_length=128, global_batch_size=64)
+    terms = predict(waiting).terms
+    assert terms["host"] > 0.5 * predict(waiting).step
+    assert predict(half).step == pytest.approx(predict(waiting).step, rel=0.02)
+    assert predict(case(micro_batch_size=2)).terms["host"] == 0
+    block = cost_of_block(waiting)
+    kernels = waiting.micro_batches * small.layers * (block.kernels.forward + block.kernels.backward)
+    assert predict(waiting).step == pytest.approx(kernels * waiting.software.constants.host, rel=0.1)
+
+
+def test_host_time_grows_with_what_is_recomputed() -> None:
+    kernels = {mode: cost_of_block(case(mode=mode)).kernels for mode in ("none", "full")}
+    assert kernels["full"].backward == kernels["none"].backward + kernels["none"].forward
 
 
 def test_very_many_micro_batches_are_carried_on_exactly() -> None:

@@ -76,13 +76,14 @@ def group(
     inner = hardware.links[0]
     stride = math.prod(shape[max(dimensions) + 1 :])
     on_node = max(1, min(size, hardware.gpus_per_node // stride)) if stride < hardware.gpus_per_node else 1
-    if link.gpus <= hardware.gpus_per_node:
+    if link.gpus <= hardware.gpus_per_node or link.bandwidth >= inner.bandwidth:  # NVLink may join several nodes
         return Group(size, size, link.bandwidth * link.efficiency, link.latency)
     nodes = size / on_node
     rate = link.bandwidth * link.efficiency * (1 if one_card else on_node)  # the cards of all its members on a node
     latency = (nodes * link.latency + (size - nodes) * inner.latency) / size
     card = link.bandwidth * link.efficiency
-    share = (nodes / PAIR) ** -fall if nodes > PAIR else 1.0
+    exponent = fall if math.isinf(link.fall) else link.fall
+    share = (nodes / PAIR) ** -exponent if nodes > PAIR else 1.0
     return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency, card, share)
 
 

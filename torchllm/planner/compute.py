@@ -59,9 +59,16 @@ class Kernels(NamedTuple):
         return self.compiled or (self.fused_norm and (model.qk_norm == "head" or tp == 1))
 
 
+def product_rate(hardware: Hardware, float8: float) -> float:
+    """Return the FLOP/s of large matrix products. float8: `Kernels.float8`; 0: in 16 bits."""
+    if not float8:
+        return hardware.achievable
+    return hardware.achievable * float8 * hardware.peak.float8 / hardware.peak.bfloat16
+
+
 def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: float = 0.0) -> float:
     """Return the seconds of a product (m, k) x (k, n) of 16-bit factors: a roofline, lower for few or shallow tiles."""
-    rate = hardware.achievable * (hardware.peak.float8 / hardware.peak.bfloat16 * float8 if float8 else 1.0)
+    rate = product_rate(hardware, float8)
     waves = m * n / (TILE * hardware.multiprocessors)
     operations = 2.0 * m * n * k / rate * (1 + WAVE / waves) * (1 + DEPTH / k)
     moved = 2.0 * (m * k + k * n + m * n) / (hardware.memory_bandwidth * MEMORY_RATE)

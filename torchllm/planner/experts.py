@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 from torchllm.config import Model
 from torchllm.planner import comms
-from torchllm.planner.compute import DEPTH, MEMORY_RATE, TILE, WAVE, Kernels, Piece, Seconds, matmul_seconds
+from torchllm.planner.compute import (
+    DEPTH,
+    MEMORY_RATE,
+    TILE,
+    WAVE,
+    Kernels,
+    Piece,
+    Seconds,
+    gradient_traffic,
+    matmul_seconds,
+    product_rate,
+)
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.software import Software
 
@@ -26,10 +37,12 @@ FLOAT32_RATE = 1 / 16
 data sheets"""
 TILE_ROWS = 128
 """rows of a tile: the last one of each expert is half empty on average"""
-PERMUTED = (4.0, 8.0)
-"""bytes per element that putting rows in another order moves, forward and backward, which adds to zeros"""
-COMBINED = (10.0, 20.0)
-"""bytes per element of the results that their weighted sum in float32 moves, forward and backward"""
+PERMUTED, PERMUTED_FUSED = (4.0, 8.0), (4.0, 4.0)
+"""bytes per element that putting rows in another order moves, forward and backward: in torch the backward adds to
+zeros, in a kernel of its own it reads and writes"""
+COMBINED, COMBINED_FUSED = (10.0, 20.0), (2.0, 6.0)
+"""bytes per element of the results that their weighted sum moves, forward and backward: in float32 tensors, and in the
+registers of one kernel"""
 ACTIVATION, ACTIVATION_FUSED = (10.0, 18.0), (6.0, 10.0)
 """bytes per feature that SwiGLU moves between the products, forward and backward, as in a dense feed-forward layer"""
 SCORED = (100.0, 60.0)
@@ -72,23 +85,30 @@ def routed_rows(model: Model, piece: Piece) -> RoutedRows:
     return RoutedRows(piece.tokens, piece.tokens * model.top_k, model.experts, model.expert_width / piece.tp)
 
 
-def grouped_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:
+def grouped_seconds(
+    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
+) -> float:
     """Return the seconds of one product per expert, all in one kernel: the roofline of `matmul_seconds`.
 
     Rows are padded to tiles, and the kernel reads every expert's matrix, however few rows it has.
+    float8: `Kernels.float8`.
     """
     padded = routed.rows + routed.experts * TILE_ROWS / 2
     waves = padded * outputs / (TILE * hardware.multiprocessors)
-    operations = 2.0 * padded * outputs * inputs / hardware.achievable * (1 + WAVE / waves) * (1 + DEPTH / inputs)
+    rate = product_rate(hardware, float8)
+    operations = 2.0 * padded * outputs * inputs / rate * (1 + WAVE / waves) * (1 + DEPTH / inputs)
     elements = routed.rows * (inputs + outputs) + routed.experts * outputs * inputs
     return max(operations, 2.0 * elements / (hardware.memory_bandwidth * MEMORY_RATE))
 
 
-def grouped_gradient_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:
+def grouped_gradient_seconds(
+    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
+) -> float:
     """Return the seconds of the gradients of all experts' matrices: products over the rows of each expert."""
     depth = max(1.0, routed.rows / routed.experts)
     waves = max(1.0, routed.experts * outputs * inputs / (TILE * hardware.multiprocessors))
-    operations = 2.0 * routed.rows * outputs * inputs / hardware.achievable * (1 + WAVE / waves) * (1 + DEPTH / depth)
+    rate = product_rate(hardware, float8)
+    operations = 2.0 * routed.rows * outputs * inputs / rate * (1 + WAVE / waves) * (1 + DEPTH / depth)
     elements = routed.rows * (inputs + outputs) + routed.experts * outputs * inputs
     return max(operations, 2.0 * elements / (hardware.memory_bandwidth * MEMORY_RATE))
 
@@ -98,8 +118,8 @@ def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Softw
     if not model.experts:
         return Seconds()
     routed = routed_rows(model, piece)
-    products = 2 * grouped_seconds(routed, routed.width, model.hidden, hardware)
-    products += grouped_seconds(routed, model.hidden, routed.width, hardware)
+    products = 2 * grouped_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
+    products += grouped_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
     products += _router_seconds(model, routed, hardware)
     return Seconds(products, 0.0, _moving(model, piece, kernels, software, hardware, False), 45.0)
 
@@ -111,13 +131,13 @@ def routed_backward(
     if not model.experts:
         return Seconds(), Seconds()
     routed = routed_rows(model, piece)
-    inputs = 2 * grouped_seconds(routed, model.hidden, routed.width, hardware)
-    inputs += grouped_seconds(routed, routed.width, model.hidden, hardware)
+    inputs = 2 * grouped_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
+    inputs += grouped_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
     inputs += _router_seconds(model, routed, hardware)
-    weights = 2 * grouped_gradient_seconds(routed, routed.width, model.hidden, hardware)
-    weights += grouped_gradient_seconds(routed, model.hidden, routed.width, hardware)
+    weights = 2 * grouped_gradient_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
+    weights += grouped_gradient_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
     weights += _router_seconds(model, routed, hardware)
-    added = (2 + 2 * software.gradients) * 3 * routed.experts * routed.width * model.hidden
+    added = gradient_traffic(software) * 3 * routed.experts * routed.width * model.hidden
     moved = added / (hardware.memory_bandwidth * MEMORY_RATE)
     around = _moving(model, piece, kernels, software, hardware, True)
     return Seconds(inputs, 0.0, around, 60.0), Seconds(weights, 0.0, moved, 8.0)
@@ -136,7 +156,9 @@ def _moving(
     permutations = 4 if piece.ep > 1 else 2  # by expert and back; with ep by rank and back too
     fused = kernels.compiled or software.fused_elementwise
     activation = (ACTIVATION_FUSED if fused else ACTIVATION)[backward]
-    moved = routed.rows * model.hidden * (permutations * PERMUTED[backward] + COMBINED[backward])
+    permuted = (PERMUTED_FUSED if software.fuses_permutations else PERMUTED)[backward]
+    combined = (COMBINED_FUSED if software.fuses_permutations else COMBINED)[backward]
+    moved = routed.rows * model.hidden * (permutations * permuted + combined)
     moved += routed.rows * routed.width * activation
     moved += routed.tokens * (6.0 * model.hidden + SCORED[backward] * model.experts)  # the input in float32
     return moved * software.constants.traffic / (hardware.memory_bandwidth * MEMORY_RATE)
@@ -151,15 +173,33 @@ def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
     return up + matmul_seconds(piece.tokens, model.hidden, width, hardware)
 
 
-def exchange_seconds(model: Model, piece: Piece, mesh: Sequence[int], hardware: Hardware) -> float:
+def exchange_seconds(
+    model: Model, piece: Piece, mesh: Sequence[int], hardware: Hardware, sends_tokens_once: bool = False
+) -> float:
     """Return the seconds in which the busiest rank sends or receives its rows once: 0 without ep.
 
     T x K x D elements of 16 bits (GShard, arXiv 2006.16668, section 3.2), over the innermost ranks. mesh: of all ranks.
+    sends_tokens_once: `Software.sends_tokens_once`.
     """
     if not model.experts or piece.ep == 1:
         return 0.0
     routed = routed_rows(model, piece)
-    return expert_group(mesh, piece.ep, hardware).exchange(2.0 * routed.rows * model.hidden)
+    group = expert_group(mesh, piece.ep, hardware)
+    rows = 2.0 * routed.rows * model.hidden
+    if not sends_tokens_once:
+        return group.exchange(rows)
+    tokens = rows / model.top_k
+    over_network = tokens * other_places(group.size // group.on_node, model.top_k) / group.card
+    over_node = tokens * other_places(group.size, model.top_k) / group.bandwidth
+    return max(over_network, over_node) + group.latency
+
+
+def other_places(count: int, top_k: int) -> float:
+    """Return at how many of `count` nodes or ranks, without its own, a token has at least one of its K experts.
+
+    The mean over evenly loaded experts; several of a token's experts may be at one place.
+    """
+    return (count - 1) * (1 - (1 - 1 / count) ** top_k)
 
 
 def expert_group(mesh: Sequence[int], ep: int, hardware: Hardware) -> comms.Group:

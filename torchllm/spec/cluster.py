@@ -20,7 +20,7 @@ from torchllm.spec.software import Constants
 
 FOLDER = resource("train_configs/clusters")
 
-OPTIONAL = ("float8", "constants")
+OPTIONAL = ("float8", "constants", "fall")
 """keys of a cluster file that may be missing"""
 
 
@@ -38,6 +38,9 @@ class Link:
     """seconds until a small message arrives"""
     efficiency: Positive = 1.0
     """share of the bandwidth that large collectives reach"""
+    fall: Annotated[float, Bound(at_least=0.0)] = math.inf
+    """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two; inf: not measured
+    on this network, so that it is `Constants.fall`"""
 
 
 @dataclass(frozen=True)

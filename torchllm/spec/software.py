@@ -34,6 +34,8 @@ class Constants:
 
     launch: float = 7.5e-6
     """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
+    host: float = 7e-5
+    """seconds that the host needs to start a kernel: with small ones the device waits for it"""
     traffic: float = 1.18
     """bytes that elementwise kernels move, divided by the bytes that the formulas count"""
     exposed: float = 0.24
@@ -52,6 +54,7 @@ class Constants:
 
 PRIORS = {
     "launch": Prior(5e-6, 3e-6, 1.5e-5, "s", 0.5),
+    "host": Prior(5e-5, 5e-6, 1.5e-4, "s", 0.7),
     "traffic": Prior(1.2, 1.0, 2.0, "x", 0.2),
     "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
     "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
@@ -138,6 +141,11 @@ class Software:
     """True: each block has three dropouts, whose masks are stored"""
     fused_elementwise: bool = False
     """True: bias, activation, dropout and residual are fused into one kernel each"""
+    fuses_permutations: bool = False
+    """True: kernels of their own put the rows of experts in order, and add them up"""
+    sends_tokens_once: bool = False
+    """True: a token goes to another node, and to another rank, once, however many of its experts are there (DeepEP,
+    HybridEP); False: once per expert"""
     gate_apart: bool = False
     """True: without sequence parallelism, the gradients of a gate's and of its neighbor's input are reduced apart"""
     one_card: bool = False

@@ -6,6 +6,7 @@ import pytest
 
 from tests.planner.evidence.test_score import ROW
 from torchllm.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
+from torchllm.planner.experts import IMBALANCE
 from torchllm.spec.cluster import FOLDER
 
 
@@ -28,6 +29,7 @@ def test_a_row_is_read() -> None:
         ({"stack": "Abacus"}, "stack 'Abacus' is unknown (known: megatron-2021"),
         ({"gpu": "Abacus", "cluster": ""}, "GPU 'Abacus' is unknown"),
         ({"tp_overlap": "much"}, "tp_overlap 'much' is unknown (none, async)"),
+        ({"dispatcher": "pigeons"}, "dispatcher 'pigeons' is unknown (alltoall, deepep, hybridep)"),
         ({"assumed": "as always"}, "assumed = 'as always' is not"),
     ],
 )
@@ -101,3 +103,23 @@ def test_a_file_that_is_no_table_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("")
     with pytest.raises(ValueError, match="not a table of layouts"):
         read_rows(str(tmp_path / "a.csv"))
+
+
+def test_a_benchmark_that_balances_its_experts_has_no_imbalance() -> None:
+    experts = {**ROW, "experts": "8", "top_k": "2", "moe_ffn": "1024", "kv_heads": "4"}
+    learned = read_row(experts)
+    assert learned.case is not None, learned.problem
+    assert learned.case.imbalance == IMBALANCE
+    assert learned.assumed == [f"the busiest rank's experts have {IMBALANCE} times the mean of rows"]
+    forced = read_row({**experts, "note": "force-balanced, dropless"})
+    assert forced.case is not None, forced.problem
+    assert (forced.case.imbalance, forced.assumed) == (1.0, [])
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "once"), [("", False), ("alltoall", False), ("deepep", True), ("hybridep", True)]
+)
+def test_how_rows_travel(dispatcher: str, once: bool) -> None:
+    row = read_row({**ROW, "dispatcher": dispatcher})
+    assert row.case is not None, row.problem
+    assert row.case.software.sends_tokens_once is once

@@ -11,7 +11,7 @@ _COLUMN_LINES = (
     "dataset stack group model n_params layers hidden heads kv_heads head_dim qkv_bias qk_norm norm_position window",
     "ffn experts top_k moe_ffn shared_experts dense_layers vocab tied_emb seq_len",
     "cluster gpu gpus dp dp_replicate dp_shard tp pp cp ep etp cp_method schedule interleave_v micro_batch grad_accum",
-    "global_batch_seqs zero_stage seq_parallel tp_overlap act_ckpt loss_chunk attn_impl",
+    "global_batch_seqs zero_stage seq_parallel tp_overlap dispatcher act_ckpt loss_chunk attn_impl",
     "rmsnorm_kernel compile precision",
     "status step_time_s tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct",
     "fold software assumed note source",

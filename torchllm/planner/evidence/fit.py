@@ -25,7 +25,7 @@ from torchllm.planner.evidence.stacks import is_known
 from torchllm.planner.predict import predict
 from torchllm.spec.software import PRIORS, Constants, Prior
 
-SHARED = ("launch", "traffic", "exposed", "wait", "message", "fall")
+SHARED = ("launch", "host", "traffic", "exposed", "wait", "message", "fall")
 """constants that are the same for all frameworks"""
 NOISE = 0.05
 """error of a step, as a logarithm, that a row may well have: repeats and versions of software differ by as much"""

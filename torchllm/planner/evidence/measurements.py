@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.planner.case import Case
 from torchllm.planner.evidence.cells import Cells, with_assumptions
@@ -19,6 +20,7 @@ from torchllm.planner.evidence.row_kernels import measured_kernels, recompute_of
 from torchllm.planner.evidence.row_layout import parallel_of, training_of
 from torchllm.planner.evidence.row_model import model_of
 from torchllm.planner.evidence.stacks import STACKS, stack_of
+from torchllm.planner.experts import IMBALANCE
 from torchllm.spec.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
 from torchllm.spec.software import Software
 
@@ -35,6 +37,8 @@ CLUSTER_OF_GPU = (
     (r"CPU", "this_cpu"),
 )
 """GPU -> the cluster it is usually in, for rows whose cluster is unknown"""
+DISPATCHERS = ("alltoall", "deepep", "hybridep")
+"""how rows travel to their experts; the last two send a token to a node, and to a rank, once"""
 CLUSTER_ALIASES = {
     "DGX-H100": "dgx_h100",
     "DGX-B200": "hgx_b200",
@@ -105,7 +109,16 @@ def _case(cells: Cells) -> Case:
     parallel = parallel_of(cells, model, software)
     training = training_of(cells, parallel)
     recompute, software = recompute_of(cells, software)
-    return Case(model, training, parallel, recompute, measured_kernels(cells, software), hardware, software)
+    kernels = measured_kernels(cells, software)
+    return Case(model, training, parallel, recompute, kernels, hardware, software, imbalance=_imbalance(cells, model))
+
+
+def _imbalance(cells: Cells, model: Model) -> float:
+    """Return `Case.imbalance`: a benchmark whose note says so gives each expert as many tokens."""
+    if not model.experts or "force-balanced" in cells.text("note"):
+        return 1.0
+    cells.assume(f"the busiest rank's experts have {IMBALANCE} times the mean of rows")
+    return IMBALANCE
 
 
 def _software(cells: Cells, hardware: Hardware) -> Software:
@@ -122,6 +135,11 @@ def _software(cells: Cells, hardware: Hardware) -> Software:
         software = replace(software, overlaps_tensor_parallel=overlap == "async")
     if "fp8 all-gather" in cells.text("precision"):
         software = replace(software, gathered=1.0)
+    dispatcher = cells.text("dispatcher")
+    if dispatcher not in ("", *DISPATCHERS):
+        raise ValueError(f"dispatcher {dispatcher!r} is unknown ({', '.join(DISPATCHERS)})")
+    if dispatcher:
+        software = replace(software, sends_tokens_once=dispatcher != "alltoall")
     return software
 
 

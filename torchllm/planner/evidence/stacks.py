@@ -105,12 +105,15 @@ _FACTS = {
         overlaps_tensor_parallel=True,
         overlaps_reduction=True,
         peaks_allocated=True,
+        fuses_permutations=True,  # moe_permute_fusion, of Transformer Engine
     ),
     # NeMo's and Megatron-Bridge's recipes for performance run it with gradients of 16 bits, which are summed, reduced
     # and kept as such: grad_sync_dtype: bf16 (github.com/NVIDIA/dgxc-benchmarking v24.11.1, llama3.1/*.yaml),
-    # grad_reduce_in_fp32 = False (github.com/NVIDIA/NeMo, scripts/performance)
+    # grad_reduce_in_fp32 = False (github.com/NVIDIA/NeMo, scripts/performance); moe_permute_fusion is on
+    # (github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/recipes)
     "nemo": replace(
         MEGATRON,
+        fuses_permutations=True,
         gradients=2.0,
         dropout=False,
         attention="flash3",

@@ -17,6 +17,7 @@ TERMS = (
     "attention",
     "elementwise",
     "launch",
+    "host",
     "ends",
     "recompute",
     "tensor parallel",
