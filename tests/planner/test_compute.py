@@ -133,3 +133,4 @@ def test_what_is_recomputed() -> None:
     assert again("selective") == pytest.approx(sum(around[:3]))
     assert again("selective") < again("selective_half") < again("full") - sum(core[:3])
     assert again("selective", replace(SOFTWARE, recomputes_attention_only=True)) == pytest.approx(sum(core[:3]))
+    assert again("selective", replace(SOFTWARE, keeps_every_other=True)) == again("selective_half")

@@ -111,13 +111,13 @@ def test_a_device_with_little_to_do_waits_for_the_host() -> None:
     assert predict(half).step == pytest.approx(predict(waiting).step, rel=0.02)
     assert predict(case(micro_batch_size=2)).terms["host"] == 0
     block = cost_of_block(waiting)
-    kernels = waiting.micro_batches * small.layers * (block.kernels.forward + block.kernels.backward)
+    kernels = waiting.micro_batches * small.layers * sum(block.kernels)
     assert predict(waiting).step == pytest.approx(kernels * waiting.software.constants.host, rel=0.1)
 
 
 def test_host_time_grows_with_what_is_recomputed() -> None:
     kernels = {mode: cost_of_block(case(mode=mode)).kernels for mode in ("none", "full")}
-    assert kernels["full"].backward == kernels["none"].backward + kernels["none"].forward
+    assert kernels["full"].input_gradient == kernels["none"].input_gradient + kernels["none"].forward
 
 
 def test_very_many_micro_batches_are_carried_on_exactly() -> None:
@@ -151,3 +151,16 @@ def test_the_papers_mfu_and_hfu_follow_from_their_own_times(name: str) -> None:
     if hfu is not None:
         full = case("megatron-2021", model, mode="full")
         assert 100 * tokens * hardware_flops(full) == pytest.approx(hfu, abs=0.5 + 0.2)
+
+
+def test_overlapped_tensor_parallelism_costs_less_in_both_passes() -> None:
+    """Nothing is hidden; the backward's behind the weights' gradients; both behind the products beside them."""
+    waits = case(tp=8, dp_shard=1, micro_batch_size=4)
+    costs = []
+    for facts in ({}, {"overlaps_tensor_parallel": True}, {"overlaps_products": True}):
+        block = cost_of_block(replace(waits, software=replace(waits.software, **facts)))
+        costs.append((block.times.forward, sum(block.times), block.terms["tensor parallel"]))
+    forward, total, sent = zip(*costs, strict=True)
+    assert forward[0] == forward[1] > forward[2]
+    assert total[0] > total[1] > total[2]
+    assert sent[2] == pytest.approx(waits.software.constants.exposed * sent[0])  # as much as may overlap does

@@ -205,8 +205,7 @@ def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -
 
 
 FUSED_NORM = (4.0, 12.0)
-UNFUSED_NORM = (80.0, 60.0)
-"""bytes per element that a norm moves, forward and backward: in one kernel, and as single float32 operations"""
+"""bytes per element that a norm in one kernel moves, forward and backward"""
 
 
 def elementwise(
@@ -215,7 +214,7 @@ def elementwise(
     """Return the time of a block's norms, residuals, rotary positions and activation, by the bytes that they move."""
     features, fused = model.features, kernels.compiled or software.fused_elementwise
     unfused = features.norm == "rms" and not (kernels.fused_norm or kernels.compiled)
-    norm = UNFUSED_NORM[backward] if unfused else FUSED_NORM[backward]
+    norm = software.plain_norm[backward] if unfused else FUSED_NORM[backward]
     residual = 6.0 if fused else 6.0 + 5.0 * software.dropout  # cuBLAS adds a bias as it writes the product
     width = (model.heads + model.kv) * model.head_width / piece.tp
     rotary = 0.0 if features.learned_positions else (6.0 if fused else 22.0)
@@ -226,7 +225,7 @@ def elementwise(
         else (4.0 + 2.0 * backward)
     )
     if model.qk_norm != "none":
-        rotary += (FUSED_NORM if kernels.fuses_qk_norm(model, piece.tp) else UNFUSED_NORM)[backward]
+        rotary += (FUSED_NORM if kernels.fuses_qk_norm(model, piece.tp) else software.plain_norm)[backward]
     copies = 4.0 * 2 * width
     moved = piece.tokens * (2 * (norm + residual) * model.hidden / piece.spread + rotary * width + copies + act * ffn)
     count = float(kernel_count(model, fused, unfused, software.dropout))
@@ -276,7 +275,10 @@ def recomputed(
 ) -> Seconds:
     """Return the time of what the backward runs again of a block's forward, on average over the blocks."""
     none = Seconds()
-    match recompute.mode:
+    mode = recompute.mode
+    if mode == "selective" and software.keeps_every_other:
+        mode = "selective_half"
+    match mode:
         case "full" | "segment":
             return forward
         case "every_k":

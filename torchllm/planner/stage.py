@@ -55,8 +55,9 @@ class KernelCounts(NamedTuple):
     """Number of kernels that the host starts for one micro batch."""
 
     forward: float
-    backward: float
-    """of both gradients, and of what is recomputed"""
+    input_gradient: float
+    """what is recomputed included"""
+    weight_gradient: float
 
 
 class BlockCost(NamedTuple):
@@ -93,7 +94,7 @@ def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
     recomputed_part = recomputed(case.model, case.recompute, forward, core, around, case.software)
     again = recomputed_part.total(constants)
     f, i, w = (part.total(constants) for part in (forward, inputs, weights))
-    tp, tp_backward, tp_again = tensor_parallel(case, w)
+    tp, tp_backward, tp_again = tensor_parallel(case, forward.matmul, inputs.matmul, w)
     cp, cp_backward = context_parallel(case, core.attention)
     ep, ep_backward = expert_parallel(case, shared)
     fsdp, fsdp_backward = sharded_weights(case, f + tp + ep, i + w + again + tp_backward + ep_backward)
@@ -112,7 +113,7 @@ def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
     times = StageTimes(
         f + tp + cp + ep + fsdp, i + again + tp_backward + tp_again + cp_backward + ep_backward + fsdp_backward, w
     )
-    kernels = KernelCounts(forward.kernels, inputs.kernels + weights.kernels + recomputed_part.kernels)
+    kernels = KernelCounts(forward.kernels, inputs.kernels + recomputed_part.kernels, weights.kernels)
     return BlockCost(times, terms, tp / 2, kernels)
 
 
@@ -137,10 +138,8 @@ def stage_cost(
         usual * block.times.input_gradient + size.dense * dense.times.input_gradient + ends.input_gradient + sends,
         usual * block.times.weight_gradient + size.dense * dense.times.weight_gradient + ends.weight_gradient,
     )
-    kernels = KernelCounts(
-        usual * block.kernels.forward + size.dense * dense.kernels.forward,
-        usual * block.kernels.backward + size.dense * dense.kernels.backward,
-    )
+    per_block = zip(block.kernels, dense.kernels, strict=True)
+    kernels = KernelCounts(*(usual * sparse + size.dense * other for sparse, other in per_block))
     paced = paced_by_host(times, kernels, case.software.constants.host)
     terms["host"] = sum(paced) - sum(times)
     return StageCost(paced, terms)
@@ -153,10 +152,7 @@ def paced_by_host(times: StageTimes, kernels: KernelCounts, host: float) -> Stag
     device. Measured micro batches of the Ultra-Scale Playbook (Hugging Face 2025) have this floor: 16 blocks take 71 to
     84 ms on 4 and 8 tensor-parallel ranks, with 4,096 to 16,384 tokens.
     """
-    forward = max(times.forward, host * kernels.forward)
-    backward = times.input_gradient + times.weight_gradient
-    slower = max(1.0, host * kernels.backward / backward) if backward else 1.0
-    return StageTimes(forward, slower * times.input_gradient, slower * times.weight_gradient)
+    return StageTimes(*(max(device, host * count) for device, count in zip(times, kernels, strict=True)))
 
 
 def waits_for_sends(case: Case) -> bool:
@@ -169,13 +165,17 @@ def exposed(sent: float, behind: float, share: float) -> float:
     return max(0.0, sent - behind) + share * min(sent, behind)
 
 
-def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, float]:
+def tensor_parallel(
+    case: Case, products: float, input_gradients: float, weight_gradients: float
+) -> tuple[float, float, float]:
     """Return the seconds of a block's collectives over tp: forward, backward, recomputed.
 
     Two all-reduces of the hidden states per pass (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
     parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
-    hides them, but the backward's where a framework computes the weights' gradients meanwhile. Norms of q and k over
-    the whole width all-reduce a float32 per token each.
+    hides them, but the backward's where a framework computes the weights' gradients meanwhile, and both passes' where
+    it computes products in pieces. Norms of q and k over the whole width all-reduce a float32 per token each.
+
+    products, input_gradients, weight_gradients: seconds of the block's products in the forward and of its gradients.
     """
     if case.parallel.tp == 1:
         return 0.0, 0.0, 0.0
@@ -188,10 +188,14 @@ def tensor_parallel(case: Case, weight_gradients: float) -> tuple[float, float, 
     back = each
     if case.software.gate_apart and case.model.features.gated_ffn and not case.parallel.sequence_parallel:
         back += one + constants.wait
-    overlaps = case.software.overlaps_tensor_parallel
     again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
-    backward = exposed(back, weight_gradients, constants.exposed) if overlaps else back
-    return each, backward, each * again.get(case.recompute.mode, 0.0)
+    forward, backward = each, back
+    if case.software.overlaps_products:
+        forward = exposed(each, products, constants.exposed)
+        backward = exposed(back, input_gradients + weight_gradients, constants.exposed)
+    elif case.software.overlaps_tensor_parallel:
+        backward = exposed(back, weight_gradients, constants.exposed)
+    return forward, backward, forward * again.get(case.recompute.mode, 0.0)
 
 
 def summed_parts(case: Case) -> float:

@@ -44,7 +44,7 @@ class Constants:
     """seconds that a collective of tensor parallelism adds to its bytes and hops: its ramp, the slowest rank"""
     message: float = 1.1e-4
     """seconds that a pipeline stage waits, beyond the transfer, for each message of the stage before it"""
-    fall: float = 0.1
+    fall: float = 0.05
     """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two"""
     speed: float = 1.0
     """rate of a framework's kernels over that which the formulas expect"""
@@ -59,17 +59,17 @@ PRIORS = {
     "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
     "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
     "message": Prior(5e-5, 3e-6, 5e-4, "s", 1.5),
-    "fall": Prior(0.3, 0.05, 1.0, "x", 0.7),
+    "fall": Prior(0.05, 0.01, 1.0, "x", 0.7),
     "speed": Prior(1.0, 0.7, 1.3, "x", 0.1),
     "allocator": Prior(1.17, 1.0, 1.5, "x", 0.1),
 }
 """for each of the constants; unit x: a ratio.
 
-launch: what CUDA needs from one kernel to the next. traffic: no kernel moves less than its operands once. wait: a
-collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide. message: from one
-kernel's launch to a host that waits for each message. fall: the Ultra-Scale Playbook (Hugging Face 2025) measured
-all-reduces of 256 MB over 2 to 64 nodes whose bandwidth falls with the power 0.7 of the nodes on EFA; a full fat tree
-of InfiniBand falls less.
+launch: what CUDA needs from one kernel to the next. host: PyTorch needs some 10 us for an operation that is not
+compiled, and a kernel that the formulas count stands for several. traffic: no kernel moves less than its operands
+once. wait: a collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide.
+message: from one kernel's launch to a host that waits for each message. fall: a full fat tree does not fall; a
+network that does, like EFA, has its own in the cluster file.
 """
 UNITS = {name: prior.unit for name, prior in PRIORS.items()}
 """unit of each constant; x: a ratio"""
@@ -146,12 +146,18 @@ class Software:
     sends_tokens_once: bool = False
     """True: a token goes to another node, and to another rank, once, however many of its experts are there (DeepEP,
     HybridEP); False: once per expert"""
+    plain_norm: tuple[float, float] = (36.0, 76.0)
+    """bytes per element that an RMSNorm of single float32 operations moves, forward and backward: to float32 (6),
+    square (8), mean (4), product (8), to 16 bits (6), times the weight (4), and the gradients of these"""
     gate_apart: bool = False
     """True: without sequence parallelism, the gradients of a gate's and of its neighbor's input are reduced apart"""
     one_card: bool = False
     """True: gathers of sharded weights use one network card per node; False: all cards"""
     overlaps_tensor_parallel: bool = False
     """True: tensor parallelism's collectives in the backward overlap with the gradients of the weights"""
+    overlaps_products: bool = False
+    """True: those of both passes overlap with the products beside them too, which are computed in pieces (Transformer
+    Engine's userbuffers, torch's asynchronous tensor parallelism)"""
     waits_for_sends: bool = False
     """True: a pipeline stage computes nothing until what it sends has arrived; False: it goes on"""
     overlaps_reduction: bool = False

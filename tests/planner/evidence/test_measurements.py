@@ -29,6 +29,7 @@ def test_a_row_is_read() -> None:
         ({"stack": "Abacus"}, "stack 'Abacus' is unknown (known: megatron-2021"),
         ({"gpu": "Abacus", "cluster": ""}, "GPU 'Abacus' is unknown"),
         ({"tp_overlap": "much"}, "tp_overlap 'much' is unknown (none, async)"),
+        ({"note": "RL trainer step: fp32 logprobs"}, "the step of a reinforcement learner"),
         ({"dispatcher": "pigeons"}, "dispatcher 'pigeons' is unknown (alltoall, deepep, hybridep)"),
         ({"assumed": "as always"}, "assumed = 'as always' is not"),
     ],
@@ -66,9 +67,10 @@ def test_on_one_node_a_gpu_settles_the_cluster() -> None:
 
 def test_what_the_source_says_of_the_framework_replaces_the_fact() -> None:
     for overlap in ("async", "none"):
-        row = read_row({**ROW, "stack": "megatron-core", "tp": "2", "dp": "4", "tp_overlap": overlap})
+        row = read_row({**ROW, "stack": "nemo", "tp": "2", "dp": "4", "tp_overlap": overlap})
         assert row.case is not None, row.problem
-        assert row.case.software.overlaps_tensor_parallel == (overlap == "async")
+        assert row.case.software.overlaps_products == (overlap == "async")
+    assert not row.case.software.overlaps_tensor_parallel
     gathered = read_row({**ROW, "precision": "float8 tensorwise + fp8 all-gather"}).case
     assert gathered is not None
     assert (gathered.kernels.float8, gathered.software.gathered) == (0.8, 1.0)

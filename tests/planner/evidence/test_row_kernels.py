@@ -67,6 +67,11 @@ def test_precision(word: str, share: float) -> None:
     assert measured_kernels(Cells({"precision": word, "attn_impl": "flash2"}, []), TITAN).float8 == share
 
 
+def test_transformer_engine_gains_what_products_do() -> None:
+    cells = Cells({"precision": "fp8", "attn_impl": "te"}, [])
+    assert measured_kernels(cells, STACKS["nemo"]).float8 == 0.88
+
+
 @pytest.mark.parametrize("word", ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"])
 def test_a_precision_that_is_not_of_all_products_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="is unknown, or not that of all products"):

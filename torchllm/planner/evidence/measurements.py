@@ -103,6 +103,8 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
 
 
 def _case(cells: Cells) -> Case:
+    if "RL trainer step" in cells.text("note"):
+        raise ValueError("the step of a reinforcement learner: its loss is another one")
     hardware = _hardware(cells)
     software = _software(cells, hardware)
     model = model_of(cells, software)
@@ -131,8 +133,10 @@ def _software(cells: Cells, hardware: Hardware) -> Software:
     overlap = cells.text("tp_overlap")
     if overlap not in ("", "none", "async"):
         raise ValueError(f"tp_overlap {overlap!r} is unknown (none, async)")
-    if overlap:
-        software = replace(software, overlaps_tensor_parallel=overlap == "async")
+    if overlap == "async":
+        software = replace(software, overlaps_products=True)
+    elif overlap == "none":
+        software = replace(software, overlaps_products=False, overlaps_tensor_parallel=False)
     if "fp8 all-gather" in cells.text("precision"):
         software = replace(software, gathered=1.0)
     dispatcher = cells.text("dispatcher")

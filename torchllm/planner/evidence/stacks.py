@@ -51,6 +51,7 @@ _FACTS = {
         gradients=2.0,
         reduced=4.0,  # core/optimizer/allreduce.py: buckets in float32, all to all ranks, after the last backward
         all_reduces=True,
+        plain_norm=(80.0, 60.0),  # fitted to its rows with and without a kernel for norms
         gate_apart=True,  # core/nn/mlp.py: two column-parallel products, each with its all-reduce
         default_zero_stage=1,
         attention="flash2",
@@ -113,6 +114,7 @@ _FACTS = {
     # (github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/recipes)
     "nemo": replace(
         MEGATRON,
+        overlaps_products=True,  # ub_tp_comm_overlap: True, in the same files
         fuses_permutations=True,
         gradients=2.0,
         dropout=False,
