@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_comms import dgx_a100
 from torchllm.config import Model, Parallel, Recompute, Training
-from torchllm.planner.case import Case
+from torchllm.planner.case import CP, SHARD, TP, Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.memory import StageSize
@@ -158,9 +158,52 @@ def test_overlapped_tensor_parallelism_costs_less_in_both_passes() -> None:
     waits = case(tp=8, dp_shard=1, micro_batch_size=4)
     costs = []
     for facts in ({}, {"overlaps_tensor_parallel": True}, {"overlaps_products": True}):
-        block = cost_of_block(replace(waits, software=replace(waits.software, **facts)))
+        block = cost_of_block(with_facts(waits, **facts))
         costs.append((block.times.forward, sum(block.times), block.terms["tensor parallel"]))
     forward, total, sent = zip(*costs, strict=True)
     assert forward[0] == forward[1] > forward[2]
     assert total[0] > total[1] > total[2]
     assert sent[2] == pytest.approx(waits.software.constants.exposed * sent[0])  # as much as may overlap does
+
+
+def with_facts(of: Case, **facts: Any) -> Case:
+    """The same layout under a framework that differs in some facts."""
+    return replace(of, software=replace(of.software, **facts))
+
+
+def test_gathers_and_reductions_at_a_steps_ends_may_overlap() -> None:
+    replicated = case(dp_replicate=16, global_batch_size=128)
+    waits = predict(with_facts(replicated, overlaps_reduction=False)).terms
+    overlaps = predict(with_facts(replicated, overlaps_reduction=True)).terms
+    assert overlaps["gradient reduction"] < waits["gradient reduction"]
+    zero_1 = case(dp_shard=128, zero_stage=1, global_batch_size=128)
+    assert (
+        predict(with_facts(zero_1, overlaps_gather=True)).terms["weight gather"]
+        < predict(with_facts(zero_1, overlaps_gather=False)).terms["weight gather"]
+    )
+
+
+def test_the_last_reduction_of_fsdp_has_nothing_to_hide_behind() -> None:
+    """Of the embedding's table, whose gradient is the last one."""
+    of = case(dp_shard=128, zero_stage=3, global_batch_size=128)
+    table = of.software.sent_gradients * of.model.vocab * of.model.hidden
+    assert predict(of).terms["gradient reduction"] == pytest.approx(of.group([SHARD, CP]).gather(table))
+
+
+def test_gradients_are_sent_in_their_own_type() -> None:
+    of = case(dp_shard=512, global_batch_size=512)
+    whole, half = (predict(with_facts(of, reduced=bytes)).terms["fsdp"] for bytes in (4.0, 2.0))
+    assert predict(of).terms["fsdp"] == whole > half
+
+
+def test_inputs_that_are_not_kept_are_gathered_once_more() -> None:
+    """Two more gathers per block's backward with sequence parallelism, and none without it."""
+    extra = []
+    for sequence_parallel in (True, False):
+        of = case(tp=8, dp_shard=1, sequence_parallel=sequence_parallel)
+        kept, again = (
+            cost_of_block(with_facts(of, keeps_gathered=keeps)).terms["tensor parallel"] for keeps in (True, False)
+        )
+        extra.append(again - kept)
+    one = of.group([TP]).gather(2.0 * of.piece.tokens * of.model.hidden) + of.software.constants.wait
+    assert extra == [pytest.approx(2 * one), 0.0]

@@ -157,7 +157,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     shards = parallel.dp_shard * parallel.cp
     over_shards, over_replicas = (case.group(dims, software.one_card) for dims in ([SHARD, CP], [REPLICATE]))
     zero = parallel.zero_stage if shards > 1 else 0
-    reduced = gathered = 0.0
+    reduced = gathered = last_reduction = 0.0
     routed = sum(size.blocks - size.dense for size in sizes) * expert_parameters(model, 1) * (case.piece.ep > 1)
 
     def gather(each: float) -> float:
@@ -169,7 +169,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
             each * routed / case.piece.ep
         )
 
-    sent = software.reduced or software.gradients
+    sent = software.sent_gradients
     gradients = sent * parameters
     if zero == 0 or (zero == 1 and software.all_reduces):
         reduced = case.group([REPLICATE, SHARD, CP]).reduce(gradients)
@@ -184,16 +184,19 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
         if parallel.pp > 1:
             reduced += gather(sent)
         elif zero == 3:  # the first gather and the last reduction have nothing to hide behind
-            reduced += over_shards.gather(sent * table)
+            last_reduction = over_shards.gather(sent * table)
             gathered += over_shards.gather(software.gathered * table)
     if software.overlaps_reduction:
         last_backward = sum(cost.times.input_gradient + cost.times.weight_gradient for cost in costs)
         reduced = exposed(reduced, last_backward, constants.exposed)
+    if software.overlaps_gather:
+        first_forward = sum(cost.times.forward for cost in costs)
+        gathered = exposed(gathered, first_forward, constants.exposed)
     blocks = sum(size.blocks for size in sizes)
     local = parameters / (shards if zero >= 1 else 1)
     moved = local * (2 * software.states + 2 * software.gradients + software.weights)
     return {
-        "gradient reduction": reduced,
+        "gradient reduction": reduced + last_reduction,
         "weight gather": gathered,
         "optimizer": moved / (hardware.memory_bandwidth * MEMORY_RATE) + muon_seconds(case, blocks),
     }

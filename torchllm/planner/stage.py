@@ -188,6 +188,8 @@ def tensor_parallel(
     back = each
     if case.software.gate_apart and case.model.features.gated_ffn and not case.parallel.sequence_parallel:
         back += one + constants.wait
+    if case.parallel.sequence_parallel and not case.software.keeps_gathered:
+        back += summed_parts(case) * (over_tp.gather(hidden) + constants.wait)  # the inputs of the products, once more
     again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
     forward, backward = each, back
     if case.software.overlaps_products:
@@ -262,14 +264,14 @@ def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float,
         return 0.0, 0.0
     over_shards = case.group([SHARD, CP], software.one_card)
     block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
-    gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.gradients * block)
+    gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.sent_gradients * block)
     if case.piece.ep > 1:
         block -= expert_parameters(case.model, parallel.tp)
         routed = expert_parameters(case.model, case.piece.ep)
         over_experts = expert_shards(case.mesh, case.piece.ep, case.hardware, software)
         gather, scatter = (
             over_shards.gather(each * block) + over_experts.gather(each * routed)
-            for each in (software.gathered, software.gradients)
+            for each in (software.gathered, software.sent_gradients)
         )
     if parallel.pp > 1:
         scatter = 0.0

@@ -162,6 +162,8 @@ class Software:
     """True: a pipeline stage computes nothing until what it sends has arrived; False: it goes on"""
     overlaps_reduction: bool = False
     """True: gradients are reduced while the last backward computes"""
+    overlaps_gather: bool = False
+    """True: under ZeRO 1 and 2 weights are gathered while the first forward computes"""
     attention: AttentionKernel = "flash2"
     """kernel, if a measurement does not say"""
     fused_norm: bool = False
@@ -173,3 +175,8 @@ class Software:
     default_vocab: int = 51200
     """rows of the embedding, if a measurement does not say: GPT-2's, made divisible"""
     constants: Constants = Constants()
+
+    @property
+    def sent_gradients(self) -> float:
+        """Bytes of a gradient in a reduction."""
+        return self.reduced or self.gradients

@@ -74,6 +74,8 @@ _FACTS = {
     ),
     "llm-foundry-2023": Software(
         "llm-foundry",
+        reduced=2.0,  # mixed_precision: PURE
+        overlaps_reduction=True,  # torch's FSDP reduces over replicas while the backward computes
         attention="flash1",
         fused_norm=True,
         kept_logits=2.0,  # its fused_crossentropy, of 16-bit logits, whose gradient takes their place
@@ -85,6 +87,7 @@ _FACTS = {
     ),
     "torchtitan": Software(
         "torchtitan",
+        overlaps_reduction=True,
         attention="flash2",
         keeps_every_other=True,
         default_sequence_parallel=True,  # models/llama3/infra/parallelize.py: norms are SequenceParallel in every plan
@@ -105,6 +108,7 @@ _FACTS = {
         default_sequence_parallel=True,
         overlaps_tensor_parallel=True,
         overlaps_reduction=True,
+        overlaps_gather=True,  # overlap_param_gather
         peaks_allocated=True,
         fuses_permutations=True,  # moe_permute_fusion, of Transformer Engine
     ),
@@ -123,6 +127,7 @@ _FACTS = {
         default_sequence_parallel=True,
         overlaps_tensor_parallel=True,
         overlaps_reduction=True,
+        overlaps_gather=True,  # overlap_param_gather
         peaks_allocated=True,
     ),
     # github.com/KempnerInstitute/KempnerForge at 5666d0d: FSDP2 of 16-bit weights, whose AdamW has 16-bit moments and
@@ -130,6 +135,8 @@ _FACTS = {
     # (distributed/tensor_parallel.py)
     "kempnerforge": Software(
         "kempnerforge",
+        reduced=4.0,
+        overlaps_reduction=True,
         gradients=2.0,
         states=6.0,
         shards=2.0,
@@ -140,7 +147,14 @@ _FACTS = {
     ),
     # github.com/foundation-model-stack/fms-fsdp: FSDP1, bfSixteen policy (16-bit gathers and reductions of float32
     # shards), torch's SDPA
-    "fms-fsdp": Software("fms-fsdp", attention="flash2", default_vocab=32000, constants=Constants(speed=1.059)),
+    "fms-fsdp": Software(
+        "fms-fsdp",
+        reduced=2.0,
+        overlaps_reduction=True,
+        attention="flash2",
+        default_vocab=32000,
+        constants=Constants(speed=1.059),
+    ),
     # github.com/InternLM/InternEvo at c628a8c8: 16-bit weights and gradients on every rank, float32 states sharded over
     # some or all data ranks (zero1), Megatron's tensor parallelism with whole sequences, fused norms, no dropout
     "internevo": replace(
@@ -158,7 +172,7 @@ _FACTS = {
     ),
     # github.com/PrimeIntellect-ai/prime-rl at 559b44772: FSDP2 of float32 shards, gathered in 16 bits and reduced in
     # float32; whole blocks are recomputed
-    "prime-rl": Software("prime-rl", attention="flash2"),
+    "prime-rl": Software("prime-rl", overlaps_reduction=True, attention="flash2"),
     "torchllm": Software(overlaps_reduction=True, saves_collectives=True),
 }
 STACKS = {name: replace(software, name=name) for name, software in _FACTS.items()}
