@@ -32,19 +32,19 @@ class Constants:
     `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
     """
 
-    launch: float = 7.5e-6
+    launch: float = 8.7e-6
     """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
-    host: float = 7e-5
+    host: float = 7.7e-5
     """seconds that the host needs to start a kernel: with small ones the device waits for it"""
-    traffic: float = 1.18
+    traffic: float = 1.24
     """bytes that elementwise kernels move, divided by the bytes that the formulas count"""
-    exposed: float = 0.24
+    exposed: float = 0.38
     """share of the gathers and reductions that could overlap with computation but does not (1: nothing overlaps)"""
-    wait: float = 1.95e-4
+    wait: float = 1.6e-4
     """seconds that a collective of tensor parallelism adds to its bytes and hops: its ramp, the slowest rank"""
-    message: float = 1.1e-4
+    message: float = 6e-5
     """seconds that a pipeline stage waits, beyond the transfer, for each message of the stage before it"""
-    fall: float = 0.05
+    fall: float = 0.04
     """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two"""
     speed: float = 1.0
     """rate of a framework's kernels over that which the formulas expect"""
