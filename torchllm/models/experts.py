@@ -279,7 +279,7 @@ def combine(results: Tensor, weights: Tensor) -> Tensor:
     return (results * weights.unsqueeze(-1)).sum(1).to(results.dtype)
 
 
-class Sent(NamedTuple):
+class SentTokens(NamedTuple):
     """A forward pass of routed experts whose tokens are on their way."""
 
     weights: Tensor
@@ -293,7 +293,7 @@ class Sent(NamedTuple):
 class Returning(NamedTuple):
     """A forward pass of routed experts whose results are on their way back."""
 
-    sent: Sent
+    sent: SentTokens
     results: Any
     """what `Dispatch.send_back` returned"""
 
@@ -314,14 +314,14 @@ class RoutedExperts(nn.Module):
         self.combine: Callable[[Tensor, Tensor], Tensor] = combine
         """replaceable: `parallel/compile.py`"""
 
-    def send(self, x: Tensor) -> Sent:
+    def send(self, x: Tensor) -> SentTokens:
         """Route the tokens of x (B, S, D), and send them to their experts."""
         x = self.own_tokens(x)
         tokens = x.flatten(0, 1)
         routing = self.router(x)
-        return Sent(routing.weights, self.dispatch.send(tokens, routing), x.shape)
+        return SentTokens(routing.weights, self.dispatch.send(tokens, routing), x.shape)
 
-    def compute(self, sent: Sent) -> Returning:
+    def compute(self, sent: SentTokens) -> Returning:
         """Let the experts here compute with the rows that arrive, and send their results back."""
         arrived = self.dispatch.receive(sent.rows)
         results = self.experts(arrived.rows, arrived.ends)
