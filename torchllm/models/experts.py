@@ -149,7 +149,8 @@ class Router(nn.Module):
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x.float(), weight.float())
+    with torch.autocast(x.device.type, enabled=False):  # in which recipes/minimal.py runs: it would round both
+        return F.linear(x.float(), weight.float())
 
 
 def _product_in_type_of_input(x: Tensor, weight: Tensor) -> Tensor:
