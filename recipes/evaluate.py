@@ -38,7 +38,7 @@ from torchllm.checkpoint.state import WEIGHTS
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.metrics.tasks import run_tasks, values_of, write_task_results
-from torchllm.models.decoder import build_model
+from torchllm.models.decoder import build_model, hold_in
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import materialize
@@ -61,7 +61,7 @@ def main(config: Config) -> float:
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
     apply_lora(model, config.lora, dtype)
-    model.to(dtype)
+    hold_in(model, dtype)
     materialize([model], device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
     manifest = load_weights_of_run(config, [model], prefix=prefix)
@@ -82,7 +82,7 @@ def evaluate_sharded(config: Config) -> float:
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
     apply_lora(model, config.lora, dtype)
-    model.to(dtype)
+    hold_in(model, dtype)
     length = config.training.sequence_length
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
     materialize(stages, device)

@@ -26,7 +26,7 @@ from torchllm.data.chat.plan import chat_format_of_run
 from torchllm.data.chat.template import Message
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
-from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.decoder import Decoder, build_model, hold_in
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.error_report import report_errors
@@ -42,7 +42,7 @@ def main(config: Config) -> str:
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
     apply_lora(model, config.lora, dtype)
-    model.to(dtype)
+    hold_in(model, dtype)
     materialize([model], device)
     manifest = load_weights_of_run(config, [model])
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)

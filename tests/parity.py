@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
-from torchllm.proof.forced_routing import ChoiceRecord, Choices, RouterUse
+from torchllm.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
 from torchllm.proof.gather import gather_whole
 from torchllm.proof.layouts import Settings, with_settings
 from torchllm.proof.record import NO_CHOICES, Trained, record_training
@@ -84,17 +84,8 @@ def step_batch(config: Config, step: int, ragged: bool) -> Batch:
     return Batch(tokens, labels, position_in_document, (position >= border).long())
 
 
-class PlainTraining(NamedTuple):
-    """What one plain process made of a config."""
-
-    trained: Trained
-    smallest_gap: float
-    """least difference between the logits (with a bias: score + bias) of an expert that was chosen and of one that was
-    not, in standard deviations of them; infinite without experts"""
-
-
 @functools.lru_cache(maxsize=4)
-def _plain_training(config: Config, ragged: bool) -> PlainTraining:
+def _plain_training(config: Config, ragged: bool) -> Trained:
     """Train in one plain process."""
     model = build_model(config.model, z_loss=config.training.z_loss)
     apply_lora(model, config.lora, torch.float32)
@@ -103,11 +94,9 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
     parameters: dict[str, Any] = {
         canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-    gaps = [math.inf]
     routers = [module for module in model.modules() if isinstance(module, Router)]
     tokens: dict[Router, list[int]] = {}
     for router in routers:
-        router.register_forward_pre_hook(functools.partial(_record_gap, gaps))
         router.register_forward_hook(functools.partial(_count_tokens, tokens))
         router.tokens_per_step = config.training.global_batch_size * config.training.sequence_length
         router.last_shares = torch.zeros(config.model.experts)
@@ -137,20 +126,8 @@ def _plain_training(config: Config, ragged: bool) -> PlainTraining:
         with torch.no_grad():
             trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
     trained.parameters = _copies({**parameters, **dict(model.named_buffers())})
-    trained.choices = record.choices()
-    return PlainTraining(trained, min(gaps))
-
-
-@torch.no_grad()
-def _record_gap(gaps: list[float], router: Router, inputs: tuple[Tensor]) -> None:
-    """Add the least gap between what a chosen expert was chosen by and the next one's to a list: a forward pre-hook."""
-    if router.top_k < len(router.weight):
-        preferences = inputs[0] @ router.weight.T  # without a bias the order of the logits is that of the scores
-        if router.bias is not None:
-            preferences = router.preferences(router.score(preferences))
-        ordered = preferences.sort(dim=-1, descending=True).values
-        gap = (ordered[..., router.top_k - 1] - ordered[..., router.top_k]).min()
-        gaps.append(float(gap / preferences.std()))
+    trained.choices, trained.smallest_gap = record.choices(), record.smallest_gap
+    return trained
 
 
 def _count_tokens(tokens: dict[Router, list[int]], router: Router, inputs: object, routing: Routing) -> None:
@@ -168,11 +145,6 @@ def _move_bias(router: Router, tokens: list[int], model: c.Model) -> None:
             router.bias[expert] += model.router_bias_rate
         elif count > mean:
             router.bias[expert] -= model.router_bias_rate
-
-
-LEAST_GAP = 5e-6
-"""some ten times what differs between layouts: were two experts nearer to each other, a token could go to the one in
-one layout and to the other in another"""
 
 
 def decided(config: Config, ragged: bool) -> Config:
@@ -216,7 +188,7 @@ def reference(settings: Settings, ragged: bool = False) -> Trained:
 
 def reference_of(config: Config, ragged: bool = False) -> Trained:
     """Train a config in one plain process."""
-    return _plain_training(_plain(config), ragged).trained
+    return _plain_training(_plain(config), ragged)
 
 
 def _plain(config: Config) -> Config:

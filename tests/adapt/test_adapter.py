@@ -90,6 +90,15 @@ def test_uneven_stages_get_another_split() -> None:
     assert change.reason.endswith(", stages of 2+4 blocks instead of 3+3")
 
 
+def test_a_sparse_block_moves_with_its_own_share_of_a_stages_time() -> None:
+    """Which is 4.7 times that of a dense one here: 6.4 seconds and 1.4."""
+    experts = {"model.experts": 4, "model.top_k": 4, "model.expert_ffn": 192, "model.dense_layers": 3}
+    config = tiny({"parallel.pp": 2, "model.layers": 6, "parallel.split": (5, 1), **experts})
+    change = adapted(config, Bottlenecks(None, ForwardTimes([17.0, 5.0], noise=0.0)))
+    assert change is not None
+    assert change.config.parallel.split == (4, 2)  # 10.6, 11.3; of equal blocks 3 + 3 would be best
+
+
 def test_a_changed_run_goes_on_from_the_newest_checkpoint() -> None:
     config = replace(Config(), checkpoint=Checkpoint(resume="other_run/checkpoints/step-00000004"))
     change = adapted(config, Bottlenecks(WAIT, None))

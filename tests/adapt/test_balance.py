@@ -6,15 +6,16 @@ from statistics import median
 import pytest
 import torch
 
-from torchllm.adapt.balance import MAX_SPLITS, Rebalancer, best_partition
+from torchllm.adapt.balance import MAX_SPLITS, Costs, Rebalancer, best_partition
 from torchllm.adapt.balance import better_split as better_split_of_times
 from torchllm.metrics.bottlenecks import ForwardTimes
 
 
 def better_split(
-    split: tuple[int, ...], stage_seconds: tuple[float, ...], end_shares: tuple[float, float], noise: float = 0.0
+    split: tuple[int, ...], stage_seconds: tuple[float, ...], head: int, noise: float = 0.0
 ) -> tuple[int, ...] | None:
-    return better_split_of_times(split, ForwardTimes(list(stage_seconds), noise), end_shares)
+    """Of blocks that cost 1 each. head: its cost."""
+    return better_split_of_times(split, ForwardTimes(list(stage_seconds), noise), Costs(0, [1] * sum(split), head))
 
 
 def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
@@ -41,22 +42,31 @@ def test_no_split_is_better(seed: int) -> None:
 
 
 def test_even_stages_stay() -> None:
-    assert better_split((4, 4), (1.0, 1.04), (0.0, 0.1)) is None  # 2 % over the mean
-    assert better_split((1, 1), (1.0, 3.0), (0.0, 0.0)) is None  # nothing to move
+    assert better_split((4, 4), (1.0, 1.04), head=1) is None  # 2 % over the mean
+    assert better_split((1, 1), (1.0, 3.0), head=0) is None  # nothing to move
 
 
 def test_blocks_leave_a_slow_stage() -> None:
-    assert better_split((4, 4), (1.0, 3.0), (0.0, 0.0)) == (5, 3)  # 2, 2.25: 6 of 1/4 and 2 of 3/4 would be 3
+    assert better_split((4, 4), (1.0, 3.0), head=0) == (5, 3)  # 2, 2.25: 6 of 1/4 and 2 of 3/4 would be 3
     # Half of the last stage's time is the head's, which stays there.
-    assert better_split((4, 4), (1.0, 2.0), (0.0, 0.5)) == (6, 2)  # 6 quarters; 2 and the head's 4
-    moved = better_split((2, 2, 2, 2), (4.0, 1.0, 1.0, 1.0), (0.0, 0.0))
+    assert better_split((4, 4), (1.0, 2.0), head=4) == (6, 2)  # 6 quarters; 2 and the head's 4
+    moved = better_split((2, 2, 2, 2), (4.0, 1.0, 1.0, 1.0), head=0)
     assert moved is not None
     assert slowest(moved, [2.0, 2.0, *[0.5] * 6], [0.0] * 4) == 2.0  # a heavy block each
 
 
+def test_dense_and_sparse_blocks_of_a_stage_share_its_time_by_their_costs() -> None:
+    """Three dense blocks take 1 second each, three sparse ones 5."""
+    costs = Costs(0, [10, 10, 10, 50, 50, 50], 0)
+    times = ForwardTimes([13.0, 5.0], noise=0.0)
+    assert better_split_of_times((5, 1), times, costs) == (4, 2)  # 8, 10: equal blocks of 2.6 would be best as 3 + 3
+    with_embedding = Costs(20, [10, 10, 10, 50, 50, 50], 0)  # 2 seconds that stay with the first stage
+    assert better_split_of_times((5, 1), ForwardTimes([15.0, 5.0], noise=0.0), with_embedding) == (4, 2)
+
+
 def test_a_gain_below_the_noise_is_no_gain() -> None:
-    assert better_split((4, 4), (1.0, 3.0), (0.0, 0.0), noise=0.7) == (5, 3)  # from 3 to 2.25
-    assert better_split((4, 4), (1.0, 3.0), (0.0, 0.0), noise=0.8) is None
+    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.7) == (5, 3)  # from 3 to 2.25
+    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.8) is None
 
 
 class Pipeline:
@@ -92,7 +102,7 @@ class Pipeline:
         rebalancer = Rebalancer()
         for count in range(100):
             times = self.measure()
-            split = rebalancer.next_split(self.split, times, (0.0, 0.0))
+            split = rebalancer.next_split(self.split, times, Costs(0, [1] * 64, 0))
             if split is None:
                 return count
             self.split = split

@@ -30,8 +30,6 @@ RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
 DRY_RUN_BY_DEFAULT = ("debug.toml",)
 REAL_RUNS = [file for file in RUNS if "# Hardware: " in file.read_text()]
 """runs on a data set that the user prepares"""
-PLANNED_RUNS = [file for file in REAL_RUNS if "the planner does not know" not in file.read_text()]
-"""those with a planned speed"""
 
 
 def name_of(file: Path) -> str:
@@ -125,7 +123,7 @@ def test_run_dry_runs(file: Path) -> None:
         assert max(kind["peak"] for kind in kinds) / 2**30 == pytest.approx(float(written), rel=0.01)
 
 
-@pytest.mark.parametrize("file", PLANNED_RUNS, ids=name_of)
+@pytest.mark.parametrize("file", REAL_RUNS, ids=name_of)
 def test_planned_figures_of_the_header(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner gets better, headers need not follow every step of it: 10 %."""
     config = load_for_dry_run(file, monkeypatch)

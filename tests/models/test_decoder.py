@@ -5,7 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may ask the network
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchllm.config import Model
 from torchllm.models import attention
 from torchllm.models.attention import Attention, CachedAttention
-from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.decoder import Decoder, build_model, hold_in
 from torchllm.parallel.initialize import initialize
 
 CPU = torch.device("cpu")
@@ -384,3 +384,15 @@ def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again(
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
     untied = build_model(FAMILIES["llama"])
     assert "lm_head.weight" in dict(untied.named_parameters())
+
+
+@pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])
+def test_a_model_that_is_not_trained_chooses_experts_in_the_type_of_its_training(
+    router_dtype: Literal["float32", "compute"], dtype: torch.dtype
+) -> None:
+    with torch.device("meta"):
+        model = build_model(replace(LLAMA, experts=4, router_bias=True, shared_experts=1, router_dtype=router_dtype))
+    hold_in(model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (dtype if "router" in name else torch.bfloat16), name
+    assert [buffer.dtype for buffer in model.buffers()] == [torch.float32] * LLAMA.layers

@@ -15,7 +15,7 @@ from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.models.decoder import build_model
 from torchllm.models.experts import Experts, MixtureOfExperts, Router
-from torchllm.models.layers import SwiGLU
+from torchllm.models.layers import SwiGLU, gated
 from torchllm.models.router_penalties import penalty_names
 from torchllm.models.routing_record import tokens_per_expert
 
@@ -135,6 +135,33 @@ def test_choices_are_made_in_float32_in_a_bfloat16_model() -> None:
         router.weight[4] += 1e-4 * tokens[0, 0].float()  # is lost in bfloat16
     assert router(tokens).experts[0, 0] == 4
     assert router(tokens).weights.dtype == torch.float32
+
+
+def test_under_autocast_experts_are_bfloat16_and_the_router_is_float32() -> None:
+    """As recipes/minimal.py computes, and as FSDP's mixed precision does elsewhere."""
+    layer = filled(MixtureOfExperts(replace(MODEL, shared_experts=1)))
+    x = inputs(2, 5, 24).requires_grad_()
+    exact = layer.routed.router(x)
+    types = []
+
+    def noting_gated(gate: Tensor, up: Tensor) -> Tensor:
+        types.append(gate.dtype)
+        return gated(gate, up)
+
+    layer.routed.experts.gated = noting_gated
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = layer.routed.router(x)
+        result = layer(x)
+    assert torch.equal(routing.experts, exact.experts)
+    assert torch.equal(routing.weights, exact.weights)
+    assert types == [torch.float32, torch.bfloat16]
+    assert result.dtype == torch.bfloat16
+    assert 0.0 < (result - expected).abs().max() < 0.02 * expected.abs().max()
+    result.sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
 
 
 def test_an_expert_that_no_token_chose_has_no_gradient() -> None:

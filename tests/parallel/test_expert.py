@@ -1,5 +1,6 @@
 """Expert parallelism: the layouts that it meets, what ranks hold, what is under way while shared experts compute."""
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
@@ -28,8 +29,7 @@ from tests.parity import (
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.checks import problems
-from torchllm.models.experts import ExpertRows, Router, Routing
-from torchllm.models.layers import SwiGLU
+from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
 from torchllm.parallel.pipeline import build_forward_backward
@@ -106,7 +106,7 @@ def test_a_checkpoint_resumes_with_any_ep(tmp_path: Path) -> None:
 def calls_of_a_step(settings: Settings) -> list[str]:
     """Return the order in which a block's forward and backward send rows and compute the shared experts."""
     calls: list[str] = []
-    begin, end, forward = expert.begin_all_to_all, expert.end_all_to_all, SwiGLU.forward
+    begin, end = expert.begin_all_to_all, expert.end_all_to_all
 
     def noting_begin(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         calls.append("begin" if x.is_floating_point() else "begin counts")
@@ -116,29 +116,34 @@ def calls_of_a_step(settings: Settings) -> list[str]:
         calls.append("end" if x.is_floating_point() else "end counts")
         return end(x)
 
-    def noting_forward(module: SwiGLU, x: Tensor) -> Tensor:
-        calls.append("shared")
-        out = forward(module, x)
-        out.register_hook(lambda gradient: calls.append("gradient of shared"))
-        return out
+    def note_product(name: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+        calls.append(name)
+        output.register_hook(lambda gradient: calls.append(f"{name} backward"))
 
-    exchanges = mock.patch.multiple(expert, begin_all_to_all=noting_begin, end_all_to_all=noting_end)
-    with exchanges, mock.patch.object(SwiGLU, "forward", noting_forward):
+    with mock.patch.multiple(expert, begin_all_to_all=noting_begin, end_all_to_all=noting_end):
         _, (stage,) = build(tiny({**EXPERTS, "model.layers": 1, "model.dense_layers": 0, **settings}))
+        (shared,) = (module for module in stage.modules() if isinstance(module, SharedExperts))
+        for name in ("gate", "up", "down"):
+            shared.get_submodule(f"{name}_proj").register_forward_hook(partial(note_product, name))
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         stage(tokens, torch.arange(8).unsqueeze(0), None, tokens).backward()
     return calls
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_shared_experts_compute_while_rows_are_under_way(tp: int) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**FSDP2, "parallel.ep": 2},
+        {"parallel.tp": 2, "parallel.ep": 2},
+        {**SEQUENCE_PARALLEL, "parallel.ep": 2},
+    ],
+    ids=describe_layout,
+)
+def test_the_shared_experts_compute_while_rows_are_under_way_there_and_back(settings: Settings) -> None:
     counts = ["begin counts", "end counts"]
-    forward = [*counts, "begin", "shared", "end", "begin", "end"]
-    for calls in run(calls_of_a_step, 2, {"parallel.dp_shard": 2 // tp, "parallel.tp": tp, "parallel.ep": 2}):
-        assert calls[: len(forward)] == forward
-        backward = calls[len(forward) :]
-        assert [call for call in backward if "shared" not in call] == ["begin", "end", "begin", "end"]
-        assert backward[-1] == "end"
+    forward = [*counts, "begin", "gate", "end", "begin", "up", "down", "end"]
+    backward = ["begin", "down backward", "up backward", "end", "begin", "gate backward", "end"]
+    assert run(calls_of_a_step, 2, settings) == [forward + backward] * 2
 
 
 class OneRow:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 import torchllm.models.experts
-import torchllm.models.layers
 import torchllm.models.lora
 import torchllm.models.routing_record
 import torchllm.optim.expert_balance
@@ -349,16 +348,16 @@ def arriving_rows_stay_in_the_order_of_ranks() -> Any:
 def shared_experts_dropped_on_a_rank() -> Any:
     """Of tensor parallelism: one rank adds nothing for the features of the shared experts that it holds."""
 
-    def change(forward: Any) -> Any:
-        def dropping(self: Any, x: Any) -> Any:
-            result = forward(self, x)
+    def change(end: Any) -> Any:
+        def dropping(self: Any, begun: Any) -> Any:
+            result = end(self, begun)
             if isinstance(result, DTensor) and result.device_mesh.get_local_rank():
                 return DTensor.from_local(0.0 * result.to_local(), result.device_mesh, result.placements)
             return result
 
         return dropping
 
-    return _replaced(torchllm.models.layers.SwiGLU, "forward", change)
+    return _replaced(torchllm.models.experts.SharedExperts, "end", change)
 
 
 def tokens_counted_by_every_tp_rank() -> Any:

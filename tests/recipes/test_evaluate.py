@@ -39,6 +39,21 @@ def test_a_run_with_low_rank_updates_is_what_pretrain_logged(tmp_path: Path) -> 
     assert generate.main(alone(tmp_path, "--generate.tokens=3"))
 
 
+def test_tokens_go_to_the_experts_that_they_went_to_in_training(tmp_path: Path) -> None:
+    """In bfloat16 too: a router whose weights or bias were rounded to it would choose others."""
+    experts = [
+        "--model.experts=8",
+        "--model.router_bias=true",
+        "--model.router_score=sigmoid",
+        "--training.dtype=bfloat16",
+    ]
+    assert pretrain(2, tmp_path, *experts, "--model.router_bias_rate=0.003", "--parallel.ep=2") == ["", ""]
+    (logged,) = (record["validation_loss"] for record in metrics(tmp_path) if record["step"] == 8)
+    assert evaluate.main(alone(tmp_path)) == pytest.approx(logged, rel=1e-6)
+    arguments = [str(tmp_path / "config.toml"), "--run.device=cpu", "--parallel.ep=1"]
+    assert workers.run(evaluate_on_rank, 2, arguments, free_port()) == pytest.approx([logged] * 2, rel=1e-6)
+
+
 def test_it_reads_as_many_sequences_as_asked(trained: Path) -> None:
     one_sequence = alone(trained, "--evaluate.sequences=1")
     forty_sequences = alone(trained, "--evaluate.sequences=40")

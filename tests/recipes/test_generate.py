@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes import generate
-from tests.recipes.warm import alone
+from tests.recipes.warm import alone, pretrain
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Generate, Model
@@ -48,8 +48,13 @@ SIZES = {"layers": 2, "hidden": 32, "ffn": 64, "heads": 4, "max_sequence_length"
 
 @pytest.mark.parametrize(
     "model",
-    [Model(kv_heads=2, **SIZES), Model(attention="eager", **SIZES), Model(family="gpt", tied_embeddings=True, **SIZES)],
-    ids=["grouped", "eager", "gpt"],
+    [
+        Model(kv_heads=2, **SIZES),
+        Model(attention="eager", **SIZES),
+        Model(family="gpt", tied_embeddings=True, **SIZES),
+        Model(experts=6, shared_experts=1, dense_layers=1, expert_ffn=24, **SIZES),
+    ],
+    ids=["grouped", "eager", "gpt", "experts"],
 )
 def test_the_cache_changes_nothing(model: Model) -> None:
     prompt = [256, 100, 101, 102, 32]
@@ -110,6 +115,14 @@ def test_a_checkpoint_of_two_ranks_speaks_on_one_device(trained: Path, capsys: p
     ids = recomputed(decoder(config.model, trained), [256, *prompt.encode()], 20)
     continuation = bytes(ids).decode(errors="replace")
     assert text.encode(errors="replace") == (prompt + continuation).encode(errors="replace")
+
+
+def test_experts_that_two_ranks_shared_speak_on_one_device(tmp_path: Path) -> None:
+    experts = ["--model.experts=8", "--model.shared_experts=1", "--model.router_bias=true", "--parallel.ep=2"]
+    assert pretrain(2, tmp_path, *experts) == ["", ""]
+    config = alone(tmp_path, "--generate.temperature=0", "--generate.prompt=def ")
+    ids = recomputed(decoder(config.model, tmp_path), [256, *b"def "], 20)
+    assert generate.main(config) == "def " + bytes(ids).decode(errors="replace")
 
 
 def test_a_named_checkpoint_is_used_instead_of_the_newest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

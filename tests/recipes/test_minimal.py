@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from recipes import minimal
-from tests.recipes.warm import alone
+from tests.recipes.warm import alone, pretrain
 from tests.test_architecture import imports
 from tests.tiny_run import STEPS, metrics
 
@@ -19,6 +19,14 @@ def test_it_trains_the_same_model_as_pretrain_on_two_ranks(trained: Path, capsys
     assert len(lines) == STEPS
     for n, line in enumerate(lines, 1):
         assert line.startswith(f"step {n}  loss ")
+
+
+def test_it_balances_experts_as_pretrain_does_on_two_ranks_that_share_them(tmp_path: Path) -> None:
+    balance = ["--model.balance_loss=global", "--model.balance_weight=0.3", "--model.router_bias=true"]
+    experts = ["--model.experts=8", "--model.shared_experts=1", "--model.router_bias_rate=0.02", *balance]
+    assert pretrain(2, tmp_path, *experts, "--parallel.ep=2", "--run.seed=1") == ["", ""]
+    expected = [record["loss"] for record in metrics(tmp_path)]
+    assert minimal.main(alone(tmp_path)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_it_is_for_reading_and_uses_no_parallelism() -> None:

@@ -9,11 +9,12 @@ All ranks decide the same, from figures that all of them have.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchllm.adapt.balance import Rebalancer
+from torchllm.adapt.balance import Costs, Rebalancer
 from torchllm.config import Config
 from torchllm.metrics.bottlenecks import DataWait, ForwardTimes
 from torchllm.metrics.monitor import Bottlenecks, Change
-from torchllm.spec.stages import balanced_split, end_costs, stage_costs
+from torchllm.spec.flops import block_flops
+from torchllm.spec.stages import balanced_split, end_costs
 
 MAX_WORKERS = 8
 
@@ -54,9 +55,9 @@ def with_next_split(config: Config, times: ForwardTimes, rebalancer: Rebalancer)
     """Return the config with the next split of the blocks that the measured times ask for; None: keep the split."""
     length = config.training.sequence_length
     split = balanced_split(config.model, config.parallel, length)
-    costs = stage_costs(config.model, split, length)
     embedding, head = end_costs(config.model)
-    following = rebalancer.next_split(split, times, (embedding / costs[0], head / costs[-1]))
+    blocks = [block_flops(config.model, layer, length) for layer in range(config.model.layers)]
+    following = rebalancer.next_split(split, times, Costs(embedding, blocks, head))
     if following is None:
         return None
     reason = f"stages of {_text(following)} blocks instead of {_text(split)}"

@@ -4,7 +4,7 @@ The split that a run starts with counts operations (`torchllm/spec/stages.py`); 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torchllm.metrics.bottlenecks import ForwardTimes
@@ -13,6 +13,15 @@ UNEVEN = 0.05
 """stages are uneven if the slowest takes longer than the mean by more than this share"""
 MAX_SPLITS = 3
 """other splits that a run tries; each costs a new start from a checkpoint"""
+
+
+class Costs(NamedTuple):
+    """Operations of one token's forward pass, by which the measured time of a stage is shared out to its parts."""
+
+    embedding: int
+    blocks: list[int]
+    """of every block of the model: dense ones and those with experts differ"""
+    head: int
 
 
 class MeasuredSplit(NamedTuple):
@@ -38,9 +47,7 @@ class Rebalancer:
         self.former: MeasuredSplit | None = None
         """the split before the last change"""
 
-    def next_split(
-        self, split: tuple[int, ...], times: ForwardTimes, end_shares: tuple[float, float]
-    ) -> tuple[int, ...] | None:
+    def next_split(self, split: tuple[int, ...], times: ForwardTimes, costs: Costs) -> tuple[int, ...] | None:
         """Return the split to go on with after the measured one; None: go on with that. Arguments: `better_split`'s."""
         slowest = max(times.seconds)
         former, self.former = self.former, None
@@ -49,7 +56,7 @@ class Rebalancer:
             return former.split
         if self.tried == MAX_SPLITS:
             return None
-        better = better_split(split, times, end_shares)
+        better = better_split(split, times, costs)
         if better is not None:
             self.tried += 1
             self.former = MeasuredSplit(split, slowest, times.noise)
@@ -65,24 +72,29 @@ class PartialSplit(NamedTuple):
     """of each"""
 
 
-def better_split(split: Sequence[int], times: ForwardTimes, end_shares: tuple[float, float]) -> tuple[int, ...] | None:
+def better_split(split: Sequence[int], times: ForwardTimes, costs: Costs) -> tuple[int, ...] | None:
     """Return the split whose slowest stage is fastest; None if stages are even, or it gains too little.
 
     A gain is too little if it is below `UNEVEN` / 2 of the slowest stage, or below the noise of the measured times.
 
-    split: blocks of each stage. end_shares: the embedding's fraction of the first stage's time, the head's of the
-    last's. A block that moves is taken to cost what the blocks of its stage cost now.
+    split: blocks of each stage. The parts of a stage are taken to share its time by their costs, and a block that moves
+    to cost the seconds that it costs now.
     """
     stage_seconds = times.seconds
     slowest, mean = max(stage_seconds), sum(stage_seconds) / len(stage_seconds)
     if slowest <= (1 + UNEVEN) * mean:
         return None
-    fixed = [0.0] * len(split)  # seconds that stay with a stage when its blocks move
-    fixed[0] += end_shares[0] * stage_seconds[0]
-    fixed[-1] += end_shares[1] * stage_seconds[-1]
+    ends = [0] * len(split)  # costs that stay with a stage when its blocks move
+    ends[0] += costs.embedding
+    ends[-1] += costs.head
+    fixed: list[float] = []  # seconds of them
     block_seconds: list[float] = []
-    for blocks, seconds, end_seconds in zip(split, stage_seconds, fixed, strict=True):
-        block_seconds += [(seconds - end_seconds) / blocks] * blocks
+    borders = pairwise(accumulate(split, initial=0))
+    for (start, stop), end, seconds in zip(borders, ends, stage_seconds, strict=True):
+        blocks = costs.blocks[start:stop]
+        per_operation = seconds / (sum(blocks) + end)
+        block_seconds += [cost * per_operation for cost in blocks]
+        fixed.append(end * per_operation)
     best = best_partition(block_seconds, fixed)
     gain = slowest - best.slowest
     return best.blocks if gain > max(times.noise, UNEVEN / 2 * slowest) else None

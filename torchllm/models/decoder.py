@@ -8,11 +8,12 @@ replaceable (attention core, norm kernel, cross entropy, `run_blocks`).
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.attention import Attention
-from torchllm.models.experts import MixtureOfExperts
+from torchllm.models.experts import MixtureOfExperts, Router
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
 
@@ -140,3 +141,18 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     log-sum-exp of the logits in the gradients; 0: none.
     """
     return Decoder(model, loss_chunk, z_loss)
+
+
+def hold_in(model: Decoder, dtype: torch.dtype) -> None:
+    """Hold a model that is not trained in the type of the computation, in place. Call it before it has weights.
+
+    What a choice of experts depends on has the type that it has in training: a router's bias is float32, and its
+    weights are unless model.router_dtype says otherwise.
+    """
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, Router):
+            if model.model.router_dtype == "float32":
+                module.float()
+            elif module.bias is not None:
+                module.bias = module.bias.float()

@@ -149,7 +149,8 @@ class Router(nn.Module):
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x.float(), weight.float())
+    with torch.autocast(x.device.type, enabled=False):  # in which recipes/minimal.py runs: it would round both
+        return F.linear(x.float(), weight.float())
 
 
 def _product_in_type_of_input(x: Tensor, weight: Tensor) -> Tensor:
@@ -279,15 +280,23 @@ def combine(results: Tensor, weights: Tensor) -> Tensor:
     return (results * weights.unsqueeze(-1)).sum(1).to(results.dtype)
 
 
-class Started(NamedTuple):
+class SentTokens(NamedTuple):
     """A forward pass of routed experts whose tokens are on their way."""
 
     weights: Tensor
     """of the router, (T, K) float32"""
-    sent: Any
+    rows: Any
     """what `Dispatch.send` returned"""
     shape: torch.Size
     """of the hidden states on this rank, (B, S, D)"""
+
+
+class Returning(NamedTuple):
+    """A forward pass of routed experts whose results are on their way back."""
+
+    sent: SentTokens
+    results: Any
+    """what `Dispatch.send_back` returned"""
 
 
 class RoutedExperts(nn.Module):
@@ -306,36 +315,71 @@ class RoutedExperts(nn.Module):
         self.combine: Callable[[Tensor, Tensor], Tensor] = combine
         """replaceable: `parallel/compile.py`"""
 
-    def start(self, x: Tensor) -> Started:
+    def send(self, x: Tensor) -> SentTokens:
         """Route the tokens of x (B, S, D), and send them to their experts."""
         x = self.own_tokens(x)
         tokens = x.flatten(0, 1)
         routing = self.router(x)
-        return Started(routing.weights, self.dispatch.send(tokens, routing), x.shape)
+        return SentTokens(routing.weights, self.dispatch.send(tokens, routing), x.shape)
 
-    def finish(self, started: Started) -> Tensor:
-        """Return the weighted sums, (B, S, D)."""
-        arrived = self.dispatch.receive(started.sent)
+    def compute(self, sent: SentTokens) -> Returning:
+        """Let the experts here compute with the rows that arrive, and send their results back."""
+        arrived = self.dispatch.receive(sent.rows)
         results = self.experts(arrived.rows, arrived.ends)
-        returned = self.dispatch.send_back(results, started.sent)
-        results = self.dispatch.receive_back(returned, started.sent)
-        return self.hidden_states(self.combine(results, started.weights).view(started.shape))
+        return Returning(sent, self.dispatch.send_back(results, sent.rows))
+
+    def finish(self, returning: Returning) -> Tensor:
+        """Return the weighted sums, (B, S, D)."""
+        sent = returning.sent
+        results = self.dispatch.receive_back(returning.results, sent.rows)
+        return self.hidden_states(self.combine(results, sent.weights).view(sent.shape))
+
+
+class Begun(NamedTuple):
+    """A forward pass of shared experts that has computed one of its three products."""
+
+    x: Tensor
+    """hidden states of all tokens, (B, S, D)"""
+    gate: Tensor
+    """(B, S, F)"""
+
+
+class SharedExperts(SwiGLU):
+    """The experts that every token uses, as one layer. It computes in two parts, each while rows are on their way."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, model.shared_experts * model.expert_width)
+        self.all_tokens: Callable[[Tensor], Tensor] = lambda x: x
+        """replaceable: the hidden states of all tokens, of which this rank may have a part"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token, both parts at once: (B, S, D) -> (B, S, D)."""
+        return self.end(self.begin(x))
+
+    def begin(self, x: Tensor) -> Begun:
+        """Compute the first product of x (B, S, D)."""
+        x = self.all_tokens(x)
+        return Begun(x, self.gate_proj(x))
+
+    def end(self, begun: Begun) -> Tensor:
+        """Compute the others, and return what all tokens become: (B, S, D)."""
+        return self.down_proj(self.gated(begun.gate, self.up_proj(begun.x)))
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward layer of a sparse block: routed experts, and one that every token uses if the model has it."""
+    """The feed-forward layer of a sparse block: routed experts, and shared ones if the model has them."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.routed = RoutedExperts(model)
-        self.shared: SwiGLU | None = None
-        if model.shared_experts:
-            self.shared = SwiGLU(model, model.shared_experts * model.expert_width)
+        self.shared = SharedExperts(model) if model.shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token: (B, S, D) -> (B, S, D)."""
-        started = self.routed.start(x)
+        sent = self.routed.send(x)
         if self.shared is None:
-            return self.routed.finish(started)
-        shared = self.shared(x)  # while tokens are on their way
-        return self.routed.finish(started) + shared
+            return self.routed.finish(self.routed.compute(sent))
+        begun = self.shared.begin(x)  # while tokens are on their way
+        returning = self.routed.compute(sent)
+        shared = self.shared.end(begun)  # while results are on their way back
+        return self.routed.finish(returning) + shared

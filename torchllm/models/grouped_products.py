@@ -89,6 +89,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
+for device_type in ("cpu", "cuda"):  # as torch's own products are, so that torch.autocast does not leave out experts
+    grouped_linear.register_autocast(device_type, torch.bfloat16)
 
 
 @register_flop_formula(torch.ops.torchllm.grouped_linear)

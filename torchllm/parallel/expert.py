@@ -6,8 +6,8 @@ sequence. FSDP shards a rank's experts over what is left of dp_shard x cp x tp (
 sharded as without ep.
 
 Sent, per sparse block: numbers of rows, 8 bytes per expert; each token once per expert that it uses, to that expert's
-rank; its result back; and the gradients of both. While tokens are on their way, the shared experts compute, in the
-forward and in the backward.
+rank; its result back; and the gradients of both. While rows are on their way, the shared experts compute: the first of
+their three products on the way there, the others on the way back, and so in the backward.
 
 FOOTGUN: how many rows a rank receives is known only when the router has chosen, so the host waits for the device once
 per sparse block and pass. No row is dropped and none is padded: a rank whose experts nobody chose computes nothing.

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchllm.models.decoder import Decoder
-from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router
+from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm
 from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
@@ -73,9 +73,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         output_layouts=(sums_of_rank,),
         desired_output_layouts=(hidden,),
     )
-    gather_shared = PrepareModuleInput(
-        input_layouts=(tokens_of_rank,), desired_input_layouts=(Replicate(),), use_local_output=False
-    )
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
         ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
         ("vocab", Head): lambda: VocabParallelHead(hidden),
@@ -107,8 +104,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
             plan[name] = gather_attention
         elif isinstance(module, MixtureOfExperts):
             plan[name] = mixture
-        elif name.endswith(".mlp.shared"):
-            plan[name] = gather_shared
+        elif isinstance(module, SharedExperts):
+            plan[name] = SharedExpertsOfAllTokens()
         elif isinstance(module, RoutedExperts):
             plan[name] = routed
         elif name.endswith(".mlp"):
@@ -250,6 +247,19 @@ class ExpertsByTokens(ParallelStyle):
     def _laid_out(self, mesh: DeviceMesh, out: Tensor) -> Tensor:
         part = DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
         return part.redistribute(placements=[self.hidden])
+
+
+class SharedExpertsOfAllTokens(ParallelStyle):
+    """Shared experts, which gather what other tp ranks have of the sequence, if these have parts of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, SharedExperts)
+        module.all_tokens = self._gathered
+        return module
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        return x.redistribute(placements=[Replicate()])
 
 
 def _whole_router(gradient: Placement, weight: Tensor) -> Tensor:

@@ -6,8 +6,12 @@ of one process in float32 are recorded, and the routers that are compared with i
 compute with their choices is their own.
 
 A token is found again by what its router gets: rounding moves that by a hundredth, and another token is far away.
+
+In float32 layouts choose for themselves, for what they get differs in the last digits only. But of a few thousand
+choices one may hang on these: a model with such a choice is no measure of layouts, and `gap` tells it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -53,11 +57,18 @@ def routers_of(stages: Sequence[nn.Module]) -> dict[str, Router]:
     return routers
 
 
+LEAST_GAP = 5e-6
+"""some ten times what differs between layouts in float32: were two experts nearer to each other, a token could go to
+the one in one layout and to the other in another"""
+
+
 class ChoiceRecord:
     """The choices of the routers of a whole model from now on."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
-        """Record what each router chooses. stages: of one process."""
+        """Record what each router chooses. stages: of one process in float32."""
+        self.smallest_gap = math.inf
+        """least `gap` of all passes; infinite before the first, and without experts"""
         self._passes: dict[RouterUse, list[Choices]] = {}
         for name, router in routers_of(stages).items():
             router.register_forward_hook(partial(self._note, name))
@@ -74,6 +85,25 @@ class ChoiceRecord:
         """Add a forward pass: a forward hook."""
         choices = Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts)
         self._passes.setdefault(RouterUse(name, torch.is_grad_enabled()), []).append(choices)
+        self.smallest_gap = min(self.smallest_gap, gap(router, inputs[0]))
+
+
+@torch.no_grad()
+def gap(router: Router, x: Tensor) -> float:
+    """Return how near a token of x (B, S, D) is to choosing another expert.
+
+    It is the least difference between what a chosen expert was chosen by and what one that was not has of it, in
+    standard deviations: of the logits, whose order without a bias is that of the scores, or of score + bias. Infinite
+    where all experts are chosen.
+    """
+    preferences = x @ router.local(router.weight).T
+    if router.bias is not None:
+        preferences = router.preferences(router.score(preferences))
+    if router.top_k == preferences.shape[-1]:
+        return math.inf
+    ordered = preferences.sort(dim=-1, descending=True).values
+    smallest = float((ordered[..., router.top_k - 1] - ordered[..., router.top_k]).min())
+    return smallest / float(preferences.std()) if smallest else 0.0
 
 
 def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices]) -> None:

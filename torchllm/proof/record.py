@@ -4,6 +4,7 @@
 weights: so the gradients are those that a fork's own loss, model and data have made.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Trained:
     """after the last step, buffers too"""
     choices: dict[RouterUse, Choices] = field(default_factory=dict)
     """of the experts, by router; of one process"""
+    smallest_gap: float = math.inf
+    """between experts that were chosen and others (`forced_routing.gap`); of one process"""
     findings: list[str] = field(default_factory=list)
     """what ranks do not agree on: step, parameter and how"""
 
@@ -122,6 +125,7 @@ class Recorder:
             self.note(f"weights after step {n}", weights.findings)
         if self.choice_record is not None:
             self.trained.choices = self.choice_record.choices()
+            self.trained.smallest_gap = self.choice_record.smallest_gap
         raise StepsRecorded
 
     def step(self, n: int) -> AbstractContextManager[None]:

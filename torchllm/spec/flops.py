@@ -57,8 +57,8 @@ def head_size(model: Model) -> int:
 def product_sizes(model: Model, layer: int) -> list[int]:
     """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
 
-    q, k, v, o, then (gate,) up, down; with experts router, gate, up, down of the shared ones, and gate, up, down of the
-    routed ones, of which one product has the matrices that a token uses.
+    q, k, v, o, then (gate,) up, down. With experts: router, gate of the shared ones, gate, up, down of the routed ones,
+    of which one product has the matrices that a token uses, and up, down of the shared ones.
     """
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
@@ -68,8 +68,11 @@ def product_sizes(model: Model, layer: int) -> list[int]:
         return [*attention, *[model.hidden * model.ffn] * count]
     router = model.hidden * model.experts
     expert = model.hidden * model.expert_width
-    shared = [model.shared_experts * expert] * 3 if model.shared_experts else []
-    return [*attention, router, *shared, *[model.top_k * expert] * 3]
+    routed = [model.top_k * expert] * 3
+    if not model.shared_experts:
+        return [*attention, router, *routed]
+    shared = model.shared_experts * expert
+    return [*attention, router, shared, *routed, shared, shared]
 
 
 def half_of_products(model: Model, layer: int) -> int:
