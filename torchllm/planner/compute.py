@@ -21,6 +21,7 @@ MEMORY_RATE = 0.85
 """share of the memory's bandwidth that elementwise kernels reach"""
 ELEMENT_BYTES = 2.0
 """bytes of an element of 16 bits, in which activations, weights and the factors of products are"""
+FLOAT32_BYTES = 4.0
 MULTIPLY_ADD = 2.0
 """operations of a multiply-add, by which FLOPs are counted"""
 
@@ -455,6 +456,8 @@ def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: 
     )
 
 
+DEFAULT_INTERVAL = 2
+"""recompute.mode every_k recomputes one block in this number, if recompute.k is 0"""
 FFN_SHARE = 0.6
 """share of a block's elementwise work, and of its kernels, that recompute.mode ffn computes again"""
 SELECTIVE_HALF_KERNELS = 3
@@ -481,7 +484,7 @@ def recomputed(
         case "full" | "segment":
             return forward
         case "every_k":
-            return NO_TIME.plus(forward, times=1 / (recompute.k or 2))
+            return NO_TIME.plus(forward, times=1 / (recompute.k or DEFAULT_INTERVAL))
         case "ffn":
             sizes = matrices(model, last_block)
             share = (sizes.ffn - sizes.down) / (sizes.attention + sizes.ffn)

@@ -17,6 +17,7 @@ from torchllm.config import Model
 from torchllm.planner import comms
 from torchllm.planner.compute import (
     ELEMENT_BYTES,
+    FLOAT32_BYTES,
     GATED_BYTES,
     GATED_BYTES_FUSED,
     MULTIPLY_ADD,
@@ -62,7 +63,6 @@ ROUTED_KERNELS = PerPass(45.0, 60.0)
 WEIGHT_GRADIENT_KERNELS = 8.0
 """kernels of the gradients of their weights, and of adding them to the step's"""
 
-FLOAT32_BYTES = 4.0
 INDEX_BYTES = 8.0
 """bytes of an index in torch"""
 
