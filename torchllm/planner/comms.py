@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.spec.cluster import Hardware
+from torchllm.spec.cluster import Hardware, Link
 
 
 class Group(NamedTuple):
@@ -34,14 +34,19 @@ class Group(NamedTuple):
         """Return the seconds of an all-gather or reduce-scatter; `bytes`: of the whole tensor."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * bytes / self.collective_bandwidth + (self.size - 1) * self.latency
+        hops = self.size - 1
+        sending = hops / self.size * bytes / self.collective_bandwidth
+        return sending + hops * self.latency
 
     def reduce(self, bytes: float) -> float:
         """Return the seconds of an all-reduce of `bytes`: a ring, or a tree where that has fewer hops."""
         if self.size == 1:
             return 0.0
-        hops = min(2 * (self.size - 1), 4 * math.ceil(math.log2(self.size)))
-        return 2 * (self.size - 1) / self.size * bytes / self.collective_bandwidth + hops * self.latency
+        ring_hops = 2 * (self.size - 1)
+        levels = math.ceil(math.log2(self.size))
+        tree_hops = 4 * levels  # up and down, two hops per level
+        sending = ring_hops / self.size * bytes / self.collective_bandwidth
+        return sending + min(ring_hops, tree_hops) * self.latency
 
     def exchange(self, bytes: float) -> float:
         """Return the seconds of an all-to-all of `bytes` per rank.
@@ -52,14 +57,23 @@ class Group(NamedTuple):
         if self.size == 1:
             return 0.0
         if math.isinf(self.card):
-            return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency
+            sending = (self.size - 1) / self.size * bytes / self.bandwidth
+            return sending + self.latency
         leaving = (self.size - self.on_node) / self.size * bytes / self.card
         staying = (self.on_node - 1) / self.size * bytes / self.bandwidth
         return max(leaving, staying) + self.latency
 
     def send(self, bytes: float) -> float:
         """Return the seconds of sending `bytes` from one rank to the next."""
-        return bytes / self.bandwidth + self.latency if self.size > 1 else 0.0
+        if self.size == 1:
+            return 0.0
+        return bytes / self.bandwidth + self.latency
+
+
+ALONE = Group(1, 1, math.inf, 0.0)
+"""a rank that has nobody to send to"""
+PAIR = 2
+"""nodes over which a collective still has the whole rate"""
 
 
 def group(
@@ -71,21 +85,39 @@ def group(
     """
     size = math.prod(shape[axis] for axis in dimensions)
     if size == 1:
-        return Group(1, 1, math.inf, 0.0)
+        return ALONE
     link = hardware.link_among(shape, dimensions) or hardware.links[-1]
     inner = hardware.links[0]
-    stride = math.prod(shape[max(dimensions) + 1 :])
-    on_node = max(1, min(size, hardware.gpus_per_node // stride)) if stride < hardware.gpus_per_node else 1
-    if link.gpus <= hardware.gpus_per_node or link.bandwidth >= inner.bandwidth:  # NVLink may join several nodes
-        return Group(size, size, link.bandwidth * link.efficiency, link.latency)
-    nodes = size / on_node
-    rate = link.bandwidth * link.efficiency * (1 if one_card else on_node)  # the cards of all its members on a node
-    latency = (nodes * link.latency + (size - nodes) * inner.latency) / size
     card = link.bandwidth * link.efficiency
+    is_in_node = link.gpus <= hardware.gpus_per_node
+    if is_in_node or link.bandwidth >= inner.bandwidth:  # NVLink may join several nodes
+        return Group(size, size, card, link.latency)
+
+    on_node = _members_on_node(shape, dimensions, size, hardware.gpus_per_node)
+    nodes = size / on_node
+    cards = 1 if one_card else on_node
+    latencies = nodes * link.latency + (size - nodes) * inner.latency  # of the hops of a ring
+    return Group(
+        size,
+        on_node,
+        bandwidth=min(card * cards, inner.bandwidth * inner.efficiency),
+        latency=latencies / size,
+        card=card,
+        collective_share=_share_of_rate(nodes, link, fall),
+    )
+
+
+def _members_on_node(shape: Sequence[int], dimensions: Sequence[int], size: int, gpus_per_node: int) -> int:
+    """Return how many ranks of a group of `size` are on one node: their numbers are a stride apart."""
+    stride = math.prod(shape[max(dimensions) + 1 :])
+    if stride >= gpus_per_node:
+        return 1
+    return max(1, min(size, gpus_per_node // stride))
+
+
+def _share_of_rate(nodes: float, link: Link, fall: float) -> float:
+    """Return the share of a link's rate that is left to a collective over so many nodes."""
+    if nodes <= PAIR:
+        return 1.0
     exponent = fall if math.isinf(link.fall) else link.fall
-    share = (nodes / PAIR) ** -exponent if nodes > PAIR else 1.0
-    return Group(size, on_node, min(rate, inner.bandwidth * inner.efficiency), latency, card, share)
-
-
-PAIR = 2
-"""nodes over which a collective still has the whole rate"""
+    return (nodes / PAIR) ** -exponent

@@ -7,6 +7,7 @@ them as it predicts a dense feed-forward layer.
 Shapes: T tokens that a rank routes, D hidden, E experts, K experts per token, F width of an expert.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,16 +16,23 @@ from typing import NamedTuple
 from torchllm.config import Model
 from torchllm.planner import comms
 from torchllm.planner.compute import (
-    DEPTH,
-    MEMORY_RATE,
+    ELEMENT_BYTES,
+    FLOAT32_BYTES,
+    GATED_BYTES,
+    GATED_BYTES_FUSED,
+    MULTIPLY_ADD,
+    NO_TIME,
     TILE,
-    WAVE,
+    Gradients,
     Kernels,
+    PerPass,
     Piece,
     Seconds,
     gradient_traffic,
     matmul_seconds,
+    memory_seconds,
     product_rate,
+    tiled_seconds,
 )
 from torchllm.spec.cluster import Hardware
 from torchllm.spec.software import Software
@@ -37,16 +45,26 @@ FLOAT32_RATE = 1 / 16
 data sheets"""
 TILE_ROWS = 128
 """rows of a tile: the last one of each expert is half empty on average"""
-PERMUTED, PERMUTED_FUSED = (4.0, 8.0), (4.0, 4.0)
-"""bytes per element that putting rows in another order moves, forward and backward: in torch the backward adds to
-zeros, in a kernel of its own it reads and writes"""
-COMBINED, COMBINED_FUSED = (10.0, 20.0), (2.0, 6.0)
-"""bytes per element of the results that their weighted sum moves, forward and backward: in float32 tensors, and in the
-registers of one kernel"""
-ACTIVATION, ACTIVATION_FUSED = (10.0, 18.0), (6.0, 10.0)
-"""bytes per feature that SwiGLU moves between the products, forward and backward, as in a dense feed-forward layer"""
-SCORED = (100.0, 60.0)
-"""bytes per token and expert that scores, their sort, and the record of the choices move, forward and backward"""
+MATRICES = 3
+"""matrices of an expert: gate, up, down"""
+
+PERMUTED_BYTES, PERMUTED_BYTES_FUSED = PerPass(4.0, 8.0), PerPass(4.0, 4.0)
+"""bytes per element that putting rows in another order moves: in torch the backward adds to zeros, in a kernel of its
+own it reads and writes"""
+COMBINED_BYTES, COMBINED_BYTES_FUSED = PerPass(10.0, 20.0), PerPass(2.0, 6.0)
+"""bytes per element of the results that their weighted sum moves: in float32 tensors, and in the registers of one
+kernel"""
+SCORE_BYTES = PerPass(100.0, 60.0)
+"""bytes per token and expert that scores, their sort, and the record of the choices move"""
+ROUTER_INPUT_BYTES = 6.0
+"""bytes per element of the router's input: 16 bits read, float32 written"""
+ROUTED_KERNELS = PerPass(45.0, 60.0)
+"""kernels of router and routed experts; the gradients of their weights come on top"""
+WEIGHT_GRADIENT_KERNELS = 8.0
+"""kernels of the gradients of their weights, and of adding them to the step's"""
+
+INDEX_BYTES = 8.0
+"""bytes of an index in torch"""
 
 
 @lru_cache(maxsize=1024)
@@ -57,7 +75,8 @@ def without_experts(model: Model) -> Model:
 
 def expert_parameters(model: Model, ranks: int) -> float:
     """Return the parameters of a block's routed experts on one of the `ranks` that share them, router excluded."""
-    return 3.0 * model.experts * model.hidden * model.expert_width / ranks
+    parameters = MATRICES * model.hidden * model.expert_width * model.experts
+    return parameters / ranks
 
 
 class RoutedRows(NamedTuple):
@@ -72,17 +91,23 @@ class RoutedRows(NamedTuple):
     width: float
     """features of each expert that are on this rank"""
 
+    @property
+    def features(self) -> float:
+        """Elements of what is between the products of the experts."""
+        return self.rows * self.width
+
 
 def routed_rows(model: Model, piece: Piece) -> RoutedRows:
     """Return the rows of the busiest rank.
 
     With ep a rank routes its own part of a sequence and has whole experts; without, tp cuts every expert.
     """
-    if piece.ep > 1:
-        tokens = piece.tokens / piece.tp
-        rows = tokens * model.top_k * piece.imbalance
-        return RoutedRows(tokens, rows, model.experts // piece.ep, model.expert_width)
-    return RoutedRows(piece.tokens, piece.tokens * model.top_k, model.experts, model.expert_width / piece.tp)
+    if piece.ep == 1:
+        rows = piece.tokens * model.top_k
+        return RoutedRows(piece.tokens, rows, model.experts, model.expert_width / piece.tp)
+    tokens = piece.tokens / piece.tp
+    rows_of_busiest = tokens * model.top_k * piece.imbalance
+    return RoutedRows(tokens, rows_of_busiest, model.experts // piece.ep, model.expert_width)
 
 
 def grouped_seconds(
@@ -93,75 +118,98 @@ def grouped_seconds(
     Rows are padded to tiles, and the kernel reads every expert's matrix, however few rows it has.
     float8: `Kernels.float8`.
     """
-    padded = routed.rows + routed.experts * TILE_ROWS / 2
-    waves = padded * outputs / (TILE * hardware.multiprocessors)
-    rate = product_rate(hardware, float8)
-    operations = 2.0 * padded * outputs * inputs / rate * (1 + WAVE / waves) * (1 + DEPTH / inputs)
-    elements = routed.rows * (inputs + outputs) + routed.experts * outputs * inputs
-    return max(operations, 2.0 * elements / (hardware.memory_bandwidth * MEMORY_RATE))
+    padded_rows = routed.rows + routed.experts * TILE_ROWS / 2
+    waves = padded_rows * outputs / (TILE * hardware.multiprocessors)
+    operations = MULTIPLY_ADD * padded_rows * outputs * inputs
+    computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=inputs)
+    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
 
 
 def grouped_gradient_seconds(
     routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
 ) -> float:
     """Return the seconds of the gradients of all experts' matrices: products over the rows of each expert."""
-    depth = max(1.0, routed.rows / routed.experts)
-    waves = max(1.0, routed.experts * outputs * inputs / (TILE * hardware.multiprocessors))
-    rate = product_rate(hardware, float8)
-    operations = 2.0 * routed.rows * outputs * inputs / rate * (1 + WAVE / waves) * (1 + DEPTH / depth)
-    elements = routed.rows * (inputs + outputs) + routed.experts * outputs * inputs
-    return max(operations, 2.0 * elements / (hardware.memory_bandwidth * MEMORY_RATE))
+    rows_per_expert = max(1.0, routed.rows / routed.experts)
+    tiles = routed.experts * outputs * inputs / TILE
+    waves = max(1.0, tiles / hardware.multiprocessors)
+    operations = MULTIPLY_ADD * routed.rows * outputs * inputs
+    computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=rows_per_expert)
+    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
+
+
+def _operand_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:
+    """Return the seconds in which rows, results and matrices of a grouped product go through memory once."""
+    elements = routed.rows * (inputs + outputs)
+    elements += routed.experts * outputs * inputs
+    return memory_seconds(ELEMENT_BYTES * elements, hardware)
 
 
 def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
     """Return the time of router and routed experts in a block's forward, without what is sent."""
     if not model.experts:
-        return Seconds()
+        return NO_TIME
     routed = routed_rows(model, piece)
-    products = 2 * grouped_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
-    products += grouped_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
-    products += _router_seconds(model, routed, hardware)
-    return Seconds(products, 0.0, _moving(model, piece, kernels, software, hardware, False), 45.0)
+    width, hidden = routed.width, model.hidden
+    gate = grouped_seconds(routed, width, hidden, hardware, kernels.float8)
+    down = grouped_seconds(routed, hidden, width, hardware, kernels.float8)
+    matmul = 2 * gate + down  # up takes as long as gate
+    matmul += _router_seconds(model, routed, hardware)
+    moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=False)
+    return Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.forward)
 
 
-def routed_backward(
-    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
-) -> tuple[Seconds, Seconds]:
+def routed_backward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Gradients:
     """Return the times of the gradients of what goes into router and experts, and of their weights."""
     if not model.experts:
-        return Seconds(), Seconds()
+        return Gradients(NO_TIME, NO_TIME)
     routed = routed_rows(model, piece)
-    inputs = 2 * grouped_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
-    inputs += grouped_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
-    inputs += _router_seconds(model, routed, hardware)
-    weights = 2 * grouped_gradient_seconds(routed, routed.width, model.hidden, hardware, kernels.float8)
-    weights += grouped_gradient_seconds(routed, model.hidden, routed.width, hardware, kernels.float8)
-    weights += _router_seconds(model, routed, hardware)
-    added = gradient_traffic(software) * 3 * routed.experts * routed.width * model.hidden
-    moved = added / (hardware.memory_bandwidth * MEMORY_RATE)
-    around = _moving(model, piece, kernels, software, hardware, True)
-    return Seconds(inputs, 0.0, around, 60.0), Seconds(weights, 0.0, moved, 8.0)
+    width, hidden = routed.width, model.hidden
+    router = _router_seconds(model, routed, hardware)
+
+    gate = grouped_seconds(routed, hidden, width, hardware, kernels.float8)
+    down = grouped_seconds(routed, width, hidden, hardware, kernels.float8)
+    matmul = 2 * gate + down
+    matmul += router
+    moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=True)
+    inputs = Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.backward)
+
+    gate_weights = grouped_gradient_seconds(routed, width, hidden, hardware, kernels.float8)
+    down_weights = grouped_gradient_seconds(routed, hidden, width, hardware, kernels.float8)
+    matmul = 2 * gate_weights + down_weights
+    matmul += router
+    added = gradient_traffic(software) * MATRICES * routed.experts * width * hidden
+    adding = memory_seconds(added, hardware)
+    weights = Seconds(matmul, elementwise=adding, kernels=WEIGHT_GRADIENT_KERNELS)
+    return Gradients(inputs, weights)
 
 
 def _router_seconds(model: Model, routed: RoutedRows, hardware: Hardware) -> float:
     """Return the seconds of the product of tokens and router, in float32."""
-    return matmul_seconds(int(routed.tokens), model.experts, model.hidden, hardware) / FLOAT32_RATE
+    in_16_bits = matmul_seconds(int(routed.tokens), model.experts, model.hidden, hardware)
+    return in_16_bits / FLOAT32_RATE
 
 
-def _moving(
+def _elementwise_seconds(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> float:
     """Return the seconds of the elementwise work around router and experts, by the bytes that it moves."""
-    routed = routed_rows(model, piece)
+    permuted, combined = PERMUTED_BYTES, COMBINED_BYTES
+    if software.fuses_permutations:
+        permuted, combined = PERMUTED_BYTES_FUSED, COMBINED_BYTES_FUSED
+    activation = GATED_BYTES
+    if kernels.compiled or software.fused_elementwise:
+        activation = GATED_BYTES_FUSED
     permutations = 4 if piece.ep > 1 else 2  # by expert and back; with ep by rank and back too
-    fused = kernels.compiled or software.fused_elementwise
-    activation = (ACTIVATION_FUSED if fused else ACTIVATION)[backward]
-    permuted = (PERMUTED_FUSED if software.fuses_permutations else PERMUTED)[backward]
-    combined = (COMBINED_FUSED if software.fuses_permutations else COMBINED)[backward]
-    moved = routed.rows * model.hidden * (permutations * permuted + combined)
-    moved += routed.rows * routed.width * activation
-    moved += routed.tokens * (6.0 * model.hidden + SCORED[backward] * model.experts)  # the input in float32
-    return moved * software.constants.traffic / (hardware.memory_bandwidth * MEMORY_RATE)
+    bytes_per_element = permutations * permuted.of(backward)
+    bytes_per_element += combined.of(backward)
+    bytes_per_token = ROUTER_INPUT_BYTES * model.hidden
+    bytes_per_token += SCORE_BYTES.of(backward) * model.experts
+
+    routed = routed_rows(model, piece)
+    moved = routed.rows * model.hidden * bytes_per_element
+    moved += routed.features * activation.of(backward)
+    moved += routed.tokens * bytes_per_token
+    return memory_seconds(moved * software.constants.traffic, hardware)
 
 
 def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
@@ -169,8 +217,9 @@ def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
     width = model.shared_experts * model.expert_width // piece.tp
     if not width:
         return 0.0
-    up = matmul_seconds(piece.tokens, 2 * width, model.hidden, hardware)
-    return up + matmul_seconds(piece.tokens, model.hidden, width, hardware)
+    gate_and_up = matmul_seconds(piece.tokens, 2 * width, model.hidden, hardware)
+    down = matmul_seconds(piece.tokens, model.hidden, width, hardware)
+    return gate_and_up + down
 
 
 def exchange_seconds(
@@ -185,13 +234,14 @@ def exchange_seconds(
         return 0.0
     routed = routed_rows(model, piece)
     group = expert_group(mesh, piece.ep, hardware)
-    rows = 2.0 * routed.rows * model.hidden
+    row_bytes = ELEMENT_BYTES * routed.rows * model.hidden
     if not sends_tokens_once:
-        return group.exchange(rows)
-    tokens = rows / model.top_k
-    over_network = tokens * other_places(group.size // group.on_node, model.top_k) / group.card
-    over_node = tokens * other_places(group.size, model.top_k) / group.bandwidth
-    return max(over_network, over_node) + group.latency
+        return group.exchange(row_bytes)
+    token_bytes = row_bytes / model.top_k
+    nodes = group.size // group.on_node
+    over_network = token_bytes * other_places(nodes, model.top_k) / group.card
+    within_node = token_bytes * other_places(group.size, model.top_k) / group.bandwidth
+    return max(over_network, within_node) + group.latency
 
 
 def other_places(count: int, top_k: int) -> float:
@@ -199,24 +249,22 @@ def other_places(count: int, top_k: int) -> float:
 
     The mean over evenly loaded experts; several of a token's experts may be at one place.
     """
-    return (count - 1) * (1 - (1 - 1 / count) ** top_k)
+    none_there = (1 - 1 / count) ** top_k
+    return (count - 1) * (1 - none_there)
 
 
 def expert_group(mesh: Sequence[int], ep: int, hardware: Hardware) -> comms.Group:
     """Return the ranks that share the experts of a block: the innermost ones."""
-    ranks = 1
-    for size in mesh:
-        ranks *= size
-    return comms.group((ranks // ep, ep), [1], hardware)
+    groups = math.prod(mesh) // ep
+    return comms.group((groups, ep), [1], hardware)
 
 
 def expert_shards(mesh: Sequence[int], ep: int, hardware: Hardware, software: Software) -> comms.Group:
     """Return the ranks over which FSDP shards a rank's experts: what ep leaves of dp_shard x cp x tp (efsdp)."""
-    pp, replicate, *borrowed = mesh
-    sharing = 1
-    for size in borrowed:
-        sharing *= size
-    return comms.group((pp * replicate, sharing // ep, ep), [1], hardware, software.constants.fall, software.one_card)
+    pp, dp_replicate, *borrowed = mesh
+    shards = math.prod(borrowed) // ep
+    shape = (pp * dp_replicate, shards, ep)
+    return comms.group(shape, [1], hardware, software.constants.fall, software.one_card)
 
 
 class RoutedActivations(NamedTuple):
@@ -247,30 +295,55 @@ class RoutedActivations(NamedTuple):
         return self.choices + self.rows + self.inner + self.results
 
 
+NO_ACTIVATIONS = RoutedActivations(*[0.0] * len(RoutedActivations._fields))
+"""what a block without experts keeps"""
+SCORE_AND_ORDER_BYTES = 16.0
+"""bytes per token and expert: logits and scores in float32, and the order of the experts"""
+CHOICE_BYTES = 8.0
+"""bytes per token and chosen expert"""
+
+
 def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedActivations:
     """Return what router and routed experts keep, of evenly loaded experts times `piece.imbalance`."""
     if not model.experts:
-        return RoutedActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return NO_ACTIVATIONS
     routed = routed_rows(model, piece)
-    own = routed.tokens * model.top_k
-    order = 8.0 * (2 * own) + 8.0 * routed.rows * (piece.ep > 1)  # which token a row is of, and where it goes
-    choices = routed.tokens * (4.0 * model.hidden + 16.0 * model.experts + 8.0 * model.top_k) + order
-    gates = 4.0 * routed.rows * routed.width
-    inner = gates + (2.0 if kernels.compiled else 4.0) * routed.rows * routed.width
-    rows, results = 2.0 * routed.rows * model.hidden, 2.0 * own * model.hidden
-    logits = 4.0 * routed.tokens * model.experts
-    sent = (rows + results) * (piece.ep > 1)
+    has_ep = piece.ep > 1
+    rows_of_own_tokens = routed.tokens * model.top_k
+
+    bytes_per_token = FLOAT32_BYTES * model.hidden
+    bytes_per_token += SCORE_AND_ORDER_BYTES * model.experts
+    bytes_per_token += CHOICE_BYTES * model.top_k
+    order = INDEX_BYTES * (2 * rows_of_own_tokens)  # which token a row is of, and where it goes
+    if has_ep:
+        order += INDEX_BYTES * routed.rows
+    choices = routed.tokens * bytes_per_token + order
+
+    gates = 2 * ELEMENT_BYTES * routed.features
+    activated = ELEMENT_BYTES * routed.features  # the input of down
+    if not kernels.compiled:
+        activated += ELEMENT_BYTES * routed.features  # the gate after its activation
+    rows = ELEMENT_BYTES * routed.rows * model.hidden
+    results = ELEMENT_BYTES * rows_of_own_tokens * model.hidden
+    logits = FLOAT32_BYTES * routed.tokens * model.experts
+    products = logits + gates
+    received = rows if has_ep else 0.0
+    returned = results if has_ep else 0.0
+    sent = received + returned
+
     # Products in order: q, k, v, o, router, gate, up, down of the shared experts, gate, up, down of the routed ones. Of
     # the routed ones the second, fourth, ... is up with shared experts; without them they are gate and down.
-    has_shared = model.shared_experts > 0
+    second_products = gates / 2
+    if not model.shared_experts:
+        second_products += rows
     return RoutedActivations(
-        choices,
-        rows,
-        inner,
-        gates,
-        results,
-        products=logits + gates + rows + sent,
-        shared=logits + gates + results * (piece.ep > 1),
-        half=gates / 2 + rows * (not has_shared) + sent,
-        half_shared=gates / 2 + results * (piece.ep > 1),
+        choices=choices,
+        rows=rows,
+        inner=gates + activated,
+        gates=gates,
+        results=results,
+        products=products + rows + sent,
+        shared=products + returned,
+        half=second_products + sent,
+        half_shared=gates / 2 + returned,
     )

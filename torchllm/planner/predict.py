@@ -4,18 +4,20 @@ stage times (`stage`: compute, tensor- and context-parallel traffic, FSDP's expo
   -> the schedule's order, simulated -> the tail of a step (reduction, optimizer, gathers) -> Prediction
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
+from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
-from torchllm.planner.compute import MEMORY_RATE
+from torchllm.planner.compute import memory_seconds
 from torchllm.planner.experts import expert_parameters, expert_shards
 from torchllm.planner.memory import Memory, StageSize, rank_memory, sizes_of_split, stage_parameters
 from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
-from torchllm.planner.simulate import StageTimes, played, simulate_played
+from torchllm.planner.simulate import StageTimes, first_rounds, played, round_size, simulate_played
 from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost, waits_for_sends
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
 from torchllm.spec.schedules import PUBLISHED
@@ -39,6 +41,9 @@ class Prediction(NamedTuple):
 Pipeline = Callable[[Case, list[StageTimes], float], tuple[float, list[float]]]
 """the case, its stages' times, seconds from a stage to the next -> seconds of the schedule, of each rank's computing"""
 
+SIMULATED_ROUNDS = 2
+"""rounds of micro batches after which a schedule repeats itself"""
+
 
 def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> tuple[float, list[float]]:
     """Return the seconds from the first forward to the last gradient, and each rank's computing time.
@@ -46,44 +51,76 @@ def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> t
     A schedule repeats itself after its start: with very many micro batches two smaller numbers are simulated, and the
     difference is extrapolated.
     """
-    parallel, m = case.parallel, case.micro_batches
+    parallel, micro_batches = case.parallel, case.micro_batches
+    stage_seconds = [sum(stage) for stage in stages]
     if parallel.pp == 1:
-        total = m * sum(sum(stage) for stage in stages)
-        return total, [total]
-    per_rank = [sum(sum(stages[stage]) for stage in mine) for mine in stages_of_ranks(parallel)]
-    order, times = (parallel.schedule, parallel.pp, parallel.stages_per_rank), tuple(stages)
-    round = m // max(1, m // parallel.pp)  # of an interleaved schedule, which repeats after it
-    few = 2 * round + m % round
-    if m <= few + round:
-        step = _seconds(*order, m, times, transfer)
-    else:
-        one, other = (_seconds(*order, count, times, transfer) for count in (few, few + round))
-        step = other + max((other - one) / round, *per_rank) * (m - few - round)
-    return step, [m * each for each in per_rank]
+        step = micro_batches * sum(stage_seconds)
+        return step, [step]
+    work = []  # seconds of each rank for one micro batch
+    for stages_of_rank in stages_of_ranks(parallel):
+        work.append(sum(stage_seconds[stage] for stage in stages_of_rank))
+    busy = [micro_batches * seconds for seconds in work]
+
+    def seconds_of(count: int) -> float:
+        order = Order(parallel.schedule, parallel.pp, parallel.stages_per_rank, count)
+        return _seconds(order, tuple(stages), transfer)
+
+    round = round_size(micro_batches, parallel.pp)
+    shorter = first_rounds(micro_batches, parallel.pp, SIMULATED_ROUNDS)
+    longer = shorter + round
+    if micro_batches <= longer:
+        return seconds_of(micro_batches), busy
+    seconds_of_longer = seconds_of(longer)
+    per_micro_batch = (seconds_of_longer - seconds_of(shorter)) / round
+    per_micro_batch = max(per_micro_batch, *work)  # no rank computes a micro batch in less
+    return seconds_of_longer + per_micro_batch * (micro_batches - longer), busy
+
+
+class Order(NamedTuple):
+    """What the order of a schedule's actions depends on."""
+
+    schedule: PipelineSchedule
+    pp: int
+    stages_per_rank: int
+    micro_batches: int
 
 
 @lru_cache(maxsize=1024)
-def _seconds(
-    schedule: PipelineSchedule, pp: int, v: int, count: int, stages: tuple[StageTimes, ...], transfer: float
-) -> float:
-    """Return the seconds of `count` micro batches. Cached: many layouts differ only at the end of a step."""
-    order = played(schedule, pp, v, count)
-    simulated = simulate_played(order, stages, [transfer] * (len(stages) - 1))
-    return max(simulated.spans) if schedule in PUBLISHED else simulated.step
+def _seconds(order: Order, stages: tuple[StageTimes, ...], transfer: float) -> float:
+    """Return the seconds of a schedule. Cached: many layouts differ only at the end of a step."""
+    transfers = [transfer] * (len(stages) - 1)
+    simulated = simulate_played(played(*order), stages, transfers)
+    if order.schedule in PUBLISHED:
+        return max(simulated.spans)
+    return simulated.step
 
 
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     """Predict the whole step. `pipeline`: times the schedule; `search.bounds.at_least` is a bound, and fast."""
     sizes = stage_sizes(case)
     terms, busiest = step_terms(case, sizes, cost_of_block(case), pipeline)
-    total = sum(terms.values())
-    ranks = sorted({0, min(1, case.parallel.pp - 1), case.parallel.pp - 1, busiest})
-    memory = max((memory_of(case, sizes, rank) for rank in ranks), key=lambda of: of.total)
-    tokens = case.training.global_batch_size * case.training.sequence_length
+    step = sum(terms.values())
+    memory = _largest_memory(case, sizes, busiest)
+    length = case.training.sequence_length
+    tokens = case.training.global_batch_size * length
     peak = case.ranks * case.hardware.peak.bfloat16
-    mfu = tokens * flops_per_token(case.model, case.training.sequence_length, lora=case.lora) / total / peak
-    hfu = tokens * hardware_flops(case) / total / peak
-    return Prediction(total, terms, memory, mfu, hfu, memory.total <= case.hardware.memory)
+    model_flops = flops_per_token(case.model, length, lora=case.lora)
+    mfu = tokens * model_flops / step / peak
+    hfu = tokens * hardware_flops(case) / step / peak
+    fits = memory.total <= case.hardware.memory
+    return Prediction(step, terms, memory, mfu, hfu, fits)
+
+
+def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
+    """Return the memory of the pipeline rank that needs most: one of both ends, the second, or the busiest."""
+    last = case.parallel.pp - 1
+    second = min(1, last)
+    largest = Memory()
+    for rank in sorted({0, second, last, busiest}):
+        memory = memory_of(case, sizes, rank)
+        if memory.total > largest.total:
+            largest = memory
+    return largest
 
 
 def stage_sizes(case: Case) -> list[StageSize]:
@@ -103,111 +140,184 @@ class StepTerms(NamedTuple):
 
 def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: Pipeline) -> StepTerms:
     """Return where the time of a step goes. sizes: `stage_sizes(case)`; block: `cost_of_block(case)`."""
-    parallel, m = case.parallel, case.micro_batches
-    dense = cost_of_block(case.of_dense_blocks) if any(size.dense for size in sizes) else block
+    parallel, micro_batches = case.parallel, case.micro_batches
+    dense = block
+    if any(size.dense for size in sizes):
+        dense = cost_of_block(case.of_dense_blocks)
     cost_of_size = {size: stage_cost(case, size, block, dense) for size in dict.fromkeys(sizes)}
     costs = [cost_of_size[size] for size in sizes]
     transfer = 0.0 if waits_for_sends(case) else boundary(case)
-    step, busy = pipeline(case, [cost.times for cost in costs], transfer)
-    ranks = [[costs[stage] for stage in mine] for mine in stages_of_ranks(parallel)]
+    stage_times = [cost.times for cost in costs]
+    step, busy = pipeline(case, stage_times, transfer)
     busiest = max(range(parallel.pp), key=lambda rank: busy[rank])
-    terms: dict[str, float] = {}
-    for cost in ranks[busiest]:
-        for name, seconds in cost.terms.items():
-            terms[name] = terms.get(name, 0.0) + m * seconds
+
+    terms = defaultdict[str, float](float)
+    for stage in stages_of_ranks(parallel)[busiest]:
+        for name, seconds in costs[stage].terms.items():
+            terms[name] += micro_batches * seconds
     terms["bubble"] = step - busy[busiest]
-    alike = {tuple(sizes[stage] for stage in mine): rank for rank, mine in enumerate(stages_of_ranks(parallel))}
-    tails = (tail(case, list(of), ranks[rank]) for of, rank in alike.items())
-    for name, seconds in max(tails, key=lambda of: sum(of.values())).items():
-        terms[name] = terms.get(name, 0.0) + seconds
-    return StepTerms(terms, busiest)
+    terms |= _longest_tail(case, sizes, cost_of_size)
+    return StepTerms(dict(terms), busiest)
+
+
+def _longest_tail(case: Case, sizes: Sequence[StageSize], cost_of_size: dict[StageSize, StageCost]) -> dict[str, float]:
+    """Return the terms of the pipeline rank whose `tail` takes longest. Ranks with the same stages have the same."""
+    different_ranks: dict[tuple[StageSize, ...], None] = {}  # a set that keeps its order
+    for stages in stages_of_ranks(case.parallel):
+        sizes_of_rank = tuple(sizes[stage] for stage in stages)
+        different_ranks[sizes_of_rank] = None
+    tails = []
+    for sizes_of_rank in different_ranks:
+        costs = [cost_of_size[size] for size in sizes_of_rank]
+        tails.append(tail(case, list(sizes_of_rank), costs))
+    return max(tails, key=lambda terms: sum(terms.values()))
 
 
 def hardware_flops(case: Case) -> float:
     """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
-    dense = model.dense_layers if model.experts else 0
-    again = (model.layers - dense) * _recomputed_flops(case)
-    if dense:
-        again += dense * _recomputed_flops(case.of_dense_blocks)
-    return flops_per_token(model, length, lora=case.lora) + again
+    dense_blocks = model.dense_layers if model.experts else 0
+    usual_blocks = model.layers - dense_blocks
+    recomputed = usual_blocks * _recomputed_flops(case)
+    if dense_blocks:
+        recomputed += dense_blocks * _recomputed_flops(case.of_dense_blocks)
+    return flops_per_token(model, length, lora=case.lora) + recomputed
 
 
 def _recomputed_flops(case: Case) -> float:
-    """Return the FLOPs per token that a block's backward computes again, on average; of a sparse block with experts."""
-    model, usual = case.model, case.model.layers - 1
-    sizes = matrices(model, usual)
-    core = 4 * model.heads * model.head_width * model.window_within(case.training.sequence_length)
-    share = {"none": 0.0, "full": 1.0, "segment": 1.0, "every_k": 1 / recompute_interval(case.recompute, model.layers)}
-    mode = case.recompute.mode
-    if mode == "ffn":
-        return 2 * sizes.ffn - 2 * sizes.down
-    if mode == "selective" and case.software.recomputes_attention_only:
-        return core
-    if mode == "selective_half":
-        return 2 * half_of_products(model, usual)
-    return share.get(mode, 0.0) * (2 * (sizes.attention + sizes.ffn) + core)
+    """Return the FLOPs per token that a block's backward computes again, on average; of a sparse block with experts.
+
+    Products of n elements of weights have 2 n FLOPs per token; the two products of attention 4 n, n being the keys that
+    a query sees times the width of all heads.
+    """
+    model, last_block = case.model, case.model.layers - 1
+    sizes = matrices(model, last_block)
+    width = model.heads * model.head_width
+    core = 4 * width * model.window_within(case.training.sequence_length)
+    block = 2 * (sizes.attention + sizes.ffn) + core
+    match case.recompute.mode:
+        case "full" | "segment":
+            return block
+        case "every_k":
+            return 1 / recompute_interval(case.recompute, model.layers) * block
+        case "ffn":
+            return 2 * sizes.ffn - 2 * sizes.down
+        case "selective" if case.software.recomputes_attention_only:
+            return core
+        case "selective_half":
+            return 2 * half_of_products(model, last_block)
+    return 0.0
 
 
 def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str, float]:
     """Return the seconds after the last backward: what the data ranks exchange, and the optimizer."""
-    model, parallel, software, hardware = case.model, case.parallel, case.software, case.hardware
-    constants = software.constants
-    parameters = sum(stage_parameters(model, size, parallel.tp, software.vocab_parallel) for size in sizes)
-    shards = parallel.dp_shard * parallel.cp
-    over_shards, over_replicas = (case.group(dims, software.one_card) for dims in ([SHARD, CP], [REPLICATE]))
-    zero = parallel.zero_stage if shards > 1 else 0
-    reduced = gathered = last_reduction = 0.0
-    routed = sum(size.blocks - size.dense for size in sizes) * expert_parameters(model, 1) * (case.piece.ep > 1)
-
-    def gather(each: float) -> float:
-        """Return the seconds of a gather or scatter of all parameters, `each` bytes; experts are on their own ranks."""
-        common = over_shards.gather(each * (parameters - routed / parallel.tp))
-        if not routed:
-            return common
-        return common + expert_shards(case.mesh, case.piece.ep, hardware, software).gather(
-            each * routed / case.piece.ep
-        )
-
-    sent = software.sent_gradients
-    gradients = sent * parameters
-    if zero == 0 or (zero == 1 and software.all_reduces):
-        reduced = case.group([REPLICATE, SHARD, CP]).reduce(gradients)
-        gathered = gather(software.gathered) if zero else 0.0
-    elif zero == 1:
-        reduced = gather(sent) + over_replicas.reduce(gradients / shards)
-        gathered = gather(software.gathered)
-    else:
-        reduced = over_replicas.reduce(gradients / shards)
-        gathered = gather(software.gathered) if zero == 2 else 0.0
-        table = model.vocab * model.hidden / parallel.tp
-        if parallel.pp > 1:
-            reduced += gather(sent)
-        elif zero == 3:  # the first gather and the last reduction have nothing to hide behind
-            last_reduction = over_shards.gather(sent * table)
-            gathered += over_shards.gather(software.gathered * table)
+    software = case.software
+    share = software.constants.exposed
+    shards = _sharded_rank(case, sizes)
+    exchange = _data_exchange(case, shards)
+    reduction, gather = exchange.reduction, exchange.gather
     if software.overlaps_reduction:
-        last_backward = sum(cost.times.input_gradient + cost.times.weight_gradient for cost in costs)
-        reduced = exposed(reduced, last_backward, constants.exposed)
+        last_backward = 0.0
+        for cost in costs:
+            last_backward += cost.times.input_gradient + cost.times.weight_gradient
+        reduction = exposed(reduction, last_backward, share)
     if software.overlaps_gather:
-        first_forward = sum(cost.times.forward for cost in costs)
-        gathered = exposed(gathered, first_forward, constants.exposed)
+        first_forward = 0.0
+        for cost in costs:
+            first_forward += cost.times.forward
+        gather = exposed(gather, first_forward, share)
+
+    # The optimizer reads and writes its states, reads gradients and zeroes them, and writes the working copy.
+    bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
+    owners = shards.over_shards.size if case.parallel.zero_stage >= 1 else 1
+    moved = shards.parameters / owners * bytes_per_parameter
     blocks = sum(size.blocks for size in sizes)
-    local = parameters / (shards if zero >= 1 else 1)
-    moved = local * (2 * software.states + 2 * software.gradients + software.weights)
     return {
-        "gradient reduction": reduced + last_reduction,
-        "weight gather": gathered,
-        "optimizer": moved / (hardware.memory_bandwidth * MEMORY_RATE) + muon_seconds(case, blocks),
+        "gradient reduction": reduction + exchange.last_reduction,
+        "weight gather": gather,
+        "optimizer": memory_seconds(moved, case.hardware) + muon_seconds(case, blocks),
     }
+
+
+class ShardedRank(NamedTuple):
+    """The parameters of a pipeline rank, and the ranks that share them."""
+
+    parameters: float
+    """parameters on one tp rank"""
+    common: float
+    """part of these that is sharded over `over_shards`: without ep all"""
+    routed: float
+    """parameters of the experts that an ep rank has, which are sharded over `over_experts`; 0 without ep"""
+    over_shards: comms.Group
+    over_experts: comms.Group
+
+    def gather(self, bytes_per_parameter: float) -> float:
+        """Return the seconds of a gather of all parameters, or of a scatter of their gradients."""
+        seconds = self.over_shards.gather(bytes_per_parameter * self.common)
+        if self.routed:
+            seconds += self.over_experts.gather(bytes_per_parameter * self.routed)
+        return seconds
+
+
+def _sharded_rank(case: Case, sizes: list[StageSize]) -> ShardedRank:
+    """Return the parameters of a pipeline rank. sizes: of its stages."""
+    model, software = case.model, case.software
+    tp, ep = case.parallel.tp, case.piece.ep
+    over_shards = case.group([SHARD, CP], software.one_card)
+    parameters = sum(stage_parameters(model, size, tp, software.vocab_parallel) for size in sizes)
+    if ep == 1:
+        return ShardedRank(parameters, parameters, 0.0, over_shards, over_shards)
+    sparse_blocks = sum(size.blocks - size.dense for size in sizes)
+    experts = sparse_blocks * expert_parameters(model, 1)
+    common = parameters - experts / tp
+    routed = experts / ep
+    over_experts = expert_shards(case.mesh, ep, case.hardware, software)
+    return ShardedRank(parameters, common, routed, over_shards, over_experts)
+
+
+class DataExchange(NamedTuple):
+    """Seconds in which the data ranks exchange gradients and weights at the end of a step."""
+
+    reduction: float
+    """what the last backward may hide"""
+    last_reduction: float
+    """what it cannot hide"""
+    gather: float
+
+
+def _data_exchange(case: Case, shards: ShardedRank) -> DataExchange:
+    """Return what the data ranks exchange, by the ZeRO stage (Rajbhandari et al., arXiv 1910.02054, section 5).
+
+    ZeRO 3 exchanges while blocks compute (`stage.sharded_weights`), but its first gather and its last reduction, those
+    of the embedding, have nothing to hide behind. Under pp gradients are reduced once per step.
+    """
+    parallel, software = case.parallel, case.software
+    zero_stage = parallel.zero_stage if shards.over_shards.size > 1 else 0
+    gradient_bytes = software.sent_gradients * shards.parameters
+    gather = 0.0
+    if zero_stage in (1, 2):
+        gather = shards.gather(software.gathered)
+    if zero_stage == 0 or (zero_stage == 1 and software.all_reduces):
+        over_all = case.group([REPLICATE, SHARD, CP])
+        return DataExchange(over_all.reduce(gradient_bytes), 0.0, gather)
+
+    over_replicas = case.group([REPLICATE], software.one_card)
+    reduction = over_replicas.reduce(gradient_bytes / shards.over_shards.size)
+    if zero_stage == 1 or parallel.pp > 1:
+        reduction += shards.gather(software.sent_gradients)
+    last_reduction = 0.0
+    if zero_stage == 3 and parallel.pp == 1:
+        embedding = case.model.vocab * case.model.hidden / parallel.tp
+        last_reduction = shards.over_shards.gather(software.sent_gradients * embedding)
+        gather = shards.over_shards.gather(software.gathered * embedding)
+    return DataExchange(reduction, last_reduction, gather)
 
 
 def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
     """Return the peak memory of one pipeline rank."""
     parallel = case.parallel
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
-    mine = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
-    kernels, software = case.kernels, case.software
-    return rank_memory(
-        case.model, case.training, parallel, case.recompute, kernels, software, case.piece, mine, moments
-    )
+    stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
+    model, training, recompute = case.model, case.training, case.recompute
+    kernels, software, piece = case.kernels, case.software, case.piece
+    return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments)

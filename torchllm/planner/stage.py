@@ -2,8 +2,13 @@
 
 from typing import NamedTuple
 
+from torchllm.config import Recompute
 from torchllm.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.planner.compute import (
+    DEFAULT_INTERVAL,
+    ELEMENT_BYTES,
+    FLASH_BACKWARD_OPERATIONS,
+    FLOAT32_BYTES,
     Seconds,
     attention,
     block_backward,
@@ -45,7 +50,7 @@ class Computed(NamedTuple):
     """gradient of the block's weights"""
     core: Seconds
     """part of the forward: attention's core"""
-    around: Seconds
+    elementwise: Seconds
     """part of the forward: elementwise work"""
     shared: float
     """part of the forward: seconds of the products of the shared experts"""
@@ -70,76 +75,140 @@ class BlockCost(NamedTuple):
     kernels: KernelCounts
 
 
+class StageBlocks(NamedTuple):
+    """How many blocks a stage has of each kind."""
+
+    usual: int
+    """sparse ones, in a model with experts"""
+    dense: int
+    """the first, dense ones of a model with experts"""
+
+    def total(self, of_usual: float, of_dense: float) -> float:
+        """Return the sum over all blocks of a number of one usual and of one dense block."""
+        return self.usual * of_usual + self.dense * of_dense
+
+
+class PassSeconds(NamedTuple):
+    """Seconds that a block's forward and its backward wait for other GPUs."""
+
+    forward: float
+    backward: float
+    recomputed: float = 0.0
+    """seconds of what the backward repeats, unless it is part of `backward`"""
+
+    @property
+    def total(self) -> float:
+        """Seconds of both passes."""
+        return self.forward + self.backward + self.recomputed
+
+
+NO_WAIT = PassSeconds(0.0, 0.0)
+"""where a rank is alone in its group"""
+
+
 def computed(case: Case) -> Computed:
     """Return what a GPU computes; it depends on case.piece and case.kernels, not on what is recomputed or sent."""
-    of = case.model, case.piece, case.kernels, case.software, case.hardware
-    inputs, weights = block_backward(*of)
-    updates = update_seconds(case.model, case.lora, case.piece, case.hardware)
-    routed = routed_forward(*of)
-    routed_inputs, routed_weights = routed_backward(*of)
+    model, piece, kernels = case.model, case.piece, case.kernels
+    software, hardware = case.software, case.hardware
+    dense_forward = block_forward(model, piece, kernels, software, hardware)
+    dense_gradients = block_backward(model, piece, kernels, software, hardware)
+    updates = update_seconds(model, case.lora, piece, hardware)
+    routed = routed_forward(model, piece, kernels, software, hardware)
+    routed_gradients = routed_backward(model, piece, kernels, software, hardware)
+    core = attention(model, piece, kernels, software, hardware, backward=False)
+    elementwise_work = elementwise(model, piece, kernels, software, hardware, backward=False)
+    routed_elementwise_work = routed._replace(matmul=0.0)
     return Computed(
-        forward=block_forward(*of).plus(updates.forward).plus(routed),
-        inputs=inputs.plus(updates.backward).plus(routed_inputs),
-        weights=weights.plus(routed_weights),
-        core=attention(*of, False),
-        around=elementwise(*of, False).plus(routed._replace(matmul=0.0)),
-        shared=shared_seconds(case.model, case.piece, case.hardware),
+        forward=dense_forward.plus(updates.forward).plus(routed),
+        inputs=dense_gradients.inputs.plus(updates.backward).plus(routed_gradients.inputs),
+        weights=dense_gradients.weights.plus(routed_gradients.weights),
+        core=core,
+        elementwise=elementwise_work.plus(routed_elementwise_work),
+        shared=shared_seconds(model, piece, hardware),
     )
 
 
-def cost_of_block(case: Case, known: Computed | None = None) -> BlockCost:
-    """Return the time of one micro batch in one block. known: `computed(case)`, if the caller has it."""
-    forward, inputs, weights, core, around, shared = known or computed(case)
+def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
+    """Return the time of one micro batch in one block. work: `computed(case)`, if the caller has it."""
+    work = work or computed(case)
     constants = case.software.constants
-    recomputed_part = recomputed(case.model, case.recompute, forward, core, around, case.software)
-    again = recomputed_part.total(constants)
-    f, i, w = (part.total(constants) for part in (forward, inputs, weights))
-    tp, tp_backward, tp_again = tensor_parallel(case, forward.matmul, inputs.matmul, w)
-    cp, cp_backward = context_parallel(case, core.attention)
-    ep, ep_backward = expert_parallel(case, shared)
-    fsdp, fsdp_backward = sharded_weights(case, f + tp + ep, i + w + again + tp_backward + ep_backward)
-    device = [sum(parts) / constants.speed for parts in zip(forward[:3], inputs[:3], weights[:3], strict=True)]
+    repeated_work = recomputed(case.model, case.recompute, work.forward, work.core, work.elementwise, case.software)
+    forward = work.forward.total(constants)
+    inputs = work.inputs.total(constants)
+    weights = work.weights.total(constants)
+    repeated = repeated_work.total(constants)
+
+    tp = tensor_parallel(case, work.forward.matmul, work.inputs.matmul, weights)
+    cp = context_parallel(case, work.core.attention)
+    ep = expert_parallel(case, work.shared)
+    forward_without_fsdp = forward + tp.forward + ep.forward
+    backward_without_fsdp = inputs + weights + repeated + tp.backward + ep.backward
+    fsdp = sharded_weights(case, forward_without_fsdp, backward_without_fsdp)
+
+    device = work.forward.plus(work.inputs).plus(work.weights)
+    matmul_seconds = device.matmul / constants.speed
+    attention_seconds = device.attention / constants.speed
+    elementwise_seconds = device.elementwise / constants.speed
+    device_seconds = matmul_seconds + attention_seconds + elementwise_seconds
     terms = {
-        "matmul": device[0],
-        "attention": device[1],
-        "elementwise": device[2],
-        "launch": f + i + w - sum(device),
-        "recompute": again,
-        "tensor parallel": tp + tp_backward + tp_again,
-        "context parallel": cp + cp_backward,
-        "expert parallel": ep + ep_backward,
-        "fsdp": fsdp + fsdp_backward,
+        "matmul": matmul_seconds,
+        "attention": attention_seconds,
+        "elementwise": elementwise_seconds,
+        "launch": forward + inputs + weights - device_seconds,
+        "recompute": repeated,
+        "tensor parallel": tp.total,
+        "context parallel": cp.total,
+        "expert parallel": ep.total,
+        "fsdp": fsdp.total,
     }
-    times = StageTimes(
-        f + tp + cp + ep + fsdp, i + again + tp_backward + tp_again + cp_backward + ep_backward + fsdp_backward, w
+    forward_time = forward
+    input_gradient_time = inputs + repeated
+    for waiting in (tp, cp, ep, fsdp):
+        forward_time += waiting.forward
+        input_gradient_time += waiting.backward
+        input_gradient_time += waiting.recomputed
+    kernels = KernelCounts(
+        forward=work.forward.kernels,
+        input_gradient=work.inputs.kernels + repeated_work.kernels,
+        weight_gradient=work.weights.kernels,
     )
-    kernels = KernelCounts(forward.kernels, inputs.kernels + recomputed_part.kernels, weights.kernels)
-    return BlockCost(times, terms, tp / 2, kernels)
+    times = StageTimes(forward_time, input_gradient_time, weights)
+    return BlockCost(times, terms, over_tp=tp.forward / 2, kernels=kernels)
 
 
 def stage_cost(
-    case: Case, size: StageSize, known: BlockCost | None = None, known_dense: BlockCost | None = None
+    case: Case, size: StageSize, block: BlockCost | None = None, dense: BlockCost | None = None
 ) -> StageCost:
     """Return the time of one micro batch in a stage.
 
-    known: `cost_of_block(case)`, and known_dense: that of `case.of_dense_blocks`, if the caller has them.
+    block: `cost_of_block(case)`, and dense: that of `case.of_dense_blocks`, if the caller has them.
     """
-    block = known or cost_of_block(case)
-    dense = (known_dense or cost_of_block(case.of_dense_blocks)) if size.dense else block
-    usual = size.blocks - size.dense
-    sends = boundary(case) if waits_for_sends(case) else 0.0  # forward and backward
-    ends, ends_tp = end_times(case, size, block.over_tp)
-    terms = {name: usual * seconds + size.dense * dense.terms[name] for name, seconds in block.terms.items()}
-    terms["tensor parallel"] += ends_tp
+    block = block or cost_of_block(case)
+    if not size.dense:
+        dense = block
+    dense = dense or cost_of_block(case.of_dense_blocks)
+    blocks = StageBlocks(size.blocks - size.dense, size.dense)
+    sends = boundary(case) if waits_for_sends(case) else 0.0  # of the forward, and as much of the backward
+    ends = end_times(case, size, block.over_tp)
+
+    terms = {name: blocks.total(seconds, dense.terms[name]) for name, seconds in block.terms.items()}
+    terms["tensor parallel"] += ends.tensor_parallel
     terms["pipeline parallel"] = 2 * sends
-    terms["ends"] = sum(ends) - ends_tp
-    times = StageTimes(
-        usual * block.times.forward + size.dense * dense.times.forward + ends.forward + sends,
-        usual * block.times.input_gradient + size.dense * dense.times.input_gradient + ends.input_gradient + sends,
-        usual * block.times.weight_gradient + size.dense * dense.times.weight_gradient + ends.weight_gradient,
+    terms["ends"] = sum(ends.times) - ends.tensor_parallel
+
+    forward = blocks.total(block.times.forward, dense.times.forward)
+    inputs = blocks.total(block.times.input_gradient, dense.times.input_gradient)
+    weights = blocks.total(block.times.weight_gradient, dense.times.weight_gradient)
+    forward += ends.times.forward
+    inputs += ends.times.input_gradient
+    weights += ends.times.weight_gradient
+    times = StageTimes(forward + sends, inputs + sends, weights)
+
+    kernels = KernelCounts(
+        forward=blocks.total(block.kernels.forward, dense.kernels.forward),
+        input_gradient=blocks.total(block.kernels.input_gradient, dense.kernels.input_gradient),
+        weight_gradient=blocks.total(block.kernels.weight_gradient, dense.kernels.weight_gradient),
     )
-    per_block = zip(block.kernels, dense.kernels, strict=True)
-    kernels = KernelCounts(*(usual * sparse + size.dense * other for sparse, other in per_block))
     paced = paced_by_host(times, kernels, case.software.constants.host)
     terms["host"] = sum(paced) - sum(times)
     return StageCost(paced, terms)
@@ -151,8 +220,13 @@ def paced_by_host(times: StageTimes, kernels: KernelCounts, host: float) -> Stag
     The host runs ahead of the device, so that it decides only where it needs longer for all kernels of a pass than the
     device. Measured micro batches of the Ultra-Scale Playbook (Hugging Face 2025) have this floor: 16 blocks take 71 to
     84 ms on 4 and 8 tensor-parallel ranks, with 4,096 to 16,384 tokens.
+
+    host: seconds per kernel.
     """
-    return StageTimes(*(max(device, host * count) for device, count in zip(times, kernels, strict=True)))
+    forward = max(times.forward, host * kernels.forward)
+    input_gradient = max(times.input_gradient, host * kernels.input_gradient)
+    weight_gradient = max(times.weight_gradient, host * kernels.weight_gradient)
+    return StageTimes(forward, input_gradient, weight_gradient)
 
 
 def waits_for_sends(case: Case) -> bool:
@@ -165,9 +239,22 @@ def exposed(sent: float, behind: float, share: float) -> float:
     return max(0.0, sent - behind) + share * min(sent, behind)
 
 
-def tensor_parallel(
-    case: Case, products: float, input_gradients: float, weight_gradients: float
-) -> tuple[float, float, float]:
+def repeated_share(recompute: Recompute, of_ffn: float) -> float:
+    """Return the share of a forward's collectives that the backward repeats, on average over the blocks.
+
+    of_ffn: share of them that belongs to the feed-forward layer.
+    """
+    match recompute.mode:
+        case "full" | "segment":
+            return 1.0
+        case "every_k":
+            return 1 / (recompute.k or DEFAULT_INTERVAL)
+        case "ffn":
+            return of_ffn
+    return 0.0
+
+
+def tensor_parallel(case: Case, products: float, input_gradients: float, weight_gradients: float) -> PassSeconds:
     """Return the seconds of a block's collectives over tp: forward, backward, recomputed.
 
     Two all-reduces of the hidden states per pass (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
@@ -177,27 +264,33 @@ def tensor_parallel(
 
     products, input_gradients, weight_gradients: seconds of the block's products in the forward and of its gradients.
     """
-    if case.parallel.tp == 1:
-        return 0.0, 0.0, 0.0
-    constants, over_tp = case.software.constants, case.group([TP])
-    hidden = 2.0 * case.piece.tokens * case.model.hidden
-    one = 2 * over_tp.gather(hidden) if case.parallel.sequence_parallel else over_tp.reduce(hidden)
-    each = summed_parts(case) * (one + constants.wait)
+    parallel, software = case.parallel, case.software
+    if parallel.tp == 1:
+        return NO_WAIT
+    constants = software.constants
+    over_tp = case.group([TP])
+    has_sp = parallel.sequence_parallel
+    parts = summed_parts(case)
+    hidden = ELEMENT_BYTES * case.piece.tokens * case.model.hidden
+    gathering = over_tp.gather(hidden)
+    summing = 2 * gathering if has_sp else over_tp.reduce(hidden)
+
+    forward = parts * (summing + constants.wait)
     if case.model.qk_norm == "width":
-        each += 2 * (over_tp.reduce(4.0 * case.piece.tokens) + constants.wait)
-    back = each
-    if case.software.gate_apart and case.model.features.gated_ffn and not case.parallel.sequence_parallel:
-        back += one + constants.wait
-    if case.parallel.sequence_parallel and not case.software.keeps_gathered:
-        back += summed_parts(case) * (over_tp.gather(hidden) + constants.wait)  # the inputs of the products, once more
-    again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 0.5}
-    forward, backward = each, back
-    if case.software.overlaps_products:
-        forward = exposed(each, products, constants.exposed)
-        backward = exposed(back, input_gradients + weight_gradients, constants.exposed)
-    elif case.software.overlaps_tensor_parallel:
-        backward = exposed(back, weight_gradients, constants.exposed)
-    return forward, backward, forward * again.get(case.recompute.mode, 0.0)
+        norm_sum = over_tp.reduce(FLOAT32_BYTES * case.piece.tokens)
+        forward += 2 * (norm_sum + constants.wait)
+    backward = forward
+    if software.gate_apart and case.model.features.gated_ffn and not has_sp:
+        backward += summing + constants.wait
+    if has_sp and not software.keeps_gathered:  # the inputs of the products, once more
+        backward += parts * (gathering + constants.wait)
+
+    if software.overlaps_products:
+        forward = exposed(forward, products, constants.exposed)
+        backward = exposed(backward, input_gradients + weight_gradients, constants.exposed)
+    elif software.overlaps_tensor_parallel:
+        backward = exposed(backward, weight_gradients, constants.exposed)
+    return PassSeconds(forward, backward, recomputed=forward * repeated_share(case.recompute, of_ffn=0.5))
 
 
 def summed_parts(case: Case) -> float:
@@ -208,27 +301,38 @@ def summed_parts(case: Case) -> float:
     """
     if case.piece.ep == 1 or case.model.shared_experts:
         return 2.0
-    return 1.0 if case.parallel.sequence_parallel else 1.5
+    if case.parallel.sequence_parallel:
+        return 1.0
+    return 1.5
 
 
-def expert_parallel(case: Case, shared: float) -> tuple[float, float]:
+ROUTER_WAITS, ROUTER_WAITS_BACKWARD = 3, 2
+"""collectives over ep that wait for the slowest rank: numbers of rows, rows, results; gradients of the last two"""
+
+
+def expert_parallel(case: Case, shared: float) -> PassSeconds:
     """Return the seconds of a block's all-to-alls over ep, forward and backward, recomputation included.
 
     There are two per pass: rows to their experts, behind which the shared experts compute (`shared` seconds), and
     results back, which nothing hides. Both wait for the slowest rank, as the host waits for the number of rows.
     """
-    one = exchange_seconds(case.model, case.piece, case.mesh, case.hardware, case.software.sends_tokens_once)
-    if not one:
-        return 0.0, 0.0
-    constants = case.software.constants
-    waits = 3 * constants.wait
-    forward = exposed(one, shared, constants.exposed) + one + waits
-    backward = exposed(one, 2 * shared, constants.exposed) + one + 2 * constants.wait
-    again = {"full": 1.0, "segment": 1.0, "every_k": 1 / (case.recompute.k or 2), "ffn": 1.0}
-    return forward, backward + forward * again.get(case.recompute.mode, 0.0)
+    software, constants = case.software, case.software.constants
+    exchange = exchange_seconds(case.model, case.piece, case.mesh, case.hardware, software.sends_tokens_once)
+    if not exchange:
+        return NO_WAIT
+    rows = exposed(exchange, shared, constants.exposed)
+    forward = rows + exchange + ROUTER_WAITS * constants.wait
+    row_gradients = exposed(exchange, 2 * shared, constants.exposed)
+    backward = row_gradients + exchange + ROUTER_WAITS_BACKWARD * constants.wait
+    backward += forward * repeated_share(case.recompute, of_ffn=1.0)
+    return PassSeconds(forward, backward)
 
 
-def context_parallel(case: Case, core: float) -> tuple[float, float]:
+ALL_TO_ALLS = 4
+"""all-to-alls of Ulysses per pass: of queries, keys, values and results (arXiv 2309.14509)"""
+
+
+def context_parallel(case: Case, core: float) -> PassSeconds:
     """Return the seconds of a block's exchanges over cp, forward and backward; `core`: seconds of its attention.
 
     Ring: keys and values go round while attention computes on those before; their gradients with them in the backward.
@@ -236,77 +340,90 @@ def context_parallel(case: Case, core: float) -> tuple[float, float]:
     """
     model, parallel = case.model, case.parallel
     if parallel.cp == 1:
-        return 0.0, 0.0
-    over_cp, tokens, share = (
-        case.group([CP]),
-        case.piece.tokens,
-        case.software.constants.exposed,
-    )
+        return NO_WAIT
+    over_cp = case.group([CP])
+    share = case.software.constants.exposed
+    head_bytes = ELEMENT_BYTES * case.piece.tokens * 2  # of two heads: q and result, or k and v
     if parallel.cp_method == "ulysses":
-        sent = 2.0 * tokens * 2 * (model.heads + model.kv) * model.head_width / parallel.tp
-        each = over_cp.exchange(sent) + 3 * over_cp.latency
-        return each, each
-    keys = 2.0 * tokens * 2 * model.kv * model.head_width / parallel.tp
-    turns, behind = parallel.cp - 1, core / parallel.cp
-    return (
-        turns * exposed(over_cp.send(keys), behind, share),
-        turns * exposed(over_cp.send(2 * keys), 2.5 * behind, share),
-    )
+        sent = head_bytes * (model.heads + model.kv) * model.head_width / parallel.tp
+        exchange = over_cp.exchange(sent)
+        exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # it has that of one
+        return PassSeconds(exchange, exchange)
+    keys_and_values = head_bytes * model.kv * model.head_width / parallel.tp
+    turns = parallel.cp - 1
+    core_per_turn = core / parallel.cp
+    forward_turn = exposed(over_cp.send(keys_and_values), core_per_turn, share)
+    backward_turn = exposed(over_cp.send(2 * keys_and_values), FLASH_BACKWARD_OPERATIONS * core_per_turn, share)
+    return PassSeconds(turns * forward_turn, turns * backward_turn)
 
 
-def sharded_weights(case: Case, forward: float, backward: float) -> tuple[float, float]:
+def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
     """Return the exposed seconds of FSDP's gathers and scatters of one block, forward and backward.
 
-    Under pp gradients are reduced once per step (`predict.tail`).
+    Under pp gradients are reduced once per step (`predict.tail`). forward, backward: seconds of what they overlap with.
     """
     parallel, software = case.parallel, case.software
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
-        return 0.0, 0.0
-    over_shards = case.group([SHARD, CP], software.one_card)
-    block = stage_parameters(case.model, StageSize(1, False, False), parallel.tp, True)
-    gather, scatter = over_shards.gather(software.gathered * block), over_shards.gather(software.sent_gradients * block)
-    if case.piece.ep > 1:
-        block -= expert_parameters(case.model, parallel.tp)
-        routed = expert_parameters(case.model, case.piece.ep)
-        over_experts = expert_shards(case.mesh, case.piece.ep, case.hardware, software)
-        gather, scatter = (
-            over_shards.gather(each * block) + over_experts.gather(each * routed)
-            for each in (software.gathered, software.sent_gradients)
-        )
-    if parallel.pp > 1:
-        scatter = 0.0
+        return NO_WAIT
     share = software.constants.exposed
+    gather = _block_gather(case, software.gathered)
+    scatter = 0.0 if parallel.pp > 1 else _block_gather(case, software.sent_gradients)
     if parallel.zero_stage == 2:
-        return 0.0, exposed(scatter, backward, share)
-    return exposed(gather, forward, share), exposed(gather + scatter, backward, share)
+        return PassSeconds(0.0, exposed(scatter, backward, share))
+    return PassSeconds(exposed(gather, forward, share), exposed(gather + scatter, backward, share))
 
 
-def end_times(case: Case, size: StageSize, over_tp: float) -> tuple[StageTimes, float]:
+def _block_gather(case: Case, bytes_per_parameter: float) -> float:
+    """Return the seconds in which FSDP gathers a block, or scatters its gradients. A rank's experts have own shards."""
+    model, tp, ep = case.model, case.parallel.tp, case.piece.ep
+    over_shards = case.group([SHARD, CP], case.software.one_card)
+    parameters = stage_parameters(model, StageSize(1, first=False, last=False), tp, vocab_parallel=True)
+    if ep == 1:
+        return over_shards.gather(bytes_per_parameter * parameters)
+    parameters -= expert_parameters(model, tp)
+    over_experts = expert_shards(case.mesh, ep, case.hardware, case.software)
+    common = over_shards.gather(bytes_per_parameter * parameters)
+    routed = over_experts.gather(bytes_per_parameter * expert_parameters(model, ep))
+    return common + routed
+
+
+class EndTimes(NamedTuple):
+    """Times of the model's ends in a stage: embedding, head and loss."""
+
+    times: StageTimes
+    tensor_parallel: float
+    """part of the times: seconds of tensor parallelism"""
+
+
+def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
     """Return the seconds of the embedding, the head and the loss, and how many of them are tensor parallelism's.
 
     over_tp: seconds of one all-reduce of the hidden states: of the embedding's rows that other ranks have, and of the
     head's input gradient.
     """
-    model, piece, kernels, software, hardware = case.model, case.piece, case.kernels, case.software, case.hardware
+    model, piece, software, hardware = case.model, case.piece, case.software, case.hardware
     constants = software.constants
-    forward = inputs = weights = sent = 0.0
-    trains = software.trained == 1  # LoRA freezes both ends
+    forward = input_gradient = weight_gradient = tensor_parallel_seconds = 0.0
+    trains_ends = software.trained == 1  # LoRA freezes both ends
     if size.first:
-        looked_up, scattered = embedding_seconds(model, piece, software, hardware)
-        forward += looked_up.total(constants) + over_tp
-        weights += scattered.total(constants) * trains
-        sent += over_tp
+        embedding = embedding_seconds(model, piece, software, hardware)
+        forward += embedding.look_up.total(constants) + over_tp
+        tensor_parallel_seconds += over_tp
+        if trains_ends:
+            weight_gradient += embedding.gradient.total(constants)
     if size.last:
-        of_head = head_seconds(model, piece, kernels, software, hardware)
-        forward += of_head[0].total(constants)
-        inputs += of_head[1].total(constants)
-        weights += of_head[2].total(constants) * trains
+        head = head_seconds(model, piece, case.kernels, software, hardware)
+        forward += head.forward.total(constants)
+        input_gradient += head.inputs.total(constants)
+        if trains_ends:
+            weight_gradient += head.weights.total(constants)
         if software.vocab_parallel:
-            inputs += over_tp
-            sent += over_tp
+            input_gradient += over_tp
+            tensor_parallel_seconds += over_tp
         if software.whole_logits:
-            forward += case.group([TP]).gather(2.0 * piece.tokens * model.vocab)
-    return StageTimes(forward, inputs, weights), sent
+            logit_bytes = ELEMENT_BYTES * piece.tokens * model.vocab
+            forward += case.group([TP]).gather(logit_bytes)
+    return EndTimes(StageTimes(forward, input_gradient, weight_gradient), tensor_parallel_seconds)
 
 
 def boundary(case: Case) -> float:
@@ -317,9 +434,9 @@ def boundary(case: Case) -> float:
     parallel = case.parallel
     if parallel.pp == 1:
         return 0.0
-    hidden = 2.0 * case.piece.tokens * case.model.hidden
-    shared = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
-    sent = case.group([PP]).send(hidden / shared)
-    if shared > 1 and not parallel.sequence_parallel:
-        sent += case.group([TP]).gather(hidden)
-    return sent + case.software.constants.message
+    hidden = ELEMENT_BYTES * case.piece.tokens * case.model.hidden
+    senders = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
+    seconds = case.group([PP]).send(hidden / senders)
+    if senders > 1 and not parallel.sequence_parallel:
+        seconds += case.group([TP]).gather(hidden)
+    return seconds + case.software.constants.message

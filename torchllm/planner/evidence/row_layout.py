@@ -44,16 +44,17 @@ class Degrees(NamedTuple):
 def parallel_of(cells: Cells, model: Model, software: Software) -> Parallel:
     """Return the layout of a row. ValueError says what is missing, or why there is no such layout."""
     degrees = _degrees(cells)
-    schedule, virtual = _schedule(cells) if degrees.pp > 1 else ("1F1B", 0)
+    schedule = _schedule(cells) if degrees.pp > 1 else PipelineOrder("1F1B", 0)
     is_split = cells.is_set("seq_parallel", default=software.default_sequence_parallel)
+    is_ulysses = cells.text("cp_method") == "ulysses"
     parallel = Parallel(
         **degrees._asdict(),
         ep=_expert_degree(cells, model, degrees),
         sequence_parallel=is_split and degrees.tp > 1,
         zero_stage=cells.number_or("zero_stage", software.default_zero_stage),
-        schedule=schedule,  # type: ignore[arg-type]  # checked in _schedule
-        virtual_stages=virtual,
-        cp_method="ulysses" if cells.text("cp_method") == "ulysses" else "ring",
+        schedule=schedule.name,  # type: ignore[arg-type]  # checked in _schedule
+        virtual_stages=schedule.virtual_stages,
+        cp_method="ulysses" if is_ulysses else "ring",
     )
     return replace(parallel, split=even_split(model.layers, parallel.stages))
 
@@ -65,13 +66,14 @@ def training_of(cells: Cells, parallel: Parallel) -> Training:
     sequences = cells.number_or("global_batch_seqs", 0)
     if not sequences:
         sequences = micro_batch * data_ranks * _accumulation(cells, parallel)
-    if not micro_batch or not sequences or sequences % (micro_batch * data_ranks):
+    sequences_at_once = micro_batch * data_ranks
+    if not sequences_at_once or not sequences or sequences % sequences_at_once:
         raise ValueError(
             f"global_batch_seqs {sequences} does not divide by micro batch {micro_batch} x dp {data_ranks}"
         )
-    count = sequences // (micro_batch * data_ranks)
-    for problem in micro_batch_problems(parallel, count) if parallel.pp > 1 else ():
-        raise ValueError(problem.message)
+    if parallel.pp > 1:
+        for problem in micro_batch_problems(parallel, sequences // sequences_at_once):
+            raise ValueError(problem.message)
     return Training(
         micro_batch_size=micro_batch,
         global_batch_size=sequences,
@@ -82,9 +84,11 @@ def training_of(cells: Cells, parallel: Parallel) -> Training:
 
 def _micro_batch(cells: Cells, data_ranks: int) -> int:
     """Return the sequences of a micro batch: as the row says, or what the batch leaves of it."""
-    if cells.text("micro_batch") or not (cells.text("global_batch_seqs") and cells.text("grad_accum")):
+    follows_from_batch = cells.text("global_batch_seqs") and cells.text("grad_accum")
+    if cells.text("micro_batch") or not follows_from_batch:
         return cells.number("micro_batch")
-    return cells.number("global_batch_seqs") // (data_ranks * max(1, cells.number("grad_accum")))
+    accumulation = max(1, cells.number("grad_accum"))
+    return cells.number("global_batch_seqs") // (data_ranks * accumulation)
 
 
 def _accumulation(cells: Cells, parallel: Parallel) -> int:
@@ -99,32 +103,50 @@ def _accumulation(cells: Cells, parallel: Parallel) -> int:
 
 
 def _degrees(cells: Cells) -> Degrees:
+    """Return the degrees of a row. ValueError if they are missing, zero, or not those of its GPUs."""
     gpus = cells.number("gpus")
-    pp, cp, tp = (cells.number_or(column, 1) for column in ("pp", "cp", "tp"))
-    if pp * cp * tp != gpus and not cells.text("dp") and not cells.text("dp_shard"):
+    pp = cells.number_or("pp", 1)
+    cp = cells.number_or("cp", 1)
+    tp = cells.number_or("tp", 1)
+    model_ranks = pp * cp * tp
+    names_data_ranks = cells.text("dp") or cells.text("dp_shard")
+    if model_ranks != gpus and not names_data_ranks:
         for column in ("tp", "pp"):
             cells.number(column)  # what a degree that is not named leaves to data parallelism is unknown
     if min(gpus, pp, cp, tp) < 1:
         raise ValueError(f"gpus {gpus}, pp {pp}, cp {cp}, tp {tp}: each must be at least 1")
-    data_ranks = cells.number_or("dp", 0) or gpus // (pp * cp * tp)
-    shard = cells.number_or("dp_shard", shards_in_note(cells.text("note")))
-    replicate = cells.number_or("dp_replicate", data_ranks // shard if shard else 1)
-    shard = shard or data_ranks // max(1, replicate)
-    degrees = Degrees(pp, replicate, shard, cp, tp)
+    data_ranks = cells.number_or("dp", 0) or gpus // model_ranks
+    data_axes = _data_axes(cells, data_ranks)
+    degrees = Degrees(pp, data_axes.replicate, data_axes.shard, cp, tp)
     if degrees.ranks != gpus and cells.text("step_time_s"):
-        if gpus % (pp * cp * tp):
+        if gpus % model_ranks:
             raise ValueError(f"{gpus} GPUs are not pp {pp} x dp {degrees.data_ranks} x cp {cp} x tp {tp}")
-        degrees = degrees._replace(dp_replicate=1, dp_shard=gpus // (pp * cp * tp))
+        degrees = degrees._replace(dp_replicate=1, dp_shard=gpus // model_ranks)
         cells.assume(f"dp = {degrees.dp_shard}, what {gpus} GPUs leave")
     if not degrees.ranks:
         raise ValueError(f"{gpus} GPUs are fewer than pp {pp} x cp {cp} x tp {tp}")
     return degrees
 
 
+class DataAxes(NamedTuple):
+    """How the data ranks are divided."""
+
+    replicate: int
+    shard: int
+
+
+def _data_axes(cells: Cells, data_ranks: int) -> DataAxes:
+    """Return how the data ranks are divided: all share one copy of the weights if the row does not say it."""
+    shard = cells.number_or("dp_shard", shards_in_note(cells.text("note")))
+    usual_replicate = data_ranks // shard if shard else 1
+    replicate = cells.number_or("dp_replicate", usual_replicate)
+    return DataAxes(replicate, shard or data_ranks // max(1, replicate))
+
+
 def shards_in_note(note: str) -> int:
     """Return N if a note says "sharded over N GPUs", as tables without the column dp_shard do; 0: it does not say."""
-    found = re.search(r"\bsharded over (\d+) GPUs", note)
-    return int(found[1]) if found else 0
+    match = re.search(r"\bsharded over (\d+) GPUs", note)
+    return int(match[1]) if match else 0
 
 
 def _expert_degree(cells: Cells, model: Model, degrees: Degrees) -> int:
@@ -137,7 +159,8 @@ def _expert_degree(cells: Cells, model: Model, degrees: Degrees) -> int:
     if not model.experts:
         return 1
     etp = cells.number_or("etp", 0)
-    if etp and etp != (degrees.tp if ep == 1 else 1):
+    etp_of_torchllm = degrees.tp if ep == 1 else 1
+    if etp and etp != etp_of_torchllm:
         raise ValueError(f"etp {etp} with ep {ep} and tp {degrees.tp}: torchllm shards experts over ep or over tp")
     borrowed = degrees.dp_shard * degrees.cp * degrees.tp
     if borrowed % ep or model.experts % ep:
@@ -145,9 +168,17 @@ def _expert_degree(cells: Cells, model: Model, degrees: Degrees) -> int:
     return ep
 
 
-def _schedule(cells: Cells) -> tuple[str, int]:
-    """Return the schedule of a pipeline, and its stages per rank (0: the schedule's usual number)."""
-    virtual = cells.number_or("interleave_v", 1)
+class PipelineOrder(NamedTuple):
+    """A pipeline's schedule."""
+
+    name: str
+    virtual_stages: int
+    """stages per rank; 0: the schedule's usual number"""
+
+
+def _schedule(cells: Cells) -> PipelineOrder:
+    """Return the schedule of a pipeline. ValueError if its name is unknown."""
+    virtual_stages = cells.number_or("interleave_v", 1)
     word = cells.text("schedule")
     if not word:
         cells.assume("schedule 1F1B")
@@ -157,9 +188,9 @@ def _schedule(cells: Cells) -> tuple[str, int]:
     if plain not in names:
         raise ValueError(f"schedule {word!r} is unknown ({', '.join([*SCHEDULES, *PUBLISHED])})")
     name = names[plain]
-    if name == "1F1B" and virtual > 1:
-        name = "Interleaved1F1B"
-    return name, virtual if name == "Interleaved1F1B" and virtual > 1 else 0
+    if name in ("1F1B", "Interleaved1F1B") and virtual_stages > 1:
+        return PipelineOrder("Interleaved1F1B", virtual_stages)
+    return PipelineOrder(name, 0)
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
@@ -167,6 +198,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     if layers % stages == 0 or stages == 1:
         return (layers // stages,) * stages
     if (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return (each - 1, *[each] * (stages - 2), each - 1)
+        middle = (layers + 2) // stages
+        end = middle - 1
+        return (end, *[middle] * (stages - 2), end)
     return ()
