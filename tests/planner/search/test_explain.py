@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.search.test_search import LARGE, SMALL, cluster, job
+from tests.planner.search.test_search import LARGE, SMALL, cluster, make_job
 from torchllm.planner.predict import predict
 from torchllm.planner.search.explain import (
     divides_nowhere,
@@ -22,7 +22,7 @@ from torchllm.planner.search.layouts import Layout
 from torchllm.planner.search.price import Purchase
 from torchllm.planner.search.search import Ranked, search
 
-JOB = job(LARGE, gpus=16, batch=32, length=2048)
+JOB = make_job(LARGE, gpus=16, batch=32, length=2048)
 FOUND = search(JOB)
 
 
@@ -74,7 +74,7 @@ def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
 
 
 def test_near_misses_name_what_is_missing() -> None:
-    of = job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
+    of = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
     found = search(of)
     lines = list(misses(of, found))
     assert lines
@@ -91,7 +91,7 @@ def test_every_layout_and_every_mesh_is_accounted_for() -> None:
 
 
 def test_fits_nowhere_says_what_would_do() -> None:
-    of = job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
+    of = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
     said = fits_nowhere(of, search(of))
     gpus = int(re.search(r"it would fit on (\d+) GPUs", said)[1])
     assert search(replace(of, gpus=gpus)).best
@@ -100,11 +100,11 @@ def test_fits_nowhere_says_what_would_do() -> None:
 
 
 def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
-    of = job(SMALL, gpus=11, batch=16)
+    of = make_job(SMALL, gpus=11, batch=16)
     said = divides_nowhere(of, search(of))
     assert said.startswith("no valid layout on 11 GPUs: ")
     assert search(replace(of, gpus=int(re.search(r"; (\d+) GPUs would work$", said)[1]))).best
-    alone = divides_nowhere(job(SMALL, gpus=2, batch=1), search(job(SMALL, gpus=2, batch=1)))
+    alone = divides_nowhere(make_job(SMALL, gpus=2, batch=1), search(make_job(SMALL, gpus=2, batch=1)))
     assert alone.endswith("; 1 GPU would work")
 
 
