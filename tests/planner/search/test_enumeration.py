@@ -67,9 +67,10 @@ def random_model(draw: random.Random) -> Model:
         max_sequence_length=8192,
         tied_embeddings=draw.random() < 0.3,
     )
-    if model.family == "llama" and draw.random() < 0.3:
+    if model.family == "llama" and draw.random() < 0.6:
+        width = draw.choice([1024, 4096])
         dense_layers = draw.randint(0, 1)
-        model = replace(model, experts=4, expert_ffn=1024, dense_layers=dense_layers, tied_embeddings=False)
+        model = replace(model, experts=4, expert_ffn=width, dense_layers=dense_layers, tied_embeddings=False)
     return model
 
 

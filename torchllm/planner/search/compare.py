@@ -27,7 +27,7 @@ def compare(job: Job, layout: Layout, advice: Advice) -> Iterator[str]:
     """Yield lines on a layout beside the first pick."""
     yours, first = Ranked(layout, predict(job.case(layout))), advice.first
     yield from pick_lines(pick("yours", job, yours), first)
-    yield from pick_lines(advice.simple, first)
+    yield from pick_lines(advice.simple._replace(title="first pick"), first)
     if layout == first.layout:
         yield "They are the same layout."
         return
@@ -39,6 +39,7 @@ def compare(job: Job, layout: Layout, advice: Advice) -> Iterator[str]:
     yield ""
     yield f"Why not yours: {why_not(job, yours, advice)}."
     yield f"Why the first pick: {advice.reason}."
+    yield f"Intervals of the first pick: {advice.evidence}."
 
 
 def _table(title: str, yours: Mapping[str, float], first: Mapping[str, float], unit: float) -> Iterator[str]:
