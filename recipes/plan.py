@@ -54,7 +54,7 @@ from torchllm.planner.search.explain import (
 )
 from torchllm.planner.search.first_runs import first_runs
 from torchllm.planner.search.layouts import Job, layout_of
-from torchllm.planner.search.price import NO_PURCHASE, Purchase
+from torchllm.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.planner.search.search import Found, Objective, Ranked, search
 from torchllm.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
 from torchllm.resources import find_config, name_base, resource
@@ -148,9 +148,9 @@ def plan_parser() -> argparse.ArgumentParser:
     calibrate.set_defaults(run=run_calibrate)
 
     evidence = commands.add_parser("evidence", help="convert or pack measurements for others to score on")
-    what = evidence.add_mutually_exclusive_group(required=True)
-    what.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
-    what.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
+    task = evidence.add_mutually_exclusive_group(required=True)
+    task.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
+    task.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
     evidence.add_argument("-o", "--output", required=True, metavar="PATH", help="folder (--pack) or CSV (--hagemann)")
     evidence.set_defaults(run=run_evidence)
 
@@ -181,10 +181,14 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         default="tokens_per_second",
         help="what is best; memory: the least among layouts at most 5 %% slower than the fastest",
     )
-    rank.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole training: adds days and GPU-hours")
-    rank.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="DOLLARS", help="adds the price")
-    rank.add_argument("--mtbf-hours", type=hours, default=math.inf, help="mean time between failures of the whole job")
-    rank.add_argument("--save-minutes", type=float, default=NO_PURCHASE.save_minutes, help="time between checkpoints")
+    rank.add_argument("--tokens", type=positive, help="tokens of the whole training: adds days and GPU-hours")
+    rank.add_argument("--price-per-gpu-hour", type=positive, metavar="DOLLARS", help="adds the price; needs --tokens")
+    rank.add_argument(
+        "--mtbf-hours", type=positive, help="mean time between failures of the whole job: adds restarts; needs --tokens"
+    )
+    rank.add_argument(
+        "--save-minutes", type=positive, help="time between checkpoints (default: 30); needs --mtbf-hours"
+    )
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
     rank.add_argument("--write", metavar="TOML", help="write a config with the first pick")
     rank.add_argument("--accept-risk", action="store_true", help="write a layout that may run out of memory, too")
@@ -201,13 +205,13 @@ def count(text: str) -> int:
 
 def imbalance(text: str) -> float:
     """Parse a number of at least 1."""
-    value = hours(text)
+    value = positive(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, which is even, not {text!r}")
     return value
 
 
-def hours(text: str) -> float:
+def positive(text: str) -> float:
     """Parse a positive number."""
     try:
         value = float(text)
@@ -227,7 +231,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
     model = read_model(options.model)
     hardware = read_hardware(options.cluster)
-    purchase = Purchase(options.tokens, options.price_per_gpu_hour, options.mtbf_hours, options.save_minutes)
+    purchase = planned_purchase(options)
     training = Training(
         sequence_length=planned_size("sequence_length", options, model),
         global_batch_size=planned_size("global_batch_size", options, model),
@@ -263,7 +267,7 @@ def run_rank(options: argparse.Namespace) -> None:
         print_ranking(results[0], purchase)
     if options.write:
         refuse_risk(results[0], options.accept_risk)
-        write_run(Path(options.write), model, options.cluster, results[0], options.tokens)
+        write_run(Path(options.write), model, options.cluster, results[0], purchase.tokens)
     if options.plot:
         from torchllm.planner.search.plot import plot
 
@@ -272,11 +276,27 @@ def run_rank(options: argparse.Namespace) -> None:
         )
 
 
+def planned_purchase(options: argparse.Namespace) -> Purchase:
+    """Return what the command line says of the training and its price. UserError if an option has nothing to act on."""
+    for option, needed in (("price_per_gpu_hour", "tokens"), ("mtbf_hours", "tokens"), ("save_minutes", "mtbf_hours")):
+        if getattr(options, option) is not None and getattr(options, needed) is None:
+            flags = [f"--{name.replace('_', '-')}" for name in (option, needed)]
+            raise UserError(f"{flags[0]} changes nothing without {flags[1]}: add it")
+    purchase = Purchase(
+        tokens=options.tokens or 0.0,
+        dollars_per_gpu_hour=options.price_per_gpu_hour or 0.0,
+        hours_between_failures=options.mtbf_hours or math.inf,
+        save_minutes=options.save_minutes or NO_PURCHASE.save_minutes,
+    )
+    purchase.lost_share()  # refuses failures without an end before anything is searched
+    return purchase
+
+
 def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
     """Return a size of the batch from the command line, else from the model's file. UserError if neither has it."""
-    given: int | None = getattr(options, key)
-    if given is not None:
-        return given
+    option: int | None = getattr(options, key)
+    if option is not None:
+        return option
     written = model.table.get("training", {})
     if key not in written:
         flag = "--" + key.replace("_", "-")
@@ -323,6 +343,8 @@ def print_ranking(result: SearchResult, purchase: Purchase) -> None:
     print_lines(
         f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, purchase)
     )
+    if failures_line(purchase):
+        print_lines("", failures_line(purchase))
     if result.advice:
         print_lines("", *advice_lines(result.advice))
         if not result.advice.is_measured:
@@ -383,12 +405,12 @@ def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, objec
     """Return the three picks as plain data, the one to take first."""
     if result.advice is None:
         return []
-    found: list[dict[str, object]] = []
-    for one in result.advice.picks:
-        figures = layout_figures(result.job, one.ranked, purchase)
-        found.append({"title": one.title, "seconds": one.seconds, **figures})
-    found[0]["reason"] = result.advice.reason
-    return found
+    picks: list[dict[str, object]] = []
+    for advised in result.advice.picks:
+        figures = layout_figures(result.job, advised.ranked, purchase)
+        picks.append({"title": advised.title, "seconds": advised.seconds, **figures})
+    picks[0]["reason"] = result.advice.reason
+    return picks
 
 
 def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchResult, tokens: float) -> None:

@@ -10,6 +10,7 @@ from torchllm.spec.cluster import Hardware, read_cluster
 
 
 def cluster(name: str) -> Hardware:
+    """Return a cluster of train_configs/clusters."""
     problems: list[str] = []
     hardware = read_cluster(name, problems)
     assert hardware is not None, problems
@@ -30,7 +31,8 @@ def test_a_ring_sends_what_the_formulas_say() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     alone = group((1, 1, 1, 1, 8), [0, 1], dgx_a100())
-    assert [alone.gather(1e9), alone.reduce(1e9), alone.exchange(1e9), alone.send(1e9)] == [0.0] * 4
+    for collective in (alone.gather, alone.reduce, alone.exchange, alone.send):
+        assert collective(1e9) == 0.0
 
 
 def test_an_all_reduce_is_no_slower_than_a_tree_of_hops() -> None:
@@ -54,35 +56,40 @@ def test_a_group_has_the_cards_of_its_members(
     shape: tuple[int, ...], dimensions: list[int], on_node: int, cards: int
 ) -> None:
     hardware = dgx_a100()
-    card = hardware.links[1].bandwidth * hardware.links[1].efficiency
-    inside = hardware.links[0].bandwidth * hardware.links[0].efficiency
-    found = group(shape, dimensions, hardware)
-    assert found.on_node == on_node
-    assert found.bandwidth == pytest.approx(min(cards * card, inside))
-    assert group(shape, dimensions, hardware, one_card=True).bandwidth == pytest.approx(card)
+    node, network, *_ = hardware.links
+    card_rate = network.bandwidth * network.efficiency
+    node_rate = node.bandwidth * node.efficiency
+    ranks = group(shape, dimensions, hardware)
+    assert ranks.on_node == on_node
+    assert ranks.bandwidth == pytest.approx(min(cards * card_rate, node_rate))
+    assert group(shape, dimensions, hardware, one_card=True).bandwidth == pytest.approx(card_rate)
 
 
 def test_a_group_in_a_node_is_on_its_link() -> None:
     hardware = dgx_a100()
-    found = group((4, 1, 2, 1, 4), [4], hardware)
-    assert (found.size, found.on_node) == (4, 4)
-    assert found.bandwidth == hardware.links[0].bandwidth * hardware.links[0].efficiency
-    assert found.latency == hardware.links[0].latency
+    node = hardware.links[0]
+    ranks = group((4, 1, 2, 1, 4), [4], hardware)
+    assert (ranks.size, ranks.on_node) == (4, 4)
+    assert ranks.bandwidth == node.bandwidth * node.efficiency
+    assert ranks.latency == node.latency
 
 
 def test_latency_is_of_the_hops_that_leave_the_node() -> None:
     hardware = dgx_a100()
-    inner, outer = hardware.links[0].latency, hardware.links[1].latency
-    assert group((1, 1, 16, 1, 1), [2], hardware).latency == pytest.approx((2 * outer + 14 * inner) / 16)
+    node, network, *_ = hardware.links
+    ranks = group((1, 1, 16, 1, 1), [2], hardware)
+    assert ranks.latency == pytest.approx((2 * network.latency + 14 * node.latency) / 16)
 
 
 def test_a_slower_link_is_never_faster() -> None:
     hardware = dgx_a100()
+    groups = [((1, 1, 16, 1, 4), [2]), ((1, 1, 1, 1, 8), [4]), ((4, 1, 4, 1, 8), [0])]
     for factor in (1.0, 0.5, 0.1):
         links = tuple(replace(link, bandwidth=link.bandwidth * factor) for link in hardware.links)
         slower = replace(hardware, links=links)
-        for shape, dimensions in (((1, 1, 16, 1, 4), [2]), ((1, 1, 1, 1, 8), [4]), ((4, 1, 4, 1, 8), [0])):
-            assert group(shape, dimensions, slower).reduce(1e8) >= group(shape, dimensions, hardware).reduce(1e8)
+        for shape, dimensions in groups:
+            seconds = group(shape, dimensions, hardware).reduce(1e8)
+            assert group(shape, dimensions, slower).reduce(1e8) >= seconds
 
 
 def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> None:

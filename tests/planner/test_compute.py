@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_comms import dgx_a100
 from torchllm.config import Model, Recompute
+from torchllm.config.schema import RecomputeMode
 from torchllm.planner.compute import (
     Kernels,
     Piece,
@@ -23,6 +24,7 @@ from torchllm.planner.compute import (
 )
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.spec.cluster import read_cluster
+from torchllm.spec.software import Software
 
 A100 = dgx_a100()
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
@@ -86,8 +88,8 @@ def test_flash_attention_computes_half_of_a_causal_mask() -> None:
 
 def test_scores_in_memory_are_slower_than_none() -> None:
     def seconds(kind: str) -> float:
-        found = attention(MODEL, PIECE, Kernels(kind), SOFTWARE, A100, False)  # type: ignore[arg-type]
-        return found.attention + found.elementwise
+        core = attention(MODEL, PIECE, Kernels(kind), SOFTWARE, A100, False)  # type: ignore[arg-type]
+        return core.attention + core.elementwise
 
     assert seconds("eager") > seconds("fused_softmax") > seconds("flash1") > seconds("flash2")
 
@@ -100,37 +102,44 @@ def test_fusing_moves_fewer_bytes() -> None:
 
 
 def test_sequence_parallel_ranks_share_norms_and_residuals() -> None:
-    alone = elementwise(MODEL, PIECE._replace(tp=8), Kernels(), SOFTWARE, A100, False).elementwise
-    shared = elementwise(MODEL, PIECE._replace(tp=8, spread=8), Kernels(), SOFTWARE, A100, False).elementwise
-    assert shared < 0.4 * alone
+    whole, shared = PIECE._replace(tp=8), PIECE._replace(tp=8, spread=8)
+    alone = elementwise(MODEL, whole, Kernels(), SOFTWARE, A100, False)
+    together = elementwise(MODEL, shared, Kernels(), SOFTWARE, A100, False)
+    assert together.elementwise < 0.4 * alone.elementwise
 
 
 def test_gathered_logits_cost_every_rank_the_whole_loss() -> None:
     piece = PIECE._replace(tp=8)
-    shared = head_seconds(MODEL, piece, Kernels(), SOFTWARE, A100)[0]
-    gathered = head_seconds(MODEL, piece, Kernels(), replace(SOFTWARE, whole_logits=True), A100)[0]
+    gathers = replace(SOFTWARE, whole_logits=True)
+    shared, *_ = head_seconds(MODEL, piece, Kernels(), SOFTWARE, A100)
+    gathered, *_ = head_seconds(MODEL, piece, Kernels(), gathers, A100)
     assert gathered.matmul == shared.matmul
     assert gathered.elementwise == pytest.approx(8 * shared.elementwise)
 
 
 def test_the_embeddings_gradient_is_a_whole_table() -> None:
     larger = replace(MODEL, vocab=128000)
-    small, large = (embedding_seconds(model, PIECE, SOFTWARE, A100)[1].elementwise for model in (MODEL, larger))
-    assert large > 3 * small
+    _, small_gradient = embedding_seconds(MODEL, PIECE, SOFTWARE, A100)
+    _, large_gradient = embedding_seconds(larger, PIECE, SOFTWARE, A100)
+    assert large_gradient.elementwise > 3 * small_gradient.elementwise
 
 
 def test_what_is_recomputed() -> None:
     forward = block_forward(MODEL, PIECE, Kernels(), SOFTWARE, A100)
     core = attention(MODEL, PIECE, Kernels(), SOFTWARE, A100, False)
-    around = elementwise(MODEL, PIECE, Kernels(), SOFTWARE, A100, False)
+    elementwise_work = elementwise(MODEL, PIECE, Kernels(), SOFTWARE, A100, False)
+    core_seconds, elementwise_seconds = sum(core[:3]), sum(elementwise_work[:3])
 
-    def again(mode: str, software: object = SOFTWARE) -> float:
-        return sum(recomputed(MODEL, Recompute(mode=mode), forward, core, around, software)[:3])  # type: ignore[arg-type]
+    def seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:
+        recompute = Recompute(mode=mode)
+        return sum(recomputed(MODEL, recompute, forward, core, elementwise_work, software)[:3])
 
-    assert again("none") == 0
-    assert again("full") == again("segment") == pytest.approx(2 * again("every_k"))
-    assert 0 < again("ffn") < again("full")
-    assert again("selective") == pytest.approx(sum(around[:3]))
-    assert again("selective") < again("selective_half") < again("full") - sum(core[:3])
-    assert again("selective", replace(SOFTWARE, recomputes_attention_only=True)) == pytest.approx(sum(core[:3]))
-    assert again("selective", replace(SOFTWARE, keeps_every_other=True)) == again("selective_half")
+    assert seconds("none") == 0
+    assert seconds("full") == seconds("segment") == pytest.approx(2 * seconds("every_k"))
+    assert 0 < seconds("ffn") < seconds("full")
+    assert seconds("selective") == pytest.approx(elementwise_seconds)
+    assert seconds("selective") < seconds("selective_half") < seconds("full") - core_seconds
+    of_attention = replace(SOFTWARE, recomputes_attention_only=True)
+    assert seconds("selective", of_attention) == pytest.approx(core_seconds)
+    every_other = replace(SOFTWARE, keeps_every_other=True)
+    assert seconds("selective", every_other) == seconds("selective_half")

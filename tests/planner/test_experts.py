@@ -8,6 +8,7 @@ import pytest
 from tests.planner.test_comms import cluster, dgx_a100
 from tests.spec.test_model_sizes import load
 from torchllm.config import Config, Model, Parallel, Recompute, Training
+from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece, matmul_seconds
@@ -31,27 +32,20 @@ from torchllm.spec.software import Software
 QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
 
 
-def case(model: Model = QWEN3, mode: str = "none", **keys: Any) -> Case:
-    """A layout on A100s. keys: of Parallel, and imbalance, hardware, batch, micro."""
-    imbalance, hardware = keys.pop("imbalance", 1.0), keys.pop("hardware", dgx_a100())
-    training = Training(
-        micro_batch_size=keys.pop("micro", 1), global_batch_size=keys.pop("batch", 512), sequence_length=4096
-    )
-    parallel = Parallel(**{"dp_shard": 64, **keys})
-    return Case(
-        model,
-        training,
-        parallel,
-        Recompute(mode=mode),  # type: ignore[arg-type]
-        Kernels(fused_norm=True),
-        hardware,
-        STACKS["torchllm"],
-        imbalance=imbalance,
-    )
+def case(
+    model: Model = QWEN3, mode: RecomputeMode = "none", batch: int = 512, imbalance: float = 1.0, **degrees: int
+) -> Case:
+    """Return a layout on A100s. degrees: of Parallel."""
+    training = Training(micro_batch_size=1, global_batch_size=batch, sequence_length=4096)
+    parallel = Parallel(**{"dp_shard": 64, **degrees})  # type: ignore[arg-type]  # integers
+    kernels = Kernels(fused_norm=True)
+    software = STACKS["torchllm"]
+    return Case(model, training, parallel, Recompute(mode=mode), kernels, dgx_a100(), software, imbalance=imbalance)
 
 
-def step(**keys: Any) -> Prediction:
-    return predict(case(**keys))
+def step(**settings: Any) -> Prediction:
+    """Return the prediction of a `case`."""
+    return predict(case(**settings))
 
 
 @pytest.mark.parametrize("model", [QWEN3, GLM, MIXTRAL])
@@ -80,32 +74,33 @@ def test_rows_are_those_of_the_tokens_that_a_rank_routes() -> None:
 
 def test_products_of_one_large_expert_are_a_matrix_product() -> None:
     hardware = dgx_a100()
-    one = RoutedRows(8192, 8192, 1, 4096)
-    assert grouped_seconds(one, 4096, 8192, hardware) == pytest.approx(
-        matmul_seconds(8192, 4096, 8192, hardware), rel=0.03
-    )
-    assert grouped_gradient_seconds(one, 4096, 8192, hardware) == pytest.approx(
-        matmul_seconds(4096, 8192, 8192, hardware), rel=0.03
-    )
+    rows = RoutedRows(8192, 8192, 1, 4096)
+    forward = matmul_seconds(8192, 4096, 8192, hardware)
+    assert grouped_seconds(rows, 4096, 8192, hardware) == pytest.approx(forward, rel=0.03)
+    gradient = matmul_seconds(4096, 8192, 8192, hardware)
+    assert grouped_gradient_seconds(rows, 4096, 8192, hardware) == pytest.approx(gradient, rel=0.03)
 
 
 def test_few_rows_per_expert_are_slow() -> None:
     """As many operations, shared by more experts: padded tiles, and every matrix is read."""
-    seconds = [grouped_seconds(RoutedRows(4096, 4096, count, 1024), 1024, 2048, dgx_a100()) for count in (4, 32, 256)]
+    seconds = []
+    for experts in (4, 32, 256):
+        rows = RoutedRows(4096, 4096, experts, 1024)
+        seconds.append(grouped_seconds(rows, 1024, 2048, dgx_a100()))
     assert seconds == sorted(seconds)
     assert seconds[-1] > 2 * seconds[0]
 
 
 def test_an_exchange_leaves_the_node_over_one_card() -> None:
     """T x K x D elements of 2 bytes, of which 7 / 8 leave a node of 8 in a group of 64, at the rate of one card."""
-    hardware, of = dgx_a100(), case(ep=64)
-    link = hardware.links[1]
+    hardware = dgx_a100()
+    network = hardware.links[1]
+    card_rate = network.bandwidth * network.efficiency
+    across, within = case(ep=64), case(ep=8)
     sent = 4096 * QWEN3.top_k * QWEN3.hidden * 2
-    found = exchange_seconds(QWEN3, of.piece, of.mesh, hardware)
-    expected = sent * 56 / 64 / (link.bandwidth * link.efficiency)
-    assert found == pytest.approx(expected, rel=0.01)
-    inside = exchange_seconds(QWEN3, case(ep=8).piece, of.mesh, hardware)
-    assert inside < found / 4
+    seconds = exchange_seconds(QWEN3, across.piece, across.mesh, hardware)
+    assert seconds == pytest.approx(sent * 56 / 64 / card_rate, rel=0.01)
+    assert exchange_seconds(QWEN3, within.piece, within.mesh, hardware) < seconds / 4
 
 
 def test_a_token_that_is_sent_once_travels_to_each_node_and_rank_once() -> None:
@@ -151,9 +146,10 @@ def test_groups_are_the_innermost_ranks() -> None:
 def test_ep_sends_what_the_dry_run_says() -> None:
     """Two exchanges forward, and their gradients; the planner's bytes by the trace of a layout with even routing."""
     model = replace(QWEN3, layers=2)
-    of = case(model, dp_shard=8, ep=8, batch=8)
-    report = examine(Config(model=model, training=replace(of.training, dtype="bfloat16"), parallel=of.parallel))
-    rows = routed_rows(model, of.piece).rows
+    layout = case(model, dp_shard=8, ep=8, batch=8)
+    training = replace(layout.training, dtype="bfloat16")
+    report = examine(Config(model=model, training=training, parallel=layout.parallel))
+    rows = routed_rows(model, layout.piece).rows
     counts = 8.0 * model.experts  # numbers of rows, which only the forward sends
     expected = model.layers * (4 * 2.0 * rows * model.hidden + counts) * 7 / 8
     (kind,) = report.kinds
@@ -183,6 +179,7 @@ def test_without_experts_nothing_changes() -> None:
 
 def test_first_dense_blocks_cost_as_dense_blocks() -> None:
     """One dense block more: the step is longer by what a dense block costs in place of a sparse one."""
-    one, two = (step(model=replace(GLM, layers=8, dense_layers=count)) for count in (1, 2))
-    eight_sparse = step(model=replace(GLM, layers=8, dense_layers=0))
-    assert two.step - one.step == pytest.approx(one.step - eight_sparse.step, rel=0.05)
+    seconds = []
+    for dense in (0, 1, 2):
+        seconds.append(step(model=replace(GLM, layers=8, dense_layers=dense)).step)
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0], rel=0.05)

@@ -1,7 +1,7 @@
 """Predictions: they add up, they move the right way, and papers' MFU and HFU follow from their own step times."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_comms import dgx_a100
 from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.config.schema import RecomputeMode
 from torchllm.planner.case import CP, SHARD, TP, Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
@@ -24,19 +25,17 @@ LLAMA = Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000)
 
 
 def case(stack: str = "torchllm", model: Model = LLAMA, **settings: Any) -> Case:
-    """A layout of an A100 cluster; settings by their names in Parallel, Training, Recompute."""
-    of = {kind: {k: v for k, v in settings.items() if k in kind.__dataclass_fields__} for kind in (Parallel, Training)}
-    training = {"micro_batch_size": 1, "global_batch_size": 512, "sequence_length": 2048} | of[Training]
-    parallel = {"dp_shard": 8} | of[Parallel]
-    return Case(
-        model,
-        Training(**training),
-        Parallel(**parallel),
-        Recompute(mode=settings.get("mode", "none")),
-        Kernels(attention=settings.get("attention", "flash2")),
-        settings.get("hardware", dgx_a100()),
-        STACKS[stack],
-    )
+    """Return a layout of an A100 cluster. settings: named as in Parallel and Training, and `mode`, `hardware`."""
+    training = Training(**{"global_batch_size": 512, "sequence_length": 2048} | fields_of(Training, settings))
+    parallel = Parallel(**{"dp_shard": 8} | fields_of(Parallel, settings))
+    recompute = Recompute(mode=settings.get("mode", "none"))
+    hardware = settings.get("hardware", dgx_a100())
+    return Case(model, training, parallel, recompute, Kernels("flash2"), hardware, STACKS[stack])
+
+
+def fields_of(section: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those settings that are fields of a dataclass."""
+    return {key: value for key, value in settings.items() if key in section.__dataclass_fields__}
 
 
 layouts = st.fixed_dictionaries(
@@ -58,35 +57,41 @@ layouts = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(layouts)
 def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
-    found = predict(case(**layout))
-    assert sum(found.terms.values()) == pytest.approx(found.step, rel=1e-9)
-    assert all(seconds >= -1e-9 * found.step for seconds in found.terms.values()), found.terms
-    assert 0 < found.mfu <= found.hfu <= 1
-    assert all(bytes >= 0 for bytes in found.memory)
-    assert found.terms.keys() <= set(TERMS)  # else a plot would leave one out
+    prediction = predict(case(**layout))
+    terms = prediction.terms
+    assert sum(terms.values()) == pytest.approx(prediction.step, rel=1e-9)
+    assert all(seconds >= -1e-9 * prediction.step for seconds in terms.values()), terms
+    assert 0 < prediction.mfu <= prediction.hfu <= 1
+    assert all(bytes >= 0 for bytes in prediction.memory)
+    assert terms.keys() <= set(TERMS)  # else a plot would miss one
 
 
 @settings(max_examples=40, deadline=None)
-@given(layouts, st.integers(0, 2), st.sampled_from(["bandwidth", "latency"]), st.floats(1.1, 20))
-def test_a_slower_link_never_makes_a_step_faster(layout: dict[str, Any], at: int, what: str, factor: float) -> None:
+@given(layouts, st.integers(0, 2), st.booleans(), st.floats(1.1, 20))
+def test_a_slower_link_never_makes_a_step_faster(
+    layout: dict[str, Any], index: int, is_bandwidth: bool, factor: float
+) -> None:
     hardware = dgx_a100()
     links = list(hardware.links)
-    value = links[at].bandwidth / factor if what == "bandwidth" else links[at].latency * factor
-    links[at] = replace(links[at], **{what: value})
-    before, after = predict(case(**layout)), predict(case(**layout, hardware=replace(hardware, links=tuple(links))))
-    assert after.step >= before.step * (1 - 1e-9)
+    link = links[index]
+    if is_bandwidth:
+        links[index] = replace(link, bandwidth=link.bandwidth / factor)
+    else:
+        links[index] = replace(link, latency=link.latency * factor)
+    slower = replace(hardware, links=tuple(links))
+    assert predict(case(**layout, hardware=slower)).step >= predict(case(**layout)).step * (1 - 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(layouts, st.sampled_from(["achievable", "memory_bandwidth"]))
-def test_a_faster_gpu_never_makes_a_step_slower(layout: dict[str, Any], what: str) -> None:
+def test_a_faster_gpu_never_makes_a_step_slower(layout: dict[str, Any], rate: str) -> None:
     hardware = dgx_a100()
-    faster = replace(hardware, **{what: 1.5 * getattr(hardware, what)})
+    faster = replace(hardware, **{rate: 1.5 * getattr(hardware, rate)})
     assert predict(case(**layout, hardware=faster)).step <= predict(case(**layout)).step * (1 + 1e-9)
 
 
 def test_recomputation_costs_time() -> None:
-    steps = {mode: predict(case(mode=mode)).step for mode in get_args(Recompute.__annotations__["mode"])}
+    steps = {mode: predict(case(mode=mode)).step for mode in get_args(RecomputeMode)}
     assert steps["none"] < steps["selective"] < steps["every_k"] < steps["full"]
     assert steps["selective"] < steps["selective_half"] < steps["full"]
     assert steps["none"] < steps["ffn"] < steps["full"]
@@ -95,10 +100,11 @@ def test_recomputation_costs_time() -> None:
 def test_the_bubble_of_equal_stages_is_the_papers() -> None:
     """(p - 1) / m of the computing time (arXiv 2104.04473, section 2.2); transfers and the ends come on top."""
     model = replace(LLAMA, vocab=64, tied_embeddings=True)
-    found = predict(case("megatron-2021", model, pp=4, dp_shard=1, zero_stage=0, global_batch_size=32))
-    tail = sum(found.terms[name] for name in ("gradient reduction", "weight gather", "optimizer"))
-    busy = found.step - found.terms["bubble"] - tail
-    assert found.terms["bubble"] / busy == pytest.approx(3 / 32, rel=0.02)
+    prediction = predict(case("megatron-2021", model, pp=4, dp_shard=1, zero_stage=0, global_batch_size=32))
+    terms = prediction.terms
+    tail = terms["gradient reduction"] + terms["weight gather"] + terms["optimizer"]
+    busy = prediction.step - terms["bubble"] - tail
+    assert terms["bubble"] / busy == pytest.approx(3 / 32, rel=0.02)
 
 
 def test_a_device_with_little_to_do_waits_for_the_host() -> None:
@@ -123,34 +129,53 @@ def test_host_time_grows_with_what_is_recomputed() -> None:
 def test_very_many_micro_batches_are_carried_on_exactly() -> None:
     """What is not simulated follows from what is: a step of 200 micro batches by both ways."""
     layout = case(pp=4, dp_shard=1, zero_stage=0, global_batch_size=200)
-    stages = [stage_cost(layout, StageSize(10, at == 0, at == 3)).times for at in range(4)]
-    short, _ = pipeline_seconds(layout, stages, 1e-4)
-    whole = simulate(orders(layout.parallel, 200), stages, [1e-4] * 3).step
-    assert short == pytest.approx(whole, rel=1e-9)
+    stages = []
+    for index in range(4):
+        size = StageSize(10, first=index == 0, last=index == 3)
+        stages.append(stage_cost(layout, size).times)
+    extrapolated, _ = pipeline_seconds(layout, stages, 1e-4)
+    simulated = simulate(orders(layout.parallel, 200), stages, [1e-4] * 3)
+    assert extrapolated == pytest.approx(simulated.step, rel=1e-9)
 
 
-# Published steps: model, GPUs, sequences, length, seconds, MFU or None, HFU or None.
+class PublishedStep(NamedTuple):
+    """A measured step with the utilization that its paper prints, in percent. Sequences have 2,048 tokens."""
+
+    model: Model
+    gpus: int
+    sequences: int
+    seconds: float
+    mfu: float | None = None
+    hfu: float | None = None
+
+
 GPT: dict[str, Any] = {"family": "gpt", "tied_embeddings": True, "vocab": 51200, "max_sequence_length": 2048}
+GPT_2B = Model(layers=24, hidden=2304, heads=24, ffn=9216, **GPT)
+GPT_145B = Model(layers=80, hidden=12288, heads=96, ffn=49152, **GPT)
+GPT_1T = Model(layers=128, hidden=25600, heads=160, ffn=102400, **GPT)
 PUBLISHED = {
     # Hagemann et al. 2023 (arXiv 2311.05610), table 2: LLAMA 13B on 64 A100, 70.5 % MFU in 26.54 s
-    "13B": (Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=128000), 64, 2048, 26.54, 70.5, None),
+    "13B": PublishedStep(replace(LLAMA, vocab=128000), 64, 2048, 26.54, mfu=70.5),
     # Narayanan et al. 2021 (arXiv 2104.04473), table 1: HFU; seconds from its tokens per second per GPU
-    "1.7B": (Model(layers=24, hidden=2304, heads=24, ffn=9216, **GPT), 32, 512, 3.528, None, 44.0),
-    "145B": (Model(layers=80, hidden=12288, heads=96, ffn=49152, **GPT), 1536, 2304, 24.817, None, 47.0),
-    "1T": (Model(layers=128, hidden=25600, heads=160, ffn=102400, **GPT), 3072, 3072, 102.63, None, 52.0),
+    "1.7B": PublishedStep(GPT_2B, 32, 512, 3.528, hfu=44.0),
+    "145B": PublishedStep(GPT_145B, 1536, 2304, 24.817, hfu=47.0),
+    "1T": PublishedStep(GPT_1T, 3072, 3072, 102.63, hfu=52.0),
 }
+A100_PEAK = 312e12
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_papers_mfu_and_hfu_follow_from_their_own_times(name: str) -> None:
     """To 0.2 points; HFU is printed without decimals, so to that more."""
-    model, gpus, sequences, seconds, mfu, hfu = PUBLISHED[name]
-    tokens = sequences * 2048 / seconds / gpus / 312e12
-    if mfu is not None:
-        assert 100 * tokens * flops_per_token(model, 2048) == pytest.approx(mfu, abs=0.2)
-    if hfu is not None:
-        full = case("megatron-2021", model, mode="full")
-        assert 100 * tokens * hardware_flops(full) == pytest.approx(hfu, abs=0.5 + 0.2)
+    step = PUBLISHED[name]
+    tokens_per_second = step.sequences * 2048 / step.seconds / step.gpus
+    if step.mfu is not None:
+        mfu = tokens_per_second * flops_per_token(step.model, 2048) / A100_PEAK
+        assert 100 * mfu == pytest.approx(step.mfu, abs=0.2)
+    if step.hfu is not None:
+        full = case("megatron-2021", step.model, mode="full")
+        hfu = tokens_per_second * hardware_flops(full) / A100_PEAK
+        assert 100 * hfu == pytest.approx(step.hfu, abs=0.5 + 0.2)
 
 
 def test_overlapped_tensor_parallelism_costs_less_in_both_passes() -> None:
@@ -166,9 +191,9 @@ def test_overlapped_tensor_parallelism_costs_less_in_both_passes() -> None:
     assert sent[2] == pytest.approx(waits.software.constants.exposed * sent[0])  # as much as may overlap does
 
 
-def with_facts(of: Case, **facts: Any) -> Case:
-    """The same layout under a framework that differs in some facts."""
-    return replace(of, software=replace(of.software, **facts))
+def with_facts(layout: Case, **facts: Any) -> Case:
+    """Return the same layout under a framework that differs in some facts."""
+    return replace(layout, software=replace(layout.software, **facts))
 
 
 def test_gathers_and_reductions_at_a_steps_ends_may_overlap() -> None:
@@ -185,25 +210,28 @@ def test_gathers_and_reductions_at_a_steps_ends_may_overlap() -> None:
 
 def test_the_last_reduction_of_fsdp_has_nothing_to_hide_behind() -> None:
     """Of the embedding's table, whose gradient is the last one."""
-    of = case(dp_shard=128, zero_stage=3, global_batch_size=128)
-    table = of.software.sent_gradients * of.model.vocab * of.model.hidden
-    assert predict(of).terms["gradient reduction"] == pytest.approx(of.group([SHARD, CP]).gather(table))
+    layout = case(dp_shard=128, zero_stage=3, global_batch_size=128)
+    table = layout.software.sent_gradients * layout.model.vocab * layout.model.hidden
+    assert predict(layout).terms["gradient reduction"] == pytest.approx(layout.group([SHARD, CP]).gather(table))
 
 
 def test_gradients_are_sent_in_their_own_type() -> None:
-    of = case(dp_shard=512, global_batch_size=512)
-    whole, half = (predict(with_facts(of, reduced=bytes)).terms["fsdp"] for bytes in (4.0, 2.0))
-    assert predict(of).terms["fsdp"] == whole > half
+    layout = case(dp_shard=512, global_batch_size=512)
+    float32 = predict(with_facts(layout, reduced=4.0)).terms["fsdp"]
+    bfloat16 = predict(with_facts(layout, reduced=2.0)).terms["fsdp"]
+    assert predict(layout).terms["fsdp"] == float32 > bfloat16
+
+
+def sent_again(layout: Case) -> float:
+    """Return the seconds that a block's tensor parallelism takes longer where it gathers its inputs again."""
+    keeps = cost_of_block(with_facts(layout, keeps_gathered=True))
+    gathers_again = cost_of_block(with_facts(layout, keeps_gathered=False))
+    return gathers_again.terms["tensor parallel"] - keeps.terms["tensor parallel"]
 
 
 def test_inputs_that_are_not_kept_are_gathered_once_more() -> None:
     """Two more gathers per block's backward with sequence parallelism, and none without it."""
-    extra = []
-    for sequence_parallel in (True, False):
-        of = case(tp=8, dp_shard=1, sequence_parallel=sequence_parallel)
-        kept, again = (
-            cost_of_block(with_facts(of, keeps_gathered=keeps)).terms["tensor parallel"] for keeps in (True, False)
-        )
-        extra.append(again - kept)
-    one = of.group([TP]).gather(2.0 * of.piece.tokens * of.model.hidden) + of.software.constants.wait
-    assert extra == [pytest.approx(2 * one), 0.0]
+    layout = case(tp=8, dp_shard=1, sequence_parallel=True)
+    gather = layout.group([TP]).gather(2.0 * layout.piece.tokens * layout.model.hidden)
+    assert sent_again(layout) == pytest.approx(2 * (gather + layout.software.constants.wait))
+    assert sent_again(case(tp=8, dp_shard=1, sequence_parallel=False)) == 0

@@ -1,7 +1,7 @@
 import gc
 import math
 import time
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -24,9 +24,14 @@ SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
 
 
-def equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
-    """A step of equal stages."""
+def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
+    """Simulate a step of equal stages."""
     return simulate(orders(parallel, micro_batches), [stage] * parallel.stages)
+
+
+def idle(step: Simulated) -> float:
+    """Return the seconds that the busiest rank waits."""
+    return step.step - max(step.busy)
 
 
 @pytest.mark.parametrize("schedule", WHOLE)
@@ -38,11 +43,13 @@ def test_bubble_of_whole_backwards_is_the_papers(
 ) -> None:
     """(p - 1) / (v m), whatever forward and backward take."""
     stages = virtual if SCHEDULES[schedule].most_stages == math.inf else 0
-    parallel, micro_batches = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages), rounds * ranks
+    parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
+    micro_batches = rounds * ranks
     times = StageTimes(3, 2, 5)
-    found = equal(parallel, micro_batches, times)
-    assert found.bubble == pytest.approx((ranks - 1) / (parallel.stages_per_rank * micro_batches), rel=1e-12)
-    assert found.step - max(found.busy) == idle_in_theory(parallel, times)
+    step = simulate_equal(parallel, micro_batches, times)
+    bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
+    assert step.bubble == pytest.approx(bubble, rel=1e-12)
+    assert idle(step) == idle_in_theory(parallel, times)
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
@@ -53,15 +60,16 @@ def test_bubble_of_split_backwards_is_the_papers(
     schedule: PipelineSchedule, times: StageTimes, ranks: int, rounds: int
 ) -> None:
     parallel = Parallel(pp=ranks, schedule=schedule)
-    found = equal(parallel, rounds * ranks, times)
-    assert found.step - max(found.busy) == idle_in_theory(parallel, times)
+    step = simulate_equal(parallel, rounds * ranks, times)
+    assert idle(step) == idle_in_theory(parallel, times)
 
 
 def test_a_zero_bubble_of_the_paper_needs_equal_parts() -> None:
     """Not a closed form: ZB-V with slow gradients of weights waits for them too."""
-    parallel, times = Parallel(pp=4, schedule="ZBVZeroBubble"), StageTimes(1, 1, 2)
-    found = equal(parallel, 8, times)
-    assert found.step - max(found.busy) > idle_in_theory(parallel, times)
+    parallel = Parallel(pp=4, schedule="ZBVZeroBubble")
+    times = StageTimes(1, 1, 2)
+    step = simulate_equal(parallel, 8, times)
+    assert idle(step) > idle_in_theory(parallel, times)
 
 
 def test_two_ranks_by_hand() -> None:
@@ -70,9 +78,9 @@ def test_two_ranks_by_hand() -> None:
     Rank 0: F0 0-1, F1 1-2, B0 24-26, B1 27-29. Rank 1: F0 11-12, B0 12-14, F1 14-15, B1 15-17.
     """
     order, stage = orders(Parallel(pp=2), 2), StageTimes(1, 1, 1)
-    found = simulate(order, [stage, stage], [10])
-    assert found == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
-    assert found.bubble == pytest.approx(2 * 29 / 12 - 1)
+    step = simulate(order, [stage, stage], [10])
+    assert step == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
+    assert step.bubble == pytest.approx(2 * 29 / 12 - 1)
     slow_head = [stage, StageTimes(2, 3, 1)]  # rank 1: F0 1-3, B0 3-7, F1 7-9, B1 9-13; rank 0: B1 13-15
     assert simulate(order, slow_head) == Simulated(15, (6, 12), (15, 12))
 
@@ -80,10 +88,11 @@ def test_two_ranks_by_hand() -> None:
 def test_a_pair_sends_nothing_before_both_are_computed() -> None:
     """Rank 0: F1 0-1, then F0 1-2 and B1 2-7. Rank 1 has F0's input at 7 from a pair, else at 2; it takes 1."""
     pair: list[Entry] = [(Action("F", 0, 1),), (Action("F", 0, 0), Action("B", 0, 1))]
-    alone: list[Entry] = [(Action("F", 0, 1),), (Action("F", 0, 0),), (Action("B", 0, 1),)]
-    after: list[Entry] = [(Action("F", 1, 1),), (Action("B", 1, 1),), (Action("F", 1, 0),)]
+    apart: list[Entry] = [(Action("F", 0, 1),), (Action("F", 0, 0),), (Action("B", 0, 1),)]
+    last_rank: list[Entry] = [(Action("F", 1, 1),), (Action("B", 1, 1),), (Action("F", 1, 0),)]
     stages = [StageTimes(1, 2, 3), StageTimes(1, 0, 0)]
-    assert [simulate([order, after], stages).step for order in (pair, alone)] == [8, 7]
+    assert simulate([pair, last_rank], stages).step == 8
+    assert simulate([apart, last_rank], stages).step == 7
 
 
 def test_stages_on_one_rank_need_no_transfer() -> None:
@@ -105,62 +114,78 @@ PARTS = st.tuples(*[st.integers(0, 9)] * 3)
 """whole numbers: sums are exact, and comparisons need no tolerance"""
 
 
+class Drawn(NamedTuple):
+    """A pipeline to simulate."""
+
+    orders: list[list[Entry]]
+    stages: list[StageTimes]
+    transfers: list[int]
+
+    def step(self) -> float:
+        """Return the seconds of its step."""
+        return simulate(self.orders, self.stages, self.transfers).step
+
+
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[list[Entry]], list[StageTimes], list[int]]:
-    """Orders that the config allows, stages of any times, transfers."""
+def pipelines(draw: st.DrawFn) -> Drawn:
+    """Draw orders that the config allows, stages of any times, transfers."""
     schedule = draw(st.sampled_from(NAMES))
     ranks, virtual = draw(st.integers(2, 5)), draw(st.integers(1, 3))
-    looped = SCHEDULES[schedule].most_stages == math.inf
-    parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual if looped else 0)
-    found = orders(parallel, ranks * draw(st.integers(2, 3)))
-    times = draw(st.lists(PARTS, min_size=parallel.stages, max_size=parallel.stages))
-    transfers = draw(st.lists(st.integers(0, 5), min_size=parallel.stages - 1, max_size=parallel.stages - 1))
-    return found, [StageTimes(*parts) for parts in times], transfers
+    if SCHEDULES[schedule].most_stages != math.inf:
+        virtual = 0
+    parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual)
+    rounds = draw(st.integers(2, 3))
+    stages = parallel.stages
+    parts = draw(st.lists(PARTS, min_size=stages, max_size=stages))
+    transfers = draw(st.lists(st.integers(0, 5), min_size=stages - 1, max_size=stages - 1))
+    return Drawn(orders(parallel, ranks * rounds), [StageTimes(*times) for times in parts], transfers)
 
 
 @settings(max_examples=150, deadline=None)
-@given(layouts(), st.data())
-def test_slower_parts_never_make_a_faster_step(
-    layout: tuple[list[list[Entry]], list[StageTimes], list[int]], data: st.DataObject
-) -> None:
-    order, stages, transfers = layout
-    step = simulate(order, stages, transfers).step
-    at, part = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.sampled_from(StageTimes._fields))
-    slower = list(stages)
-    slower[at] = stages[at]._replace(**{part: getattr(stages[at], part) + 3})
-    assert simulate(order, slower, transfers).step >= step
-    at = data.draw(st.integers(0, len(transfers) - 1))
-    assert simulate(order, stages, [*transfers[:at], transfers[at] + 3, *transfers[at + 1 :]]).step >= step
+@given(pipelines(), st.data())
+def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObject) -> None:
+    step = pipeline.step()
+    index = data.draw(st.integers(0, len(pipeline.stages) - 1))
+    part = data.draw(st.sampled_from(StageTimes._fields))
+    stages = list(pipeline.stages)
+    stages[index] = stages[index]._replace(**{part: getattr(stages[index], part) + 3})
+    assert pipeline._replace(stages=stages).step() >= step
+    transfers = list(pipeline.transfers)
+    transfers[data.draw(st.integers(0, len(transfers) - 1))] += 3
+    assert pipeline._replace(transfers=transfers).step() >= step
 
 
 @settings(max_examples=150, deadline=None)
-@given(layouts())
-def test_a_step_takes_at_least_its_busiest_rank_and_its_longest_chain(
-    layout: tuple[list[list[Entry]], list[StageTimes], list[int]],
-) -> None:
-    order, stages, transfers = layout
-    found = simulate(order, stages, transfers)
-    assert found.step >= max(found.busy)
-    assert found.step >= sum(stage.forward + stage.input_gradient for stage in stages)  # micro batch 0, there and back
-    assert simulate(order, stages).step <= sum(found.busy)  # somebody always computes
+@given(pipelines())
+def test_a_step_takes_at_least_its_busiest_rank_and_its_longest_chain(pipeline: Drawn) -> None:
+    step = simulate(pipeline.orders, pipeline.stages, pipeline.transfers)
+    assert step.step >= max(step.busy)
+    first_micro_batch = sum(stage.forward + stage.input_gradient for stage in pipeline.stages)  # there and back
+    assert step.step >= first_micro_batch
+    without_transfers = simulate(pipeline.orders, pipeline.stages)
+    assert without_transfers.step <= sum(step.busy)  # some rank always computes
 
 
-def held(schedule: PipelineSchedule, ranks: int, micro_batches: int, virtual: int = 0) -> list[dict[int, StagePeak]]:
-    """Each rank's peaks."""
-    return [
-        peaks(order) for order in orders(Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual), micro_batches)
-    ]
+def peaks_of_ranks(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[dict[int, StagePeak]]:
+    """Return each rank's peaks, by stage."""
+    parallel = Parallel(pp=ranks, schedule=schedule)
+    return [peaks(order) for order in orders(parallel, micro_batches)]
 
 
-def in_flight(found: Sequence[dict[int, StagePeak]]) -> list[int]:
-    return [sum(peak.in_flight for peak in rank.values()) for rank in found]
+def in_flight(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[int]:
+    """Return the micro batches that each rank has in flight at its peak, summed over its stages."""
+    counts = []
+    for peaks_of_rank in peaks_of_ranks(schedule, ranks, micro_batches):
+        counts.append(sum(peak.in_flight for peak in peaks_of_rank.values()))
+    return counts
 
 
 def test_micro_batches_in_flight() -> None:
     """GPipe: all; 1F1B: p - r; Interleaved1F1B: v p + p - 1 of 1/v the size (arXiv 2205.05198)."""
-    assert in_flight(held("GPipe", 4, 12)) == [12] * 4
-    assert in_flight(held("1F1B", 4, 12)) == [4, 3, 2, 1]
-    assert held("LoopedBFS", 2, 6)[0] == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
+    assert in_flight("GPipe", 4, 12) == [12] * 4
+    assert in_flight("1F1B", 4, 12) == [4, 3, 2, 1]
+    first_rank, _ = peaks_of_ranks("LoopedBFS", 2, 6)
+    assert first_rank == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
     ranks, virtual = 4, 3
     (order, *_) = orders(Parallel(pp=ranks, schedule="Interleaved1F1B", virtual_stages=virtual), 12)
     ones = dict.fromkeys(range(ranks * virtual), 1.0)
@@ -168,8 +193,10 @@ def test_micro_batches_in_flight() -> None:
 
 
 def test_zero_bubble_holds_what_waits_for_its_weights() -> None:
-    found = held("InterleavedZeroBubble", 4, 8)
-    assert [max(peak.deferred for peak in rank.values()) for rank in found] == [1, 2, 3, 4]
+    deferred = []
+    for peaks_of_rank in peaks_of_ranks("InterleavedZeroBubble", 4, 8):
+        deferred.append(max(peak.deferred for peak in peaks_of_rank.values()))
+    assert deferred == [1, 2, 3, 4]
 
 
 def test_peak_memory_counts_what_is_there_at_one_time() -> None:
@@ -191,7 +218,7 @@ def test_the_largest_pipelines_are_simulated_at_once() -> None:
         gc.collect()
         gc.disable()  # a collection would look through all that other tests have made
         start = time.process_time()
-        equal(parallel, micro_batches, StageTimes(1, 1, 1))
+        simulate_equal(parallel, micro_batches, StageTimes(1, 1, 1))
         taken = time.process_time() - start
         gc.enable()
         return taken

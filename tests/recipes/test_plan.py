@@ -93,6 +93,28 @@ def test_days_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     assert priced["dollars"] == pytest.approx(2 * priced["gpu_hours"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour changes nothing without --tokens: add it"),
+        (["--mtbf-hours", "20"], "--mtbf-hours changes nothing without --tokens: add it"),
+        (["--tokens", "1e12", "--save-minutes", "20"], "--save-minutes changes nothing without --mtbf-hours: add it"),
+        (["--tokens", "1e12", "--mtbf-hours", "0.1"], "the training never ends"),
+    ],
+)
+def test_prices_that_cannot_be_told_are_refused_at_once(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        main([*RANK, *options])
+    assert capsys.readouterr().out == ""
+
+
+def test_failures_are_explained_beside_the_price(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*RANK, "--tokens", "1e12", "--mtbf-hours", "20"])
+    assert "Days and price include failures: one per 20 hours loses 0.42 hours" in capsys.readouterr().out
+
+
 def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
     main([*RANK, "--write", str(file)])

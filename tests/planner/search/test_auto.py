@@ -29,13 +29,13 @@ def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
     assert not list(problems(free, 16))
     assert "layouts of 16 ranks on dgx_a100" in line
     assert free.recompute.mode == "none"
-    [kept], _ = choose_layouts(
+    [fixed], _ = choose_layouts(
         CONFIG, 16, {"parallel.tp", "recompute.mode", "training.micro_batch_size", "parallel.dp_shard"}
     )
-    assert (kept.parallel.tp, kept.recompute.mode, kept.training.micro_batch_size) == (2, "full", 4)
-    assert kept.parallel.dp_shard > 0  # -1 is open
-    assert kept.compile == Compile(block=True, loss=True)  # what "auto" is in this layout on a GPU
-    assert replace(kept, parallel=CONFIG.parallel, compile=CONFIG.compile) == CONFIG  # and nothing else has changed
+    assert (fixed.parallel.tp, fixed.recompute.mode, fixed.training.micro_batch_size) == (2, "full", 4)
+    assert fixed.parallel.dp_shard > 0  # -1 is open
+    assert fixed.compile == Compile(block=True, loss=True)  # what "auto" is in this layout on a GPU
+    assert replace(fixed, parallel=CONFIG.parallel, compile=CONFIG.compile) == CONFIG  # and nothing else has changed
 
 
 def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None:

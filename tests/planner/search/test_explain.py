@@ -1,11 +1,11 @@
-"""What is said of a search is what was predicted."""
+"""The words about a search agree with what was predicted."""
 
 import re
 from dataclasses import replace
 
 import pytest
 
-from tests.planner.search.test_search import LARGE, SMALL, cluster, job
+from tests.planner.search.test_search import LARGE, SMALL, cluster, make_job
 from torchllm.planner.predict import predict
 from torchllm.planner.search.explain import (
     divides_nowhere,
@@ -22,90 +22,112 @@ from torchllm.planner.search.layouts import Layout
 from torchllm.planner.search.price import Purchase
 from torchllm.planner.search.search import Ranked, search
 
-JOB = job(LARGE, gpus=16, batch=32, length=2048)
-FOUND = search(JOB)
+JOB = make_job(LARGE, gpus=16, batch=32, length=2048)
+OUTCOME = search(JOB)
+WINNER = OUTCOME.best[0]
+
+
+def first_count(line: str) -> int:
+    """Return the number that a line begins with."""
+    return int(line.split()[0].replace(",", ""))
 
 
 def test_figures_agree_with_each_other() -> None:
-    of = layout_figures(JOB, FOUND.best[0], Purchase(1e12))
+    figures = layout_figures(JOB, WINNER, Purchase(1e12))
     tokens = 32 * 2048
-    assert of["tokens_per_second"] == pytest.approx(tokens / of["step_seconds"])
-    assert of["days"] * 24 * 16 == pytest.approx(of["gpu_hours"])
-    assert of["gpu_hours"] == pytest.approx(1e12 / of["tokens_per_second"] / 3600 * 16)
-    assert of["petaflops"] == pytest.approx(of["mfu"] * 16 * 0.312)
-    assert sum(of["terms"].values()) == pytest.approx(of["step_seconds"])
-    assert sum(of["memory"].values()) == pytest.approx(of["memory_gib"])
-    assert "days" not in layout_figures(JOB, FOUND.best[0])
+    assert figures["tokens_per_second"] == pytest.approx(tokens / figures["step_seconds"])
+    assert figures["days"] * 24 * 16 == pytest.approx(figures["gpu_hours"])
+    assert figures["gpu_hours"] == pytest.approx(1e12 / figures["tokens_per_second"] / 3600 * 16)
+    assert figures["petaflops"] == pytest.approx(figures["mfu"] * 16 * 0.312)
+    assert sum(figures["terms"].values()) == pytest.approx(figures["step_seconds"])
+    assert sum(figures["memory"].values()) == pytest.approx(figures["memory_gib"])
+    assert "days" not in layout_figures(JOB, WINNER)
 
 
-def test_a_table_has_two_lines_a_layout_and_the_terms_largest_first() -> None:
-    lines = list(ranking_table(JOB, FOUND.best, Purchase(1e12)))
-    assert len(lines) == 1 + 2 * len(FOUND.best)
-    assert lines[1].startswith(" 1.")
-    assert FOUND.best[0].layout.text() in lines[1]
-    seconds = [float(found) for found in re.findall(r" ([\d.e+-]+) s", terms(FOUND.best[0].prediction))]
+def test_a_table_has_two_lines_per_layout_and_the_terms_largest_first() -> None:
+    heading, *lines = ranking_table(JOB, OUTCOME.best, Purchase(1e12))
+    assert "GPU-hours" in heading
+    assert len(lines) == 2 * len(OUTCOME.best)
+    assert lines[0].startswith(" 1.")
+    assert WINNER.layout.text() in lines[0]
+    seconds = [float(number) for number in re.findall(r" ([\d.e+-]+) s", terms(WINNER.prediction))]
     assert seconds == sorted(seconds, reverse=True)
-    assert "GPU-hours" in lines[0]
+
+
+def test_columns_stand_under_their_titles() -> None:
+    heading, line, _ = ranking_table(JOB, OUTCOME.best[:1], Purchase(1e12, dollars_per_gpu_hour=2))
+    figures = layout_figures(JOB, WINNER, Purchase(1e12, dollars_per_gpu_hour=2))
+    shown = {
+        "step s": f"{figures['step_seconds']:.4g}",
+        "HFU": f"{figures['hfu']:.1%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "PFLOP/s": f"{figures['petaflops']:.4g}",
+        "GPU-hours": f"{figures['gpu_hours']:,.0f}",
+        "$": f"{figures['dollars']:,.0f}",
+    }
+    for title, value in shown.items():
+        end = heading.index(f" {title} ") + len(f" {title}")
+        assert line[:end].endswith(value), title
+    assert line.index(WINNER.layout.text()) == heading.index("layout")
 
 
 def test_scaling_is_against_the_smallest() -> None:
     twice = replace(JOB, gpus=32)
-    lines = list(scaling([(twice, search(twice).best[0]), (JOB, FOUND.best[0])]))
+    lines = list(scaling([(twice, search(twice).best[0]), (JOB, WINNER)]))
     assert [line.split()[0] for line in lines] == ["GPUs", "16", "32"]
     assert "100.0%" in lines[1]
 
 
+LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer")
+
+
 def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
     """What is compared is predicted anew from the words."""
-    said = why(JOB, FOUND.best[0])
-    assert re.match(r"Matmul takes \d+% of a step, ", said[0])
-    assert len(said) > 2
-    winner = FOUND.best[0]
-    changed = 0
-    for line in said[1:]:
-        for micro, longer in re.findall(
-            r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer", line
-        ):
-            other = predict(JOB.case(winner.layout._replace(micro_batch_size=int(micro))))
-            assert 100 * (other.step / winner.prediction.step - 1) == pytest.approx(float(longer), abs=0.06)
-            changed += 1
+    sentence, *comparisons = why(JOB, WINNER)
+    assert re.match(r"Matmul takes \d+% of a step, ", sentence)
+    assert len(comparisons) > 1
+    for line in comparisons:
         assert "takes" in line or "GiB more than a GPU has" in line
-    assert changed == sum("micro batch size" in line and "longer" in line for line in said)
+        if "micro batch size" in line and "longer" in line:
+            size, longer = LONGER.match(line).groups()
+            changed = predict(JOB.case(WINNER.layout._replace(micro_batch_size=int(size))))
+            assert 100 * (changed.step / WINNER.prediction.step - 1) == pytest.approx(float(longer), abs=0.06)
 
 
 def test_near_misses_name_what_is_missing() -> None:
-    of = job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
-    found = search(of)
-    lines = list(misses(of, found))
+    job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
+    outcome = search(job)
+    lines = list(misses(job, outcome))
     assert lines
-    for line, miss in zip(lines, found.misses, strict=True):
+    for line, miss in zip(lines, outcome.misses, strict=True):
         assert f"{miss.over / 2**30:.1f} GiB more than the 37.3 GiB of a GPU" in line
 
 
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
-    lines = list(rejections(FOUND))
-    layouts = [int(line.split()[0].replace(",", "")) for line in lines if "layout" in line]
-    assert sum(layouts) + len(FOUND.best) == FOUND.layouts
-    meshes = sum(int(line.split()[0].replace(",", "")) for line in lines if "mesh" in line)
-    assert meshes == sum(bool(JOB.refusal(mesh)) for mesh in JOB.meshes)
+    lines = list(rejections(OUTCOME))
+    layouts = [first_count(line) for line in lines if "layout" in line]
+    assert sum(layouts) + len(OUTCOME.best) == OUTCOME.layouts
+    meshes = [first_count(line) for line in lines if "mesh" in line]
+    assert sum(meshes) == sum(bool(JOB.refusal(mesh)) for mesh in JOB.meshes)
 
 
 def test_fits_nowhere_says_what_would_do() -> None:
-    of = job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
-    said = fits_nowhere(of, search(of))
-    gpus = int(re.search(r"it would fit on (\d+) GPUs", said)[1])
-    assert search(replace(of, gpus=gpus)).best
-    assert not search(replace(of, gpus=gpus // 2)).best
-    assert "; the closest, " in said
+    job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
+    message = fits_nowhere(job, search(job))
+    gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
+    assert search(replace(job, gpus=gpus)).best
+    assert not search(replace(job, gpus=gpus // 2)).best
+    assert "; the closest, " in message
 
 
 def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
-    of = job(SMALL, gpus=11, batch=16)
-    said = divides_nowhere(of, search(of))
-    assert said.startswith("no valid layout on 11 GPUs: ")
-    assert search(replace(of, gpus=int(re.search(r"; (\d+) GPUs would work$", said)[1]))).best
-    alone = divides_nowhere(job(SMALL, gpus=2, batch=1), search(job(SMALL, gpus=2, batch=1)))
-    assert alone.endswith("; 1 GPU would work")
+    job = make_job(SMALL, gpus=11, batch=16)
+    message = divides_nowhere(job, search(job))
+    assert message.startswith("no valid layout on 11 GPUs: ")
+    gpus = int(re.search(r"; (\d+) GPUs would work$", message)[1])
+    assert search(replace(job, gpus=gpus)).best
+    one_sequence = make_job(SMALL, gpus=2, batch=1)
+    assert divides_nowhere(one_sequence, search(one_sequence)).endswith("; 1 GPU would work")
 
 
 def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:

@@ -31,15 +31,15 @@ def test_a_layout_is_that_of_the_config_that_has_it() -> None:
 def test_ep_divides_the_experts_and_the_ranks_that_it_borrows() -> None:
     """8 experts on 2 shards x cp 2 x tp 4: as the config accepts them; none where weights are whole."""
     model = replace(load("mixtral_8x7b"), layers=4)
-    of = job_of_experts(model)
+    job = job_of_experts(model)
     mesh = DegreeMesh(pp=1, data=2, cp=2, tp=4)
-    assert of.expert_degrees(mesh, dp_shard=2, zero_stage=3) == [1, 2, 4, 8]
-    assert of.expert_degrees(mesh, dp_shard=1, zero_stage=1) == [1, 2, 4, 8]
-    assert of.expert_degrees(DegreeMesh(1, 16, 1, 1), dp_shard=4, zero_stage=2) == [1, 2, 4]
-    assert of.expert_degrees(mesh, dp_shard=2, zero_stage=0) == [1]
-    for sharding in of.shardings(mesh):
+    assert job.expert_degrees(mesh, dp_shard=2, zero_stage=3) == [1, 2, 4, 8]
+    assert job.expert_degrees(mesh, dp_shard=1, zero_stage=1) == [1, 2, 4, 8]
+    assert job.expert_degrees(DegreeMesh(1, 16, 1, 1), dp_shard=4, zero_stage=2) == [1, 2, 4]
+    assert job.expert_degrees(mesh, dp_shard=2, zero_stage=0) == [1]
+    for sharding in job.shardings(mesh):
         layout = Layout(pp=1, cp=2, tp=4, sequence_parallel=True, **sharding._asdict())
-        assert not problems(of.config(Config(), layout), 16), layout
+        assert not problems(job.config(Config(), layout), 16), layout
 
 
 def job_of_experts(model: Model) -> Job:

@@ -3,11 +3,11 @@
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tests.planner.search.test_search import LARGE, SMALL, job
+from tests.planner.search.test_search import LARGE, SMALL, make_job
 from torchllm.planner.search.plot import TERMS, draw
 from torchllm.planner.search.search import search
 
-LARGE_JOB = job(LARGE, batch=8, length=2048)
+LARGE_JOB = make_job(LARGE, batch=8, length=2048)
 
 
 def color_of_term(figure: Figure) -> dict[str, str]:
@@ -18,7 +18,7 @@ def color_of_term(figure: Figure) -> dict[str, str]:
 
 def test_a_term_has_one_color_in_all_pictures() -> None:
     of_term: dict[str, str] = {}
-    for planned in (job(SMALL, gpus=8), LARGE_JOB):
+    for planned in (make_job(SMALL, gpus=8), LARGE_JOB):
         colors = color_of_term(draw(planned, search(planned), "title"))
         assert colors.keys() <= set(TERMS)
         assert len(set(colors.values())) == len(colors)

@@ -4,7 +4,7 @@ The choice depends only on the config, the number of ranks and the name of the m
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,39 +40,50 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
     UserError if nothing fits, or the machine is unknown.
     """
     name = _cluster_of_run(config)
-    found: list[str] = []
-    hardware = read_cluster(name, found)
+    problems: list[str] = []
+    hardware = read_cluster(name, problems)
     if hardware is None:
-        raise UserError("; ".join(found))
+        raise UserError("; ".join(problems))
     job = job_of(config, world_size, written, hardware)
-    result = search(job, count)
-    if not result.layouts:
-        raise UserError(divides_nowhere(job, result))
-    if not result.best:
-        raise UserError(fits_nowhere(job, result))
-    advice = advise(job, result)
+    outcome = search(job, count)
+    if not outcome.layouts:
+        raise UserError(divides_nowhere(job, outcome))
+    if not outcome.best:
+        raise UserError(fits_nowhere(job, outcome))
+    advice = advise(job, outcome)
+    chosen = []
+    for ranked in roomy_layouts(job, advice, count):
+        run = job.config(config, ranked.layout)
+        chosen.append(replace(run, parallel=replace(run.parallel, layout="manual")))
+    layouts = f"{outcome.layouts:,} layouts of {world_size} ranks on {name}"
+    return chosen, _line(advice, layouts, is_float8=config.float8.is_on)
+
+
+def _line(advice: Advice, layouts: str, is_float8: bool) -> str:
+    """Return a line that describes the first pick. layouts: from which it was picked."""
     layout, prediction = advice.first
-    line = (
-        f"{layout.text()}: first pick of {result.layouts:,} layouts of {world_size} ranks on {name}, predicted "
-        f"{prediction.step:.3g} s per step, {prediction.memory.total / GIB:.3g} GiB per GPU"
-    )
+    memory = f"{prediction.memory.total / GIB:.3g} GiB per GPU"
+    line = f"{layout.text()}: first pick of {layouts}, predicted {prediction.step:.3g} s per step, {memory}"
     if not advice.is_measured:
         line += "; not measured on this GPU"
     if advice.simple.fits != "fits":
         line += f"; out of memory in {100 * advice.simple.out_of_memory:.0f} of 100 cases like it"
-    if config.float8.is_on:
+    if is_float8:
         line += "; planned with products in bfloat16, not in float8"
-    chosen = [job.config(config, ranked.layout) for ranked in roomy_layouts(job, advice, count)]
-    return [replace(one, parallel=replace(one.parallel, layout="manual")) for one in chosen], line
+    return line
 
 
 def roomy_layouts(job: Job, advice: Advice, count: int) -> list[Ranked]:
     """Return the first pick, and after it the fastest layouts that leave as much room in memory as a pick does."""
+    roomy = [advice.first]
     if count == 1:
-        return [advice.first]
+        return roomy
     limit = memory_limit(job.case(advice.first.layout))
-    within = search(replace(job, hardware=replace(job.hardware, memory=limit)), count).best
-    return [advice.first, *(one for one in within if one.layout != advice.first.layout)][:count]
+    smaller = replace(job, hardware=replace(job.hardware, memory=limit))
+    for ranked in search(smaller, count).best:
+        if ranked.layout != advice.first.layout:
+            roomy.append(ranked)
+    return roomy[:count]
 
 
 def planned(config: Config) -> Prediction | None:
@@ -99,7 +110,10 @@ def why_unplanned(config: Config) -> str:
 
 
 def _cluster_of_run(config: Config) -> str:
-    return config.cluster.name or cluster_with_gpu(device() if config.run.device != "cpu" else "")
+    if config.cluster.name:
+        return config.cluster.name
+    gpu = "" if config.run.device == "cpu" else device()
+    return cluster_with_gpu(gpu)
 
 
 def case_of(config: Config, hardware: Hardware) -> Case:
@@ -124,11 +138,14 @@ def case_of(config: Config, hardware: Hardware) -> Case:
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
     """Return what is to be planned: what the run sets is fixed, the rest is open."""
     fixed: dict[str, Any] = {}
+    if "training.micro_batch_size" in written:
+        fixed["micro_batch_size"] = config.training.micro_batch_size
+    if "recompute.mode" in written:
+        fixed["recompute"] = config.recompute.mode
     for key in Layout._fields:
-        section = {"micro_batch_size": "training", "recompute": "recompute"}.get(key, "parallel")
-        field = "mode" if key == "recompute" else key
-        value = getattr(getattr(config, section), field)
-        if f"{section}.{field}" in written and value != -1 and (key, value) != ("virtual_stages", 0):
+        value = getattr(config.parallel, key, -1)
+        is_open = value == -1 or (key == "virtual_stages" and value == 0)
+        if f"parallel.{key}" in written and not is_open:
             fixed[key] = value
     return Job(
         config.model,
@@ -159,16 +176,28 @@ def cluster_with_gpu(gpu: str) -> str:
     nvidias_own = [name for name in names if name.startswith(NVIDIAS_OWN)]
     for name in [*nvidias_own, *names]:
         hardware = read_cluster(name, [])
-        if hardware is not None and _same(hardware.gpu, gpu):
+        if hardware is not None and _same(gpu, hardware.gpu):
             return name
     raise UserError(f"no file of train_configs/clusters has a {gpu}: set cluster.name")
 
 
-def _same(gpu: str, said: str) -> bool:
+def _same(gpu: str, gpu_of_file: str) -> bool:
     """Return whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB".
 
     They name the same chip, and the same memory if both name one. A PCIe card is another chip.
     """
-    mine, its = ([word for word in re.findall(r"\w+", name.upper()) if word != "NVIDIA"] for name in (gpu, said))
-    sizes = [{word for word in words if re.fullmatch(r"\d+GB", word)} for words in (mine, its)]
-    return mine[0] == its[0] and not {"PCIE", "NVL"} & set(its) and (sizes[0] == sizes[1] or not all(sizes))
+    words, words_of_file = _words(gpu), _words(gpu_of_file)
+    if words[0] != words_of_file[0] or {"PCIE", "NVL"} & set(words):
+        return False
+    size, size_of_file = _memory_size(words), _memory_size(words_of_file)
+    return size == size_of_file or not size or not size_of_file
+
+
+def _words(gpu: str) -> list[str]:
+    """Return the words of a GPU's name: the chip first."""
+    return [word for word in re.findall(r"\w+", gpu.upper()) if word != "NVIDIA"]
+
+
+def _memory_size(words: Sequence[str]) -> set[str]:
+    """Return the word that says how much memory a GPU has, if there is one."""
+    return {word for word in words if re.fullmatch(r"\d+GB", word)}

@@ -1,28 +1,33 @@
 """Lower bounds of the time and memory of layouts, by which `search` leaves out whole groups. No torch.
 
 A bound of a group is what the cost model says of its layouts if what is open costs nothing. `Bounds.shared` bounds the
-time of all schedules and shardings, `Bounds.scheduled` of one schedule, with `Bounds.tail` of one sharding too;
-`Bounds.held` bounds the memory.
+time of all schedules and shardings, `Bounds.scheduled` that of one schedule, with `Bounds.tail` of one sharding too;
+`Bounds.held` bounds the memory of a layout, `Bounds.needed` that of its shardings under one ZeRO stage.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import cache, partial
+from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.config import SCHEDULES
-from torchllm.planner.activations import block_activations, stage_activations
+from torchllm.planner.activations import BlockActivations, block_activations, stage_activations
 from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import without_experts
 from torchllm.planner.memory import StageSize, gathered_parameters
 from torchllm.planner.moments import WHOLE, of_rank
 from torchllm.planner.predict import memory_of, stage_sizes, tail
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.simulate import StageTimes
-from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, stage_cost
-from torchllm.spec.stages import stage_of_rank, stages_of_ranks
+from torchllm.planner.stage import BlockCost, Computed, StageCost, boundary, computed, cost_of_block, stage_cost
+from torchllm.spec.stages import stages_of_ranks
+
+Key = tuple[object, ...]
+"""settings that decide a figure: layouts that agree in them share it"""
 
 
 def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
@@ -31,16 +36,50 @@ def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple
     A rank computes all its work after a first micro batch has come through the previous ranks, and before the last
     one's gradients go back through them. Where the backward is split that last wait may be filled.
     """
-    m = case.micro_batches
+    micro_batches = case.micro_batches
     splits_backward = SCHEDULES[case.parallel.schedule].splits_backward
-    totals = [sum(stage) for stage in stages]
-    busy = [m * sum([totals[stage] for stage in mine]) for mine in stages_of_ranks(case.parallel)]
+    totals = [sum(times) for times in stages]
+    busy = []
+    for stages_of_rank in stages_of_ranks(case.parallel):
+        busy.append(micro_batches * sum([totals[stage] for stage in stages_of_rank]))
     step = waits = 0.0
     for rank, work in enumerate(busy):
         step = max(step, waits + work)
-        way_back = 0.0 if splits_backward else totals[rank] - stages[rank].forward + transfer
-        waits += stages[rank].forward + transfer + way_back
+        waits += _passage(stages[rank], transfer, splits_backward)
     return step, busy
+
+
+def _passage(entry: StageTimes, transfer: float, splits_backward: bool) -> float:
+    """Return the seconds that the ranks after one wait for it: while the first micro batch comes, and the last leaves.
+
+    entry: of the rank's first stage.
+    """
+    passage = entry.forward + transfer
+    if not splits_backward:
+        passage += entry.input_gradient + entry.weight_gradient + transfer
+    return passage
+
+
+class RankGroup(NamedTuple):
+    """Neighbouring ranks of a pipeline that have stages of the same sizes."""
+
+    ranks: int
+    entry: StageSize
+    """size of the first stage of each rank"""
+    stages: Counter[StageSize]
+    """number of stages of each size on each rank"""
+
+
+class Pipeline(NamedTuple):
+    """How a schedule spreads the blocks over the ranks of a pipeline."""
+
+    stages: list[StageSize]
+    """first to last"""
+    sizes: list[StageSize]
+    """different ones of `stages`"""
+    first_rank: list[StageSize]
+    """stages of the first rank"""
+    groups: list[RankGroup]
 
 
 class Forward(NamedTuple):
@@ -48,119 +87,225 @@ class Forward(NamedTuple):
 
     flying: Counter[StageSize]
     """micro batches whose activations it holds, by their stage"""
-    gradients: float
-    """bytes of the gradients that its stages have so far"""
+    graded: Counter[StageSize]
+    """stages that have whole gradients"""
 
-    def is_within(self, other: "Forward") -> bool:
-        """Return whether another holds as much of everything."""
-        return self.gradients <= other.gradients and self.flying <= other.flying
+    def is_within(self, larger: "Forward") -> bool:
+        """Return whether another forward holds as much of everything."""
+        return self.flying <= larger.flying and self.graded <= larger.graded
+
+
+class StageCosts(NamedTuple):
+    """Costs of one micro batch: of a block, of a dense block of a model with experts, and of the stages so far."""
+
+    block: BlockCost
+    dense: BlockCost
+    of_size: dict[StageSize, StageCost]
 
 
 class Bounds:
-    """The bounds of one job's layouts. What layouts share is computed once, and kept by what it depends on."""
+    """The bounds of one job's layouts. What layouts share is computed once, stored by the settings that decide it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.shardings = cache(job.shardings)
-        self._costs: dict[tuple[object, ...], tuple[BlockCost, dict[StageSize, StageCost]]] = {}
-        self._sizes: dict[tuple[object, ...], list[StageSize]] = {}
-        self._tails: dict[tuple[object, ...], float] = {}
-        self._standing: dict[tuple[object, ...], float] = {}
-        self._forwards: dict[tuple[object, ...], list[Forward]] = {}
-        self._kept: dict[tuple[object, ...], Callable[[StageSize], float]] = {}
-        self._dense = job.model.dense_layers if job.model.experts else 0
+        self._dense_blocks = job.model.dense_layers if job.model.experts else 0
+        self._scheduled: dict[Layout, float] = {}
+        self._in_flight: dict[Layout, float] = {}
+        self._computed: dict[tuple[Piece, Kernels], tuple[Computed, Computed]] = {}
+        self._costs: dict[Key, StageCosts] = {}
+        self._pipelines: dict[Key, Pipeline] = {}
+        self._transfers: dict[Key, float] = {}
+        self._tails: dict[Key, float] = {}
+        self._needed: dict[Layout, float] = {}
+        self._standing: dict[Key, float] = {}
+        self._forwards: dict[Key, list[Forward]] = {}
+        self._parameters: dict[Key, float] = {}
+        self._activations: dict[Key, tuple[BlockActivations, BlockActivations]] = {}
+        self._kept_bytes: dict[Key, dict[StageSize, float]] = {}
 
-    def of(self, job: Job) -> "Bounds":
-        """Return the bounds of a job with other `fixed` keys or another memory, which share what is known."""
-        other = copy(self)
-        other.job = job
-        other.shardings = cache(job.shardings)
-        return other
+    def for_job(self, job: Job) -> "Bounds":
+        """Return the bounds of a job with other `fixed` keys or another memory. They share all that is computed."""
+        bounds = copy(self)
+        bounds.job = job
+        bounds.shardings = cache(job.shardings)
+        return bounds
 
     def shared(self, layout: Layout) -> float:
         """Return the seconds if the ranks of a pipeline share all work evenly and never wait."""
-        whole = StageSize(self.job.model.layers, first=True, last=True, dense=self._dense)
-        (cost,) = self.costs(layout, [whole])
-        return self.micro_batches(layout) * sum(cost.times) / layout.pp
+        model = StageSize(self.job.model.layers, first=True, last=True, dense=self._dense_blocks)
+        times = self.costs(layout, [model])[model].times
+        return self.micro_batches(layout) * sum(times) / layout.pp
 
     def scheduled(self, layout: Layout) -> float:
-        """Return `at_least` of the layout."""
-        case, costs = self.job.case(layout), self.costs(layout, self.sizes(layout))
-        return at_least(case, [cost.times for cost in costs], boundary(case))[0]
+        """Return `at_least` of the layout. It is computed per group of ranks, as a pipeline has few kinds of ranks."""
+        if layout in self._scheduled:
+            return self._scheduled[layout]
+        pipeline = self.pipeline(layout)
+        costs = self.costs(layout, pipeline.sizes)
+        transfer = self.transfer(layout)
+        splits_backward = SCHEDULES[layout.schedule].splits_backward
+        micro_batches = self.micro_batches(layout)
+        step = waits = 0.0
+        for group in pipeline.groups:
+            passage = _passage(costs[group.entry].times, transfer, splits_backward)
+            seconds = 0.0
+            for size, number in group.stages.items():
+                seconds += number * sum(costs[size].times)
+            waits += (group.ranks - 1) * passage  # the last of the group waits longest
+            step = max(step, waits + micro_batches * seconds)
+            waits += passage
+        self._scheduled[layout] = step
+        return step
 
-    def costs(self, layout: Layout, sizes: list[StageSize]) -> list[StageCost]:
-        """Return the cost of each stage. Only ZeRO stages 2 and 3 gather weights, or reduce gradients, meanwhile."""
+    def transfer(self, layout: Layout) -> float:
+        """Return the seconds from a stage to the next."""
+        key = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel
+        if key not in self._transfers:
+            self._transfers[key] = boundary(self.job.case(layout))
+        return self._transfers[key]
+
+    def costs(self, layout: Layout, sizes: Sequence[StageSize]) -> dict[StageSize, StageCost]:
+        """Return the costs of stages of these sizes, and maybe of others.
+
+        Only ZeRO stages 2 and 3 gather weights, or reduce gradients, meanwhile.
+        """
         computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
         sends = layout.pp > 1, layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
         gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
         key = *computes, *sends, *gathers
-        if key not in self._costs:
-            self._costs[key] = cost_of_block(self.job.case(layout)), {}
-        block, known = self._costs[key]
-        for size in sizes:
-            if size not in known:
-                known[size] = stage_cost(self.job.case(layout), size, block)
-        return [known[size] for size in sizes]
+        costs = self._costs.get(key)
+        if costs is None:
+            costs = self._costs[key] = self._costs_of_blocks(self.job.case(layout))
+        missing = [size for size in sizes if size not in costs.of_size]
+        if missing:
+            case = self.job.case(layout)
+            for size in missing:
+                costs.of_size[size] = stage_cost(case, size, costs.block, costs.dense)
+        return costs.of_size
 
-    def sizes(self, layout: Layout) -> list[StageSize]:
-        """Return the size of each stage."""
+    def _costs_of_blocks(self, case: Case) -> StageCosts:
+        """Return the costs of blocks, and of no stage yet."""
+        key = case.piece, case.kernels
+        if key not in self._computed:
+            usual = computed(case)
+            dense = computed(case.of_dense_blocks) if self._dense_blocks else usual
+            self._computed[key] = usual, dense
+        usual, dense = self._computed[key]
+        cost = dense_cost = cost_of_block(case, usual)
+        if self._dense_blocks:
+            dense_cost = cost_of_block(case.of_dense_blocks, dense)
+        return StageCosts(cost, dense_cost, {})
+
+    def pipeline(self, layout: Layout) -> Pipeline:
+        """Return how the blocks are spread over the ranks."""
         key = layout.pp, layout.schedule, layout.virtual_stages
-        if key not in self._sizes:
-            self._sizes[key] = stage_sizes(self.job.case(layout))
-        return self._sizes[key]
+        if key not in self._pipelines:
+            case = self.job.case(layout)
+            stages = stage_sizes(case)
+            sizes = list(dict.fromkeys(stages))
+            ranks = []
+            for stages_of_rank in stages_of_ranks(case.parallel):
+                ranks.append([stages[stage] for stage in stages_of_rank])
+            groups = []
+            for sizes_of_rank, alike in groupby(ranks):
+                number = len(list(alike))
+                groups.append(RankGroup(number, sizes_of_rank[0], Counter(sizes_of_rank)))
+            self._pipelines[key] = Pipeline(stages, sizes, ranks[0], groups)
+        return self._pipelines[key]
 
     def tail(self, layout: Layout) -> float:
         """Return the seconds at the end of a step, if a rank has no end of the model and its backward hides all."""
         key = layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.zero_stage, layout.ep
         if key not in self._tails:
-            size = StageSize((self.job.model.layers - self._dense) // layout.pp, first=False, last=False)
+            sparse_blocks = self.job.model.layers - self._dense_blocks
+            size = StageSize(sparse_blocks // layout.pp, first=False, last=False)
             cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})
-            self._tails[key] = sum(tail(self.job.case(layout), [size], [cost]).values())
+            terms = tail(self.job.case(layout), [size], [cost])
+            self._tails[key] = sum(terms.values())
         return self._tails[key]
 
     def held(self, layout: Layout) -> float:
         """Return the bytes that the first rank holds all step long, and at the end of the forward that adds most."""
-        kept = self.kept(layout)
-        most = 0.0
-        for forward in self.forwards(layout):
-            activations = sum([count * kept(size) for size, count in forward.flying.items()])
-            most = max(most, self.job.software.constants.allocator * activations + forward.gradients)
-        return self.standing(layout) + most
+        return self.standing(layout) + self.in_flight(layout)
+
+    def in_flight(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds at the end of a forward, and not all step long.
+
+        How weights are sharded has no say in them.
+        """
+        if layout not in self._in_flight:
+            software = self.job.software
+            allocator = software.constants.allocator
+            kept_bytes = self.kept_bytes(layout)
+            largest = 0.0
+            for forward in self.forwards(layout):
+                bytes = 0.0
+                for size, count in forward.flying.items():
+                    bytes += allocator * count * kept_bytes[size]
+                for size, count in forward.graded.items():
+                    bytes += software.gradients * count * self.parameters(layout, size)
+                largest = max(largest, bytes)
+            self._in_flight[layout] = largest
+        return self._in_flight[layout]
+
+    def needed(self, layout: Layout) -> float:
+        """Return the bytes that the first or the last rank needs with more shards than in any layout.
+
+        More shards need less memory. A higher ZeRO stage may need more, as it gathers weights while blocks compute.
+        """
+        sharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks)
+        if sharded not in self._needed:
+            case = self.job.case(sharded)
+            stages = self.pipeline(sharded).stages
+            first = memory_of(case, stages, 0)
+            last = memory_of(case, stages, layout.pp - 1) if layout.pp > 1 else first
+            self._needed[sharded] = max(first.total, last.total)
+        return self._needed[sharded]
 
     def standing(self, layout: Layout) -> float:
         """Return the bytes that the first rank holds all step long."""
-        sums = layout.pp == 1 and self.micro_batches(layout) > 1  # gradients; a pipeline has them for a while
+        sums_gradients = layout.pp == 1 and self.micro_batches(layout) > 1  # a pipeline has them for a while
+        shards = layout.dp_shard * layout.cp
         split = layout.pp, layout.schedule, layout.virtual_stages, layout.tp, layout.ep
-        key = *split, layout.dp_shard * layout.cp, layout.zero_stage, sums
+        key = *split, shards, layout.zero_stage, sums_gradients
         if key not in self._standing:
-            case, sizes = self.job.case(layout), self.sizes(layout)
-            memory = memory_of(case, sizes, 0)
-            whole = 0.0  # weights; `memory.gathered` has what is gathered at its peak, too, which a micro batch decides
+            case = self.job.case(layout)
+            pipeline = self.pipeline(layout)
+            memory = memory_of(case, pipeline.stages, 0)
+            # `memory.gathered` has what is gathered at its peak, too, which a micro batch decides.
+            standing = memory.weights + memory.optimizer + memory.reserve
             if layout.zero_stage < 3:
-                stages = [sizes[stage] for stage in stage_of_rank(case.parallel, 0)]
-                vocab_parallel = case.software.vocab_parallel
-                parameters = sum(gathered_parameters(case.model, stage, case.piece, vocab_parallel) for stage in stages)
-                whole = case.software.gathered * parameters
-            gradients = memory.gradients if sums else 0.0
-            self._standing[key] = memory.weights + whole + gradients + memory.optimizer + memory.reserve
+                for size in pipeline.first_rank:
+                    standing += case.software.gathered * self.parameters(layout, size)
+            if sums_gradients:
+                standing += memory.gradients
+            self._standing[key] = standing
         return self._standing[key]
 
-    def kept(self, layout: Layout) -> Callable[[StageSize], float]:
-        """Return a function: stage -> bytes that its blocks keep of a micro batch."""
-        sends = layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
-        key = *sends, layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
-        if key not in self._kept:
-            self._kept[key] = cache(partial(self._kept_of, self.job.case(layout)))
-        return self._kept[key]
+    def parameters(self, layout: Layout, size: StageSize) -> float:
+        """Return the parameters of a stage, gathered."""
+        key = layout.tp, layout.ep, size
+        if key not in self._parameters:
+            case = self.job.case(layout)
+            self._parameters[key] = gathered_parameters(case.model, size, case.piece, case.software.vocab_parallel)
+        return self._parameters[key]
 
-    def _kept_of(self, case: Case, size: StageSize) -> float:
-        """Return the bytes that the blocks of a stage keep of a micro batch."""
-        held = 0.0
-        for model, blocks in ((case.model, size.blocks - size.dense), (without_experts(case.model), size.dense)):
-            if blocks:
-                one = block_activations(model, case.piece, case.parallel, case.kernels, case.software)
-                held += stage_activations(case.model, blocks, case.recompute, one, case.software).held
-        return held
+    def kept_bytes(self, layout: Layout) -> dict[StageSize, float]:
+        """Return the bytes of a micro batch that the blocks of each of the first rank's stages keep."""
+        compiled = self.job.compile_of(layout).block
+        tokens = layout.micro_batch_size, layout.cp, layout.cp_method, layout.sequence_parallel
+        block_key = *tokens, layout.tp, layout.ep, compiled
+        key = *block_key, layout.recompute
+        bytes_of_size = self._kept_bytes.setdefault(key, {})
+        missing = [size for size in self.pipeline(layout).first_rank if size not in bytes_of_size]
+        if missing:
+            case = self.job.case(layout)
+            if block_key not in self._activations:
+                self._activations[block_key] = _activations_of_blocks(case)
+            for size in missing:
+                bytes_of_size[size] = _kept_by_stage(case, size, *self._activations[block_key])
+        return bytes_of_size
 
     def micro_batches(self, layout: Layout) -> int:
         """Return the micro batches of a step on one data rank."""
@@ -168,24 +313,46 @@ class Bounds:
 
     def forwards(self, layout: Layout) -> list[Forward]:
         """Return the forwards at whose end the first rank may hold most."""
-        order = layout.pp, layout.schedule, layout.virtual_stages, self.micro_batches(layout)
-        key = *order, layout.tp, layout.ep
+        key = layout.pp, layout.schedule, layout.virtual_stages, self.micro_batches(layout)
         if key not in self._forwards:
-            case, sizes = self.job.case(layout), self.sizes(layout)
-            parallel, software = case.parallel, case.software
-            stages = [sizes[stage] for stage in stage_of_rank(parallel, 0)]
-            found: list[Forward] = []
-            for moment in of_rank(layout.schedule, layout.pp, parallel.stages_per_rank, case.micro_batches, 0):
-                if moment.kind != "F":
-                    continue
-                flying, gradients = Counter[StageSize](), 0.0
-                for stage, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
-                    flying[stage] += count
-                    if layout.pp > 1 and graded == WHOLE:
-                        whole = gathered_parameters(case.model, stage, case.piece, software.vocab_parallel)
-                        gradients += software.gradients * whole
-                forward = Forward(flying, gradients)
-                if not any(forward.is_within(other) for other in found):
-                    found = [other for other in found if not other.is_within(forward)] + [forward]
-            self._forwards[key] = found
+            self._forwards[key] = _forwards_of(self.job.case(layout), self.pipeline(layout).first_rank)
         return self._forwards[key]
+
+
+def _forwards_of(case: Case, stages: Sequence[StageSize]) -> list[Forward]:
+    """Return the forwards of the first rank, which has these stages, that are within no other one."""
+    parallel = case.parallel
+    moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank=0)
+    largest: list[Forward] = []
+    for moment in moments:
+        if moment.kind != "F":
+            continue
+        forward = Forward(Counter(), Counter())
+        for size, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
+            forward.flying[size] += count
+            if parallel.pp > 1 and graded == WHOLE:
+                forward.graded[size] += 1
+        if not any(forward.is_within(larger) for larger in largest):
+            largest = [smaller for smaller in largest if not smaller.is_within(forward)]
+            largest.append(forward)
+    return largest
+
+
+def _activations_of_blocks(case: Case) -> tuple[BlockActivations, BlockActivations]:
+    """Return what a block keeps, and what a dense block of a model with experts keeps."""
+    arguments = case.piece, case.parallel, case.kernels, case.software
+    usual = block_activations(case.model, *arguments)
+    if not case.model.experts:
+        return usual, usual
+    return usual, block_activations(without_experts(case.model), *arguments)
+
+
+def _kept_by_stage(case: Case, size: StageSize, usual: BlockActivations, dense: BlockActivations) -> float:
+    """Return the bytes that the blocks of a stage keep of a micro batch."""
+    model, recompute, software = case.model, case.recompute, case.software
+    bytes = 0.0
+    if size.blocks > size.dense:
+        bytes += stage_activations(model, size.blocks - size.dense, recompute, usual, software).held
+    if size.dense:
+        bytes += stage_activations(model, size.dense, recompute, dense, software).held
+    return bytes

@@ -4,6 +4,7 @@ No torch.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from torchllm.planner.predict import predict
 from torchllm.planner.search.advice import (
@@ -24,68 +25,92 @@ GIB = 2**30
 
 def compare(job: Job, layout: Layout, advice: Advice) -> Iterator[str]:
     """Yield lines on a layout beside the first pick."""
-    mine = Ranked(layout, predict(job.case(layout)))
-    yield from pick_lines(pick("yours", job, mine), advice.first)
-    yield from pick_lines(advice.simple, advice.first)
-    if layout == advice.first.layout:
+    yours, first = Ranked(layout, predict(job.case(layout))), advice.first
+    yield from pick_lines(pick("yours", job, yours), first)
+    yield from pick_lines(advice.simple._replace(title="first pick"), first)
+    if layout == first.layout:
         yield "They are the same layout."
         return
     yield ""
-    yield from _table("seconds per step", mine.prediction.terms, advice.first.prediction.terms, 1.0)
+    yield from _table("seconds per step", yours.prediction.terms, first.prediction.terms, 1.0)
     yield ""
-    memory, first_memory = mine.prediction.memory._asdict(), advice.first.prediction.memory._asdict()
+    memory, first_memory = yours.prediction.memory._asdict(), first.prediction.memory._asdict()
     yield from _table("GiB of the fullest rank", memory, first_memory, GIB)
     yield ""
-    yield f"Why not yours: {why_not(job, mine, advice)}."
+    yield f"Why not yours: {why_not(job, yours, advice)}."
     yield f"Why the first pick: {advice.reason}."
+    yield f"Intervals of the first pick: {advice.evidence}."
 
 
-def _table(title: str, mine: Mapping[str, float], first: Mapping[str, float], unit: float) -> Iterator[str]:
+def _table(title: str, yours: Mapping[str, float], first: Mapping[str, float], unit: float) -> Iterator[str]:
     """Yield a line per part, the largest difference first, and their sum; parts that neither has are omitted."""
     yield f"{title:26}{'yours':>12}{'first pick':>12}{'difference':>12}"
-    names = list(dict.fromkeys([*mine, *first]))
-    differences = {name: mine.get(name, 0.0) - first.get(name, 0.0) for name in names}
-    for name in sorted(names, key=lambda name: -abs(differences[name])):
-        if mine.get(name) or first.get(name):
-            yield _line(name, mine.get(name, 0.0) / unit, first.get(name, 0.0) / unit)
-    yield _line("sum", sum(mine.values()) / unit, sum(first.values()) / unit)
+    lines = []
+    for name in dict.fromkeys([*yours, *first]):
+        your_part, first_part = yours.get(name, 0.0) / unit, first.get(name, 0.0) / unit
+        if your_part or first_part:
+            lines.append(Line(name, your_part, first_part))
+    lines.sort(key=lambda line: -abs(line.difference))
+    lines.append(Line("sum", sum(yours.values()) / unit, sum(first.values()) / unit))
+    for line in lines:
+        yield f"  {line.name:24}{line.yours:12.4g}{line.first:12.4g}{line.difference:+12.3g}"
 
 
-def _line(name: str, mine: float, first: float) -> str:
-    return f"  {name:24}{mine:12.4g}{first:12.4g}{mine - first:+12.3g}"
+class Line(NamedTuple):
+    """A part of a step's time or of the memory, of two layouts."""
+
+    name: str
+    yours: float
+    first: float
+
+    @property
+    def difference(self) -> float:
+        """What yours has more of than the first pick."""
+        return self.yours - self.first
 
 
-def why_not(job: Job, mine: Ranked, advice: Advice) -> str:
+def why_not(job: Job, yours: Ranked, advice: Advice) -> str:
     """Return the rule by which a layout is not the first pick."""
-    case = job.case(mine.layout)
-    of_mine = pick("yours", job, mine)
-    limit = memory_limit(case)
-    held = mine.prediction.memory.total
-    if of_mine.fits == "does not fit":
-        return f"it needs {(held - job.hardware.memory) / GIB:.1f} GiB more than a GPU has"
-    if held > limit:
-        return (
-            f"it needs {held / GIB:.1f} GiB, above the {limit / GIB:.1f} GiB up to which a plan goes; its risk of "
-            f"running out of memory is {of_mine.out_of_memory:.0%} (a pick's is at most {RISK:.0%})"
-        )
-    slower = mine.prediction.step / advice.first.prediction.step - 1
-    if slower >= 0:
-        return f"it is predicted {slower:.1%} slower; {_largest_difference(mine, advice.first)}"
-    mine_level, first_level = level_of(mine.layout), level_of(advice.first.layout)
-    if mine_level <= first_level:
+    too_large = _why_too_large(job, yours)
+    if too_large:
+        return too_large
+    first = advice.first
+    faster = 1 - yours.prediction.step / first.prediction.step
+    if faster <= 0:
+        return f"it is predicted {-faster:.1%} slower; {_largest_difference(yours, first)}"
+    level, first_level = level_of(yours.layout), level_of(first.layout)
+    if level <= first_level:
         return "it is as simple and predicted faster, but was not searched: report this"
-    needs = LEVELS_OF_SIMPLICITY[mine_level].name
-    if -slower <= AS_FAST:
-        return f"it needs {needs} and is predicted {-slower:.1%} faster, which is within what nobody can predict"
-    low, high = ratio_of(job, advice.first, mine).interval
+    needs = LEVELS_OF_SIMPLICITY[level].name
+    advantage = f"it needs {needs} and is predicted {faster:.1%} faster"
+    if faster <= AS_FAST:
+        return f"{advantage}, which is within what nobody can predict"
+    low, high = ratio_of(job, first, yours).interval
     return (
-        f"it needs {needs} and is predicted {-slower:.1%} faster, but pairs of measured layouts say that the first "
-        f"pick takes {low:.2f} to {high:.2f} times its step"
+        f"{advantage}, but pairs of measured layouts say that the first pick takes {low:.2f} to {high:.2f} times its "
+        "step"
     )
 
 
-def _largest_difference(mine: Ranked, first: Ranked) -> str:
+def _why_too_large(job: Job, yours: Ranked) -> str:
+    """Return why a layout needs too much memory for a plan; empty if it does not."""
+    your_pick = pick("yours", job, yours)
+    needed = yours.prediction.memory.total
+    if your_pick.fits == "does not fit":
+        return f"it needs {(needed - job.hardware.memory) / GIB:.1f} GiB more than a GPU has"
+    limit = memory_limit(job.case(yours.layout))
+    if needed <= limit:
+        return ""
+    return (
+        f"it needs {needed / GIB:.1f} GiB, above the {limit / GIB:.1f} GiB up to which a plan goes; its risk of "
+        f"running out of memory is {your_pick.out_of_memory:.0%} (a pick's is at most {RISK:.0%})"
+    )
+
+
+def _largest_difference(yours: Ranked, first: Ranked) -> str:
     """Return which term speaks most against a layout."""
-    terms, others = mine.prediction.terms, first.prediction.terms
-    name = max(terms, key=lambda name: terms[name] - others.get(name, 0.0))
-    return f"most of it is {name}, {terms[name] - others.get(name, 0.0):+.3g} s"
+    differences = {}
+    for name, seconds in yours.prediction.terms.items():
+        differences[name] = seconds - first.prediction.terms.get(name, 0.0)
+    largest = max(differences, key=lambda name: differences[name])
+    return f"most of it is {largest}, {differences[largest]:+.3g} s"

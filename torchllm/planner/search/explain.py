@@ -12,7 +12,7 @@ from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.bounds import at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout
 from torchllm.planner.search.price import NO_PURCHASE, Purchase, bill
-from torchllm.planner.search.search import Found, Ranked, search
+from torchllm.planner.search.search import Found, Ranked, mesh_of, search, sharded
 from torchllm.planner.search.validity import judge
 
 GIB = 2**30
@@ -20,6 +20,10 @@ FURTHER = (2, 4, 8, 16, 32)
 """factors by which GPUs are added, or sequences shortened, to find something that fits"""
 DEGREES = ("pp", "data", "cp", "tp")
 """fields of `DegreeMesh`"""
+SMALL = 1 / 1000
+"""share of a step below which a term is not worth a word"""
+NO_DIFFERENCE = 0.0005
+"""share of a step below which two layouts take the same time"""
 
 
 def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -> dict[str, Any]:
@@ -27,6 +31,7 @@ def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -
     prediction = ranked.prediction
     verdict = judge(job.case(ranked.layout), prediction)
     tokens_per_step = job.training.global_batch_size * job.training.sequence_length
+    memory_gib = {name: bytes / GIB for name, bytes in prediction.memory._asdict().items()}
     figures: dict[str, Any] = {
         "gpus": job.gpus,
         "layout": ranked.layout._asdict(),
@@ -39,12 +44,11 @@ def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -
         "tokens_per_second": tokens_per_step / prediction.step,
         "petaflops": prediction.mfu * job.gpus * job.hardware.peak.bfloat16 / 1e15,
         "terms": prediction.terms,
-        "memory": {name: held / GIB for name, held in prediction.memory._asdict().items()},
+        "memory": memory_gib,
     }
     if purchase.tokens:
         training = bill(purchase, prediction.step, tokens_per_step, job.gpus)
-        figures["days"] = training.days
-        figures["gpu_hours"] = training.gpu_hours
+        figures |= {"days": training.days, "gpu_hours": training.gpu_hours}
         if purchase.dollars_per_gpu_hour:
             figures["dollars"] = training.dollars
     return figures
@@ -54,50 +58,53 @@ def _budget_heading(purchase: Purchase) -> str:
     """Return the titles of the columns of `_budget`."""
     if not purchase.tokens:
         return ""
-    return "   days   GPU-hours" + ("           $" if purchase.dollars_per_gpu_hour else "")
+    heading = "   days   GPU-hours"
+    if purchase.dollars_per_gpu_hour:
+        heading += "           $"
+    return heading
 
 
 def _budget(figures: dict[str, Any]) -> str:
     """Return what the whole training costs; empty if its tokens are unknown."""
     if "days" not in figures:
         return ""
-    price = f" {figures['dollars']:11,.0f}" if "dollars" in figures else ""
-    return f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}{price}"
+    columns = f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}"
+    if "dollars" in figures:
+        columns += f" {figures['dollars']:11,.0f}"
+    return columns
 
 
 def ranking_table(job: Job, best: Sequence[Ranked], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
     """Yield a heading, then two lines per layout: what it costs and is; where its time goes, the largest term first."""
-    shares = f"{'MFU':>6} {'HFU':>6}"
     budget = _budget_heading(purchase)
-    yield f"{'':3} {'step s':>8} {shares} {'GiB':>6} {'':7} {'tokens/s':>10} {'PFLOP/s':>8}{budget}  layout"
+    yield f"      step s    MFU    HFU    GiB           tokens/s  PFLOP/s{budget}  layout"
     for number, ranked in enumerate(best, start=1):
-        row = layout_figures(job, ranked, purchase)
-        yield (
-            f"{number:2}. {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['hfu']:6.1%} {row['memory_gib']:6.1f} "
-            f"{row['fits']:7} {row['tokens_per_second']:10,.0f} {row['petaflops']:8.4g}{_budget(row)}  "
-            f"{ranked.layout.text()}"
-        )
-        yield f"{'':12} {terms(ranked.prediction)}"
+        figures = layout_figures(job, ranked, purchase)
+        cost = "{step_seconds:8.4g} {mfu:6.1%} {hfu:6.1%} {memory_gib:6.1f} {fits:7}".format_map(figures)
+        rate = "{tokens_per_second:10,.0f} {petaflops:8.4g}".format_map(figures)
+        yield f"{number:2}. {cost} {rate}{_budget(figures)}  {ranked.layout.text()}"
+        yield " " * 13 + terms(ranked.prediction)
 
 
 def scaling(bests: Sequence[tuple[Job, Ranked]], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
     """Yield a heading, then a line per number of GPUs. Scaling: tokens/s per GPU over the smallest number's."""
-    ascending = sorted(bests, key=lambda best: best[0].gpus)
-    smallest, its_best = ascending[0]
-    base_rate = layout_figures(smallest, its_best)["tokens_per_second"] / smallest.gpus
-    yield f"{'GPUs':>6} {'step s':>8} {'MFU':>6} {'tokens/s':>11} {'scaling':>8}{_budget_heading(purchase)}  layout"
-    for job, ranked in ascending:
-        row = layout_figures(job, ranked, purchase)
-        yield (
-            f"{job.gpus:6} {row['step_seconds']:8.4g} {row['mfu']:6.1%} {row['tokens_per_second']:11,.0f} "
-            f"{row['tokens_per_second'] / job.gpus / base_rate:8.1%}{_budget(row)}  {ranked.layout.text()}"
-        )
+    budget = _budget_heading(purchase)
+    yield f"  GPUs   step s    MFU    tokens/s  scaling{budget}  layout"
+    rate_of_smallest = 0.0
+    for job, ranked in sorted(bests, key=lambda best: best[0].gpus):
+        figures = layout_figures(job, ranked, purchase)
+        rate = figures["tokens_per_second"] / job.gpus
+        rate_of_smallest = rate_of_smallest or rate
+        columns = "{gpus:6} {step_seconds:8.4g} {mfu:6.1%} {tokens_per_second:11,.0f}".format_map(figures)
+        yield f"{columns} {rate / rate_of_smallest:8.1%}{_budget(figures)}  {ranked.layout.text()}"
 
 
 def terms(prediction: Prediction) -> str:
     """Return the terms of a step in seconds, the largest first; those under a thousandth of the step are omitted."""
-    largest_first = sorted(prediction.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in largest_first if seconds > prediction.step / 1000)
+    largest_first = sorted(prediction.terms.items(), key=lambda term: -term[1])
+    smallest = SMALL * prediction.step
+    words = [f"{name} {seconds:.3g} s" for name, seconds in largest_first if seconds > smallest]
+    return ", ".join(words)
 
 
 def why(job: Job, winner: Ranked) -> list[str]:
@@ -106,37 +113,51 @@ def why(job: Job, winner: Ranked) -> list[str]:
     Of each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: what it
     costs, and which term or how many missing bytes are the reason.
     """
-    prediction = winner.prediction
-    (name, seconds), *smaller = sorted(prediction.terms.items(), key=lambda item: -item[1])
-    rest = ", ".join(f"{name} {seconds / prediction.step:.0%}" for name, seconds in smaller[:4])
-    sentences = [f"{name.capitalize()} takes {seconds / prediction.step:.0%} of a step, {rest}."]
     compared = []
     for layouts in one_change(job, winner.layout):
-        bounded = [(predict(job.case(layout), at_least), layout) for layout in layouts]
-        if bounded:
-            _, layout = min(bounded, key=lambda pair: (not pair[0].fits, pair[0].step))
-            compared.append((predict(job.case(layout)), layout))
-    compared.sort(key=lambda pair: pair[0].step)
-    fitting = [pair for pair in compared if pair[0].fits]
-    too_large = [pair for pair in compared if not pair[0].fits]
-    for changed_prediction, layout in [*fitting[:2], *too_large[:1]]:
-        sentences.append(_compare(job, winner, layout, changed_prediction))
+        if layouts:
+            layout = _fastest(job, layouts)
+            compared.append(Ranked(layout, predict(job.case(layout))))
+    compared.sort(key=lambda ranked: ranked.prediction.step)
+    fitting = [ranked for ranked in compared if ranked.prediction.fits]
+    too_large = [ranked for ranked in compared if not ranked.prediction.fits]
+    sentences = [_where_time_goes(winner.prediction)]
+    for changed in [*fitting[:2], *too_large[:1]]:
+        sentences.append(_compare(job, winner, changed))
     return sentences
+
+
+def _where_time_goes(prediction: Prediction) -> str:
+    """Return a sentence with the five largest terms of a step."""
+    largest_first = sorted(prediction.terms.items(), key=lambda term: -term[1])
+    largest, *smaller = [(name, f"{seconds / prediction.step:.0%}") for name, seconds in largest_first[:5]]
+    name, share = largest
+    rest = ", ".join(f"{name} {share}" for name, share in smaller)
+    return f"{name.capitalize()} takes {share} of a step, {rest}."
+
+
+def _fastest(job: Job, layouts: Sequence[Layout]) -> Layout:
+    """Return the layout with the least bound of its step time, of those that fit if any does."""
+    bounds = {layout: predict(job.case(layout), at_least) for layout in layouts}
+    fitting = [layout for layout in layouts if bounds[layout].fits]
+    return min(fitting or layouts, key=lambda layout: bounds[layout].step)
 
 
 def one_change(job: Job, layout: Layout) -> Iterator[list[Layout]]:
     """Yield a list of layouts for each change of one setting; what has to follow the change varies within the list."""
-    degrees = {"pp": layout.pp, "data": layout.data_ranks, "cp": layout.cp, "tp": layout.tp}
-    for grown, shrunk in permutations(DEGREES, 2):  # twice as much of one, half of another
-        if degrees[shrunk] % 2 == 0:
-            changed = {**degrees, grown: degrees[grown] * 2, shrunk: degrees[shrunk] // 2}
-            yield _on_mesh(job, layout, DegreeMesh(**changed))
+    mesh = mesh_of(layout)
+    degrees = mesh._asdict()
+    for doubled, halved in permutations(DEGREES, 2):
+        if degrees[halved] % 2 == 0:
+            changes = {doubled: degrees[doubled] * 2, halved: degrees[halved] // 2}
+            yield _on_mesh(job, layout, mesh._replace(**changes))
     for mode in MODES:
         if mode != layout.recompute:
             yield _accepted(job, [layout._replace(recompute=mode)])
-    for size in (layout.micro_batch_size * 2, layout.micro_batch_size // 2):
-        if size > 0:
-            yield _accepted(job, [layout._replace(micro_batch_size=size)])
+    size = layout.micro_batch_size
+    yield _accepted(job, [layout._replace(micro_batch_size=size * 2)])
+    if size > 1:
+        yield _accepted(job, [layout._replace(micro_batch_size=size // 2)])
 
 
 def _accepted(job: Job, layouts: Sequence[Layout]) -> list[Layout]:
@@ -146,103 +167,145 @@ def _accepted(job: Job, layouts: Sequence[Layout]) -> list[Layout]:
 
 def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
     """Return the layout on another mesh, with every sharding, and every schedule if its own is not possible there."""
-    if mesh not in job.meshes or job.refusal(mesh):
+    is_possible = mesh in job.meshes and not job.refusal(mesh)
+    if not is_possible:
         return []
     schedules = job.schedules(mesh, layout.micro_batch_size)
-    if (layout.schedule, layout.virtual_stages) in schedules:
-        schedules = [(layout.schedule, layout.virtual_stages)]
-    moved = layout._replace(pp=mesh.pp, cp=mesh.cp, tp=mesh.tp, sequence_parallel=job.sequence_parallel(mesh)[-1])
+    schedule = layout.schedule, layout.virtual_stages
+    if schedule in schedules:
+        schedules = [schedule]
+    sp = job.sequence_parallel(mesh)[-1]
+    moved = layout._replace(pp=mesh.pp, cp=mesh.cp, tp=mesh.tp, sequence_parallel=sp)
     layouts = []
     for name, stages in schedules:
         scheduled = moved._replace(schedule=name, virtual_stages=stages)
         for sharding in job.shardings(mesh):
-            layouts.append(scheduled._replace(**sharding._asdict()))
+            layouts.append(sharded(scheduled, sharding))
     return _accepted(job, layouts)
 
 
 COMPARED_KEYS = ("tp", "pp", "cp", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
 
 
-def _compare(job: Job, winner: Ranked, layout: Layout, prediction: Prediction) -> str:
+def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
     """Return a sentence on what another layout costs beside the winner."""
-    best = winner.prediction
-    changed = []
-    for key in COMPARED_KEYS:
-        value, best_value = getattr(layout, key), getattr(winner.layout, key)
-        if value != best_value:
-            changed.append(f"{key.replace('_', ' ')} {value} instead of {best_value}")
-    slower = prediction.step / best.step - 1
-    if abs(slower) < 0.0005:
-        time = "takes the same time"
-    elif slower > 0:
-        time = f"takes {slower:.1%} longer"
-    else:
-        time = f"is {-slower:.1%} faster"
-    sentence = f"With {' and '.join(changed)}, a step {time}"
+    prediction, best = changed.prediction, winner.prediction
+    settings = " and ".join(_changed_settings(winner.layout, changed.layout))
+    sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
     if not prediction.fits:
-        over = (prediction.memory.total - job.hardware.memory) / GIB
-        return f"{sentence}, but needs {over:.1f} GiB more than a GPU has."
+        over = prediction.memory.total - job.hardware.memory
+        return f"{sentence}, but needs {_gib(over)} more than a GPU has."
+    reasons = ", ".join(_reasons(prediction, best))
+    return f"{sentence}: {reasons}." if reasons else f"{sentence}."
+
+
+def _changed_settings(old: Layout, new: Layout) -> Iterator[str]:
+    """Yield each setting that differs between two layouts."""
+    for key in COMPARED_KEYS:
+        old_value, new_value = getattr(old, key), getattr(new, key)
+        if new_value != old_value:
+            yield f"{key.replace('_', ' ')} {new_value} instead of {old_value}"
+
+
+def _time_beside(step: float, best: float) -> str:
+    """Return how long a step takes beside the best one."""
+    slower = step / best - 1
+    if abs(slower) < NO_DIFFERENCE:
+        return "takes the same time"
+    return f"takes {slower:.1%} longer" if slower > 0 else f"is {-slower:.1%} faster"
+
+
+def _reasons(prediction: Prediction, best: Prediction) -> Iterator[str]:
+    """Yield the term of which a step has most more than the best one, and that of which it has most less."""
     differences = {}
-    for name in {**best.terms, **prediction.terms}:
+    for name in best.terms | prediction.terms:
         differences[name] = prediction.terms.get(name, 0.0) - best.terms.get(name, 0.0)
-    largest = max(differences, key=lambda name: differences[name])
-    smallest = min(differences, key=lambda name: differences[name])
-    reasons = []
-    if differences[largest] > best.step / 1000:
-        reasons.append(f"{differences[largest]:.3g} s more of {largest}")
-    if differences[smallest] < -best.step / 1000:
-        reasons.append(f"{-differences[smallest]:.3g} s less of {smallest}")
-    return f"{sentence}: {', '.join(reasons)}." if reasons else f"{sentence}."
+    smallest = SMALL * best.step
+    grown = max(differences, key=lambda name: differences[name])
+    if differences[grown] > smallest:
+        yield f"{differences[grown]:.3g} s more of {grown}"
+    shrunk = min(differences, key=lambda name: differences[name])
+    if differences[shrunk] < -smallest:
+        yield f"{-differences[shrunk]:.3g} s less of {shrunk}"
 
 
-def rejections(found: Found) -> Iterator[str]:
+def rejections(outcome: Found) -> Iterator[str]:
     """Yield how many layouts, and how many whole meshes, were rejected for each reason."""
-    for reason, count in found.rejected.most_common():
-        yield f"{count:12,} {'layout' if count == 1 else 'layouts'}: {reason}"
-    for reason, count in found.refused.most_common():
-        yield f"{count:12,} {'mesh' if count == 1 else 'meshes'}: {reason}"
+    for reason, count in outcome.rejected.most_common():
+        noun = "layout" if count == 1 else "layouts"
+        yield f"{count:12,} {noun}: {reason}"
+    for reason, count in outcome.refused.most_common():
+        noun = "mesh" if count == 1 else "meshes"
+        yield f"{count:12,} {noun}: {reason}"
 
 
-def misses(job: Job, found: Found) -> Iterator[str]:
+def misses(job: Job, outcome: Found) -> Iterator[str]:
     """Yield a line for each layout that would have won but does not fit, with what it lacks."""
-    for miss in found.misses:
+    capacity = _gib(job.hardware.memory)
+    best = outcome.best[0].prediction.step
+    for miss in outcome.misses:
+        faster = 1 - miss.prediction.step / best
+        over = f"{_gib(miss.over)} more than the {capacity} of a GPU"
         memory = miss.prediction.memory._asdict()
         del memory["allocator"], memory["reserve"]  # no layout has a say in them
         largest = max(memory, key=lambda name: memory[name])
-        faster = 1 - miss.prediction.step / found.best[0].prediction.step
-        yield (
-            f"{miss.layout.text()}: {faster:.1%} faster, but needs {miss.over / GIB:.1f} GiB more than the "
-            f"{job.hardware.memory / GIB:.1f} GiB of a GPU (largest part: {largest} {memory[largest] / GIB:.1f} GiB)"
-        )
+        part = f"largest part: {largest} {_gib(memory[largest])}"
+        yield f"{miss.layout.text()}: {faster:.1%} faster, but needs {over} ({part})"
 
 
-def fits_nowhere(job: Job, found: Found) -> str:
+def _gib(bytes: float) -> str:
+    return f"{bytes / GIB:.1f} GiB"
+
+
+def fits_nowhere(job: Job, outcome: Found) -> str:
     """Return why no layout fits, and which number of GPUs or sequence length would."""
-    message = f"no layout fits in the {job.hardware.memory / GIB:.1f} GiB of one {job.hardware.gpu}"
-    if found.least is not None:
-        message += f"; the closest, {found.least.layout.text()}, needs {found.least.over / GIB:.1f} GiB more"
+    message = f"no layout fits in the {_gib(job.hardware.memory)} of one {job.hardware.gpu}"
+    miss = outcome.closest_miss
+    if miss is not None:
+        message += f"; the closest, {miss.layout.text()}, needs {_gib(miss.over)} more"
     remedies = []
-    for factor in FURTHER:
-        larger = replace(job, gpus=factor * job.gpus)
-        if larger.gpus <= job.hardware.links[-1].gpus and search(larger, 1).best:
-            remedies.append(f"on {larger.gpus} GPUs")
-            break
-    for factor in FURTHER:
-        length = job.training.sequence_length // factor
-        if length and search(replace(job, training=replace(job.training, sequence_length=length)), 1).best:
-            remedies.append(f"with sequences of {length} tokens")
-            break
+    gpus = _enough_gpus(job)
+    if gpus:
+        remedies.append(f"on {gpus} GPUs")
+    length = _short_enough_sequence(job)
+    if length:
+        remedies.append(f"with sequences of {length} tokens")
     if remedies:
         return f"{message}; it would fit {' or '.join(remedies)}"
-    return f"{message}; neither {FURTHER[-1]} times the GPUs nor 1/{FURTHER[-1]} of the sequence length is enough"
+    factor = FURTHER[-1]
+    return f"{message}; neither {factor} times the GPUs nor 1/{factor} of the sequence length is enough"
 
 
-def divides_nowhere(job: Job, found: Found) -> str:
+def _enough_gpus(job: Job) -> int:
+    """Return the first larger number of GPUs on which a layout fits; 0 if the cluster has too few."""
+    for factor in FURTHER:
+        larger = replace(job, gpus=factor * job.gpus)
+        if larger.gpus > job.hardware.links[-1].gpus:
+            return 0
+        if search(larger, 1).best:
+            return larger.gpus
+    return 0
+
+
+def _short_enough_sequence(job: Job) -> int:
+    """Return the first smaller sequence length with which a layout fits; 0 if none does."""
+    for factor in FURTHER:
+        length = job.training.sequence_length // factor
+        if length:
+            training = replace(job.training, sequence_length=length)
+            if search(replace(job, training=training), 1).best:
+                return length
+    return 0
+
+
+def divides_nowhere(job: Job, outcome: Found) -> str:
     """Return why there is no layout at all, and the next smaller number of GPUs that has one."""
-    reasons = "; ".join(reason for reason, _ in found.refused.most_common(3))
-    fewer = (gpus for gpus in range(job.gpus - 1, 0, -1) if _has_layout(replace(job, gpus=gpus)))
-    fits = next(fewer, 1)
-    return f"no valid layout on {job.gpus} GPUs: {reasons}; {fits} {'GPU' if fits == 1 else 'GPUs'} would work"
+    reasons = "; ".join(reason for reason, _ in outcome.refused.most_common(3))
+    gpus = job.gpus - 1
+    while gpus > 1 and not _has_layout(replace(job, gpus=gpus)):
+        gpus -= 1
+    noun = "GPU" if gpus == 1 else "GPUs"
+    return f"no valid layout on {job.gpus} GPUs: {reasons}; {gpus} {noun} would work"
 
 
 def _has_layout(job: Job) -> bool:

@@ -103,17 +103,17 @@ class Layout(NamedTuple):
 def layout_of(config: Config) -> Layout:
     """Return the layout of a config whose degrees are resolved."""
     parallel = config.parallel
-    kept = {key: getattr(parallel, key) for key in Layout._fields if hasattr(parallel, key)}
-    return Layout(**kept, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
+    keys = [key for key in Layout._fields if hasattr(parallel, key)]
+    values = {key: getattr(parallel, key) for key in keys}
+    return Layout(**values, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
 
 
 def kernels_of(model: Model, compile: Compile, software: Software, hardware: Hardware) -> Kernels:
     """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not."""
-    return Kernels(
-        "eager" if model.attention == "eager" else software.attention,
-        fused_norm=hardware.is_gpu or compile.norm or compile.block is True,
-        compiled=compile.block is True,
-    )
+    compiled = compile.block is True
+    attention = "eager" if model.attention == "eager" else software.attention
+    fused_norm = hardware.is_gpu or compile.norm or compiled
+    return Kernels(attention, fused_norm, compiled)
 
 
 class DegreeMesh(NamedTuple):
@@ -167,8 +167,7 @@ class Job:
 
     def compile_of(self, layout: Layout) -> Compile:
         """Return what torch.compile compiles in this layout: whole blocks, or what it else can."""
-        obstacle = obstacle_to_compiled_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)
-        return self._compiled[obstacle is None]
+        return self._compiled[_can_compile_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)]
 
     @property
     def _must_compile_blocks(self) -> bool:
@@ -182,9 +181,13 @@ class Job:
         if self.compile is None:
             norm = on_gpu and self.model.features.norm == "rms"
             return Compile(norm, block=False, loss=on_gpu), Compile(block=on_gpu, loss=on_gpu)
-        block = on_gpu if self.compile.block == "auto" else self.compile.block
-        loss = on_gpu if self.compile.loss == "auto" else self.compile.loss
-        return replace(self.compile, block=False, loss=loss), replace(self.compile, block=block, loss=loss)
+        block, loss = self.compile.block, self.compile.loss
+        if block == "auto":
+            block = on_gpu
+        if loss == "auto":
+            loss = on_gpu
+        compiled = replace(self.compile, block=block, loss=loss)
+        return replace(compiled, block=False), compiled
 
     @cached_property
     def _training_of(self) -> Callable[[int], Training]:
@@ -233,12 +236,14 @@ class Job:
     @cached_property
     def meshes(self) -> list[DegreeMesh]:
         """All factorizations of the GPUs that agree with `fixed`."""
-        found = []
+        meshes = []
         for tp in self.allowed("tp", divisors(self.gpus)):
-            for cp in self.allowed("cp", divisors(self.gpus // tp)):
-                for pp in self.allowed("pp", divisors(self.gpus // tp // cp)):
-                    found.append(DegreeMesh(pp, self.gpus // tp // cp // pp, cp, tp))
-        return found
+            outside_tp = self.gpus // tp
+            for cp in self.allowed("cp", divisors(outside_tp)):
+                outside_cp = outside_tp // cp
+                for pp in self.allowed("pp", divisors(outside_cp)):
+                    meshes.append(DegreeMesh(pp, outside_cp // pp, cp, tp))
+        return meshes
 
     def refusal(self, mesh: DegreeMesh) -> str:
         """Return why the mesh has no valid layout, as `config.checks` would say; empty if it has some."""
@@ -246,43 +251,60 @@ class Job:
         for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
             if size % tp:
                 return f"tp does not divide model.{name} = {size}"
-        unfit = next(unfit_for_float8(model, tp), "")
-        if self.float8.is_on and unfit:
-            return f"{unfit} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
-        if model.vocab % tp and (mesh.data * mesh.cp > 2 or -(-model.vocab // tp) * (tp - 1) >= model.vocab):
+        unfit_width = next(unfit_for_float8(model, tp), "")
+        if self.float8.is_on and unfit_width:
+            return f"{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
+        if not self._takes_vocabulary(mesh):
             return f"tp does not divide model.vocab = {model.vocab}"
         if mesh.pp > model.layers:
             return f"pp exceeds model.layers = {model.layers}"
-        if self.training.global_batch_size % mesh.data:
-            return f"the data-parallel ranks do not divide the batch of {self.training.global_batch_size} sequences"
+        batch = self.training.global_batch_size
+        if batch % mesh.data:
+            return f"the data-parallel ranks do not divide the batch of {batch} sequences"
         if not self.context_methods(mesh):
             return f"cp divides neither the sequence of {self.training.sequence_length} tokens nor the heads"
-        if not next(self.pieces(mesh), None) or not self.shardings(mesh) or not self.sequence_parallel(mesh):
+        has_pieces = next(self.pieces(mesh), None) is not None
+        if not has_pieces or not self.shardings(mesh) or not self.sequence_parallel(mesh):
             return "the batch has too few micro batches for any schedule, or the keys that the run sets rule it out"
         return ""
+
+    def _takes_vocabulary(self, mesh: DegreeMesh) -> bool:
+        """Return whether tp can cut the vocabulary: each rank has a row, and FSDP on more than 2 ranks equal parts."""
+        vocab, tp = self.model.vocab, mesh.tp
+        if vocab % tp == 0:
+            return True
+        largest_part = -(-vocab // tp)
+        return mesh.data * mesh.cp <= 2 and largest_part * (tp - 1) < vocab
 
     def context_methods(self, mesh: DegreeMesh) -> list[ContextMethod]:
         """Return the methods of context parallelism that the mesh allows."""
         length, cp = self.training.sequence_length, mesh.cp
         if cp == 1:
             return [self.fixed.get("cp_method", "ring")]
-        ring = length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex")
-        ulysses = length % cp == 0 and self.model.kv // mesh.tp % cp == 0
         methods = []
-        if ring:
+        if length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex"):
             methods.append("ring")
-        if ulysses:
+        heads = self.model.kv // mesh.tp
+        if length % cp == 0 and heads % cp == 0:
             methods.append("ulysses")
         return self.allowed("cp_method", methods)
 
     def sequence_parallel(self, mesh: DegreeMesh) -> list[bool]:
         """Return the values of sequence_parallel that the mesh allows: off, and on if tp can cut the sequence."""
-        even = mesh.tp > 1 and self.training.sequence_length // mesh.cp % mesh.tp == 0
-        return self.allowed("sequence_parallel", [False, True] if even else [False])
+        values = [False]
+        if mesh.tp > 1 and self._cuts_sequence(mesh):
+            values.append(True)
+        return self.allowed("sequence_parallel", values)
+
+    def _cuts_sequence(self, mesh: DegreeMesh) -> bool:
+        """Return whether tp divides the part of a sequence that a cp rank has."""
+        length = self.training.sequence_length // mesh.cp
+        return length % mesh.tp == 0
 
     def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
         """Yield the micro batch sizes that leave a schedule enough micro batches."""
-        for size in self.allowed("micro_batch_size", divisors(self.training.global_batch_size // mesh.data)):
+        sequences = self.training.global_batch_size // mesh.data
+        for size in self.allowed("micro_batch_size", divisors(sequences)):
             tokens = size * self.training.sequence_length // mesh.cp
             if self.float8.is_on and not takes_float8_tokens(self.float8, tokens):
                 continue
@@ -291,84 +313,102 @@ class Job:
 
     def schedules(self, mesh: DegreeMesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
         """Return the possible schedules, each with a number of virtual stages."""
-        return self._schedules(mesh.pp, self.training.global_batch_size // (micro_batch_size * mesh.data))
+        micro_batches = self.training.global_batch_size // (micro_batch_size * mesh.data)
+        return self._schedules(mesh.pp, micro_batches)
 
     @cached_property
     def _schedules(self) -> Callable[[int, int], list[tuple[PipelineSchedule, int]]]:
         """A cached function: pipeline ranks, micro batches -> schedules."""
         return cache(self._schedules_of)
 
-    def _schedules_of(self, pp: int, count: int) -> list[tuple[PipelineSchedule, int]]:
-        """Return the possible schedules of `pp` ranks and `count` micro batches."""
-        layers = self.model.layers
+    def _schedules_of(self, pp: int, micro_batches: int) -> list[tuple[PipelineSchedule, int]]:
+        """Return the possible schedules of `pp` ranks."""
         if pp == 1:
             return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
-        uneven = count > pp and count % (count // pp) != 0
-        found: list[tuple[PipelineSchedule, int]] = []
+        schedules: list[tuple[PipelineSchedule, int]] = []
         for name in self.allowed("schedule", list(SCHEDULES)):
-            kind = SCHEDULES[name]
-            if kind.splits_backward and (self._must_compile_blocks or self.float8.is_on):
-                continue
-            if (name == "1F1B" and count < pp) or (name == "DualPipeV" and count < 2 * pp):
-                continue
-            if uneven and name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-                continue
-            least = 1 if name == "InterleavedZeroBubble" else kind.default_stages
-            most = int(min(kind.most_stages, layers // pp))
-            stages = [v for v in range(least, most + 1) if v <= UNEVEN_STAGES or layers % (pp * v) == 0]
-            found += [(name, v) for v in self.allowed("virtual_stages", stages)]
-        return found
+            if self._takes_schedule(name, pp, micro_batches):
+                stages = self.allowed("virtual_stages", self._virtual_stages(name, pp))
+                schedules += [(name, number) for number in stages]
+        return schedules
+
+    def _takes_schedule(self, name: PipelineSchedule, pp: int, micro_batches: int) -> bool:
+        """Return whether a schedule can run these micro batches, with the kernels that the run sets."""
+        if SCHEDULES[name].splits_backward and (self._must_compile_blocks or self.float8.is_on):
+            return False
+        if name == "1F1B":
+            return micro_batches >= pp
+        if name == "DualPipeV":
+            return micro_batches >= 2 * pp
+        if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches > pp:
+            rounds = micro_batches // pp
+            return micro_batches % rounds == 0
+        return True
+
+    def _virtual_stages(self, name: PipelineSchedule, pp: int) -> list[int]:
+        """Return the possible numbers of stages per rank."""
+        layers, kind = self.model.layers, SCHEDULES[name]
+        fewest = 1 if name == "InterleavedZeroBubble" else kind.default_stages
+        limit = int(min(kind.most_stages, layers // pp))
+        numbers = range(fewest, limit + 1)
+        return [number for number in numbers if number <= UNEVEN_STAGES or layers % (pp * number) == 0]
 
     def shardings(self, mesh: DegreeMesh) -> list[ShardingDegrees]:
         """Return the possible ways to share weights, gradients and optimizer, experts too."""
-        stages = self.allowed("zero_stage", [0, 1, 2, 3])
-        if mesh.pp > 1 and 1 in stages:  # torch's stages reduce once per step: 2 is 1
-            stages = [stage for stage in stages if stage != 2]
-        found = []
+        shardings = []
         for shard in self.allowed("dp_shard", divisors(mesh.data)):
             replicate = mesh.data // shard
             if self.fixed.get("dp_replicate", replicate) != replicate:
                 continue
-            if shard * mesh.cp > 1:
-                of_shard = [stage for stage in stages if stage or replicate == 1]
-            elif mesh.data == 1:
-                of_shard = [self.fixed.get("zero_stage", 3)]
-            else:
-                continue
-            for stage in of_shard:
+            for stage in self._zero_stages(mesh, replicate, shard):
                 for ep in self.expert_degrees(mesh, shard, stage):
-                    found.append(ShardingDegrees(replicate, shard, stage, ep))
-        return found
+                    shardings.append(ShardingDegrees(replicate, shard, stage, ep))
+        return shardings
+
+    def _zero_stages(self, mesh: DegreeMesh, dp_replicate: int, dp_shard: int) -> list[int]:
+        """Return the possible ZeRO stages of a split of the data-parallel ranks."""
+        if mesh.data * mesh.cp == 1:  # nothing is shared, whatever the stage
+            return [self.fixed.get("zero_stage", 3)]
+        if dp_shard * mesh.cp == 1:  # DDP is written with dp_shard
+            return []
+        stages = self.allowed("zero_stage", [0, 1, 2, 3])
+        if mesh.pp > 1 and 1 in stages and 2 in stages:  # torch's stages reduce once per step: 2 is 1
+            stages.remove(2)
+        if dp_replicate > 1 and 0 in stages:
+            stages.remove(0)
+        return stages
 
     def expert_degrees(self, mesh: DegreeMesh, dp_shard: int, zero_stage: int) -> list[int]:
         """Return the possible degrees of expert parallelism, as `config.checks` accepts them."""
         model = self.model
+        if not model.experts:
+            return self.allowed("ep", [1])
         borrowed = dp_shard * mesh.cp * mesh.tp
-        degrees = divisors(math.gcd(model.experts, borrowed)) if model.experts else [1]
-        shared_fits = model.shared_experts * model.expert_width % mesh.tp == 0
-        sequence_fits = self.training.sequence_length // mesh.cp % mesh.tp == 0
-        if zero_stage == 0 or not shared_fits or not sequence_fits:
+        degrees = divisors(math.gcd(model.experts, borrowed))
+        shared_width = model.shared_experts * model.expert_width
+        if zero_stage == 0 or shared_width % mesh.tp or not self._cuts_sequence(mesh):
             degrees = [1]
-        if model.experts and model.expert_width % mesh.tp:  # without ep tp cuts each expert
+        if model.expert_width % mesh.tp:  # without ep tp cuts each expert
             degrees = [ep for ep in degrees if ep > 1]
         return self.allowed("ep", degrees)
 
     def modes(self, mesh: DegreeMesh) -> list[RecomputeMode]:
         """Return the possible modes of recomputation."""
-        left = self.allowed("recompute", list(MODES))
+        modes = self.allowed("recompute", list(MODES))
         if mesh.cp > 1 and self._must_compile_blocks:
-            left = [mode for mode in left if mode not in BLOCK_MODES]
-        return left
+            return [mode for mode in modes if mode not in BLOCK_MODES]
+        return modes
 
     def accepts(self, layout: Layout) -> bool:
         """Return whether the layout is one of those enumerated here."""
         mesh = DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
         if mesh not in self.meshes or self.refusal(mesh) or layout.micro_batch_size not in self.pieces(mesh):
             return False
+        schedule = layout.schedule, layout.virtual_stages
+        sharding = ShardingDegrees(layout.dp_replicate, layout.dp_shard, layout.zero_stage, layout.ep)
         return (
-            (layout.schedule, layout.virtual_stages) in self.schedules(mesh, layout.micro_batch_size)
-            and ShardingDegrees(layout.dp_replicate, layout.dp_shard, layout.zero_stage, layout.ep)
-            in self.shardings(mesh)
+            schedule in self.schedules(mesh, layout.micro_batch_size)
+            and sharding in self.shardings(mesh)
             and layout.cp_method in self.context_methods(mesh)
             and layout.sequence_parallel in self.sequence_parallel(mesh)
             and layout.recompute in self.modes(mesh)
@@ -376,12 +416,18 @@ class Job:
 
     def count(self, mesh: DegreeMesh) -> int:
         """Return the number of layouts of a mesh that is not refused."""
-        cut = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
-        ways = len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh)) * len(self.modes(mesh))
-        return cut * ways * len(self.shardings(mesh))
+        schedules = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
+        shardings, modes = len(self.shardings(mesh)), len(self.modes(mesh))
+        return schedules * shardings * modes * len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh))
+
+
+@cache
+def _can_compile_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> bool:
+    return obstacle_to_compiled_blocks(pp, schedule, cp, mode) is None
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
+    up_to_root = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    beyond_root = [number // divisor for divisor in reversed(up_to_root) if divisor * divisor != number]
+    return up_to_root + beyond_root

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torchllm.config.errors import UserError
 from torchllm.planner.search.explain import GIB
 from torchllm.planner.search.layouts import Job
-from torchllm.planner.search.search import Found, Ranked
+from torchllm.planner.search.search import Found, Point, Ranked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,12 +35,12 @@ SMALLEST = 1 / 500
 """share of the slowest step below which a term is not drawn"""
 
 
-def plot(job: Job, found: Found, file: str, title: str) -> None:
+def plot(job: Job, outcome: Found, file: str, title: str) -> None:
     """Write the picture to `file`. UserError if matplotlib is missing."""
-    draw(job, found, title).savefig(file)
+    draw(job, outcome, title).savefig(file)
 
 
-def draw(job: Job, found: Found, title: str) -> "Figure":
+def draw(job: Job, outcome: Found, title: str) -> "Figure":
     """Return the picture. UserError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -49,8 +49,8 @@ def draw(job: Job, found: Found, title: str) -> "Figure":
     figure = Figure(figsize=(16, 7), layout="constrained")
     figure.suptitle(title)
     bars, cloud = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_terms(bars, found.best)
-    _draw_cloud(cloud, job, found)
+    _draw_terms(bars, outcome.best)
+    _draw_cloud(cloud, job, outcome)
     return figure
 
 
@@ -81,15 +81,21 @@ def _two_lines(layout: str) -> str:
     return ", ".join(parts[:middle]) + ",\n" + ", ".join(parts[middle:])
 
 
-def _draw_cloud(axes: "Axes", job: Job, found: Found) -> None:
+def _draw_cloud(axes: "Axes", job: Job, outcome: Found) -> None:
     """Draw one point per layout that was looked at: memory, and the highest MFU it can have."""
-    for fits, color, label in ((True, "tab:blue", "fits in memory"), (False, "tab:red", "does not fit")):
-        memory = [held / GIB for held, _, does_fit in found.cloud if does_fit == fits]
-        mfu = [utilization for _, utilization, does_fit in found.cloud if does_fit == fits]
-        if memory:
-            axes.scatter(memory, mfu, s=6, color=color, label=label)
+    fitting = [point for point in outcome.cloud if point.fits]
+    too_large = [point for point in outcome.cloud if not point.fits]
+    _draw_points(axes, fitting, "tab:blue", "fits in memory")
+    _draw_points(axes, too_large, "tab:red", "does not fit")
     axes.axvline(job.hardware.memory / GIB, color="gray", linestyle="--", label="memory of one GPU")
     axes.set_title("all layouts predicted one by one")
     axes.set_xlabel("peak memory, GiB per GPU")
     axes.set_ylabel("MFU (upper bound)")
     axes.legend(fontsize="small")
+
+
+def _draw_points(axes: "Axes", points: Sequence[Point], color: str, label: str) -> None:
+    if points:
+        memory = [point.memory / GIB for point in points]
+        mfu = [point.mfu for point in points]
+        axes.scatter(memory, mfu, s=6, color=color, label=label)

@@ -30,6 +30,19 @@ class Purchase(NamedTuple):
         """Hours that a failure loses on average."""
         return (self.save_minutes / 2 + self.restart_minutes) / 60
 
+    def lost_share(self) -> float:
+        """Return the share of the training's time that failures take.
+
+        UserError if failures come faster than the job restarts.
+        """
+        share = self.lost_hours / self.hours_between_failures
+        if share >= 1:
+            raise UserError(
+                f"--mtbf-hours {self.hours_between_failures:g}: a failure loses {self.lost_hours:.3g} hours on "
+                "average, so the training never ends: save more often, or restart faster"
+            )
+        return share
+
 
 NO_PURCHASE = Purchase()
 """of a user who said nothing"""
@@ -47,12 +60,18 @@ class Bill(NamedTuple):
 
 def bill(purchase: Purchase, step_seconds: float, tokens_per_step: int, gpus: int) -> Bill:
     """Return what a training costs. UserError if failures come faster than the job restarts."""
-    lost = purchase.lost_hours / purchase.hours_between_failures
-    if lost >= 1:
-        raise UserError(
-            f"--mtbf-hours {purchase.hours_between_failures:g}: a failure loses {purchase.lost_hours:.3g} hours on "
-            "average, so the training never ends: save more often, or restart faster"
-        )
+    lost = purchase.lost_share()
     hours = purchase.tokens / tokens_per_step * step_seconds / 3600 / (1 - lost)
     gpu_hours = hours * gpus
     return Bill(hours / 24, gpu_hours, gpu_hours * purchase.dollars_per_gpu_hour, lost)
+
+
+def failures_line(purchase: Purchase) -> str:
+    """Return what failures add to the days and the price; empty if the user named none."""
+    if math.isinf(purchase.hours_between_failures):
+        return ""
+    return (
+        f"Days and price include failures: one per {purchase.hours_between_failures:g} hours loses "
+        f"{purchase.lost_hours:.2g} hours (half of {purchase.save_minutes:g} minutes between checkpoints, "
+        f"{purchase.restart_minutes:g} to restart), which is {purchase.lost_share():.1%} of the time."
+    )

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.checks import problems
+from torchllm.config.schema import RecomputeMode
 from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
+
+MODES: tuple[RecomputeMode, ...] = ("selective", "full")
+"""values of recompute.mode that are tried"""
 
 
 class Saver(NamedTuple):
@@ -32,29 +36,50 @@ def savers(config: Config, count: int = 3) -> list[Saver]:
     today = planned(config)
     if today is None:
         return []
-    found = []
+    helpful = []
     for setting, changed in _changes(config):
-        if not problems(changed, config.parallel.ranks) and (then := planned(changed)):
-            found.append(Saver(setting, today.memory.total - then.memory.total, then.step / today.step))
-    return sorted((saver for saver in found if saver.freed > 0), key=lambda saver: -saver.freed)[:count]
+        if any(problems(changed, config.parallel.ranks)):
+            continue
+        prediction = planned(changed)
+        if prediction is None:
+            continue
+        freed = today.memory.total - prediction.memory.total
+        if freed > 0:
+            helpful.append(Saver(setting, freed, prediction.step / today.step))
+    helpful.sort(key=lambda saver: -saver.freed)
+    return helpful[:count]
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield settings that may free memory, as on the command line, each with the config that has it."""
     training, parallel, recompute = config.training, config.parallel, config.recompute
-    for mode in ("selective", "full"):
+    for mode in MODES:
         if recompute.mode != mode:
-            yield f"--recompute.mode={mode}", replace(config, recompute=replace(recompute, mode=mode, k=0))
+            changed = replace(recompute, mode=mode, k=0)
+            yield f"--recompute.mode={mode}", replace(config, recompute=changed)
     if training.micro_batch_size > 1:
-        size = training.micro_batch_size // 2
-        yield f"--training.micro_batch_size={size}", replace(config, training=replace(training, micro_batch_size=size))
+        yield _training(config, "micro_batch_size", training.micro_batch_size // 2)
     if not training.loss_chunk:
-        yield "--training.loss_chunk=1024", replace(config, training=replace(training, loss_chunk=1024))
+        yield _training(config, "loss_chunk", 1024)
     for stage in range(parallel.zero_stage + 1, 4):
-        yield f"--parallel.zero_stage={stage}", replace(config, parallel=replace(parallel, zero_stage=stage))
+        yield _parallel(config, zero_stage=stage)
     if parallel.tp > 1 and not parallel.sequence_parallel:
-        yield "--parallel.sequence_parallel=true", replace(config, parallel=replace(parallel, sequence_parallel=True))
-    for axis in ("tp", "pp", "cp"):
-        if parallel.dp_shard % 2 == 0:
-            wider = {axis: 2 * getattr(parallel, axis), "dp_shard": parallel.dp_shard // 2}
-            setting = " ".join(f"--parallel.{key}={value}" for key, value in wider.items())
-            yield setting, replace(config, parallel=replace(parallel, **wider))
+        yield _parallel(config, sequence_parallel=True)
+    if parallel.dp_shard % 2 == 0:
+        for axis in ("tp", "pp", "cp"):
+            doubled = {axis: 2 * getattr(parallel, axis)}
+            yield _parallel(config, **doubled, dp_shard=parallel.dp_shard // 2)
+
+
+def _training(config: Config, key: str, value: int) -> tuple[str, Config]:
+    """Return the setting of a key of [training], and the config that has it."""
+    changes: dict[str, Any] = {key: value}
+    training = replace(config.training, **changes)
+    return f"--training.{key}={value}", replace(config, training=training)
+
+
+def _parallel(config: Config, **values: Any) -> tuple[str, Config]:
+    """Return the setting of keys of [parallel], and the config that has them."""
+    settings = [f"--parallel.{key}={str(value).lower()}" for key, value in values.items()]
+    parallel = replace(config.parallel, **values)
+    return " ".join(settings), replace(config, parallel=parallel)

@@ -4,7 +4,7 @@ It is a best-first search. One queue holds partly decided layouts, the least pos
 decided one step further and its parts go back into the queue, until a whole layout comes out with its time predicted.
 What needs more memory than a GPU has is rejected on the way.
 
-    mesh, micro batch, recomputation, sequence and context parallelism -> schedule -> sharding -> memory -> time
+    mesh, micro batch, sequence and context parallelism -> recomputation -> schedule -> sharding -> memory -> time
 """
 
 import heapq
@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple
 
-from torchllm.planner.predict import Prediction, memory_of, predict
+from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, ShardingDegrees
 
@@ -28,6 +29,8 @@ ROUNDING = 1e-12
 """share by which a bound may exceed what it bounds, as sums are rounded"""
 LOOKED_AT = 40
 """number of layouts that are predicted to find the near misses"""
+NEAR_MISSES = 3
+"""number of near misses that are shown"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
 
 
@@ -47,6 +50,16 @@ class Miss(NamedTuple):
     """missing bytes"""
 
 
+class Point(NamedTuple):
+    """A layout that was predicted, as a plot shows it."""
+
+    memory: float
+    """bytes"""
+    mfu: float
+    """upper bound"""
+    fits: bool
+
+
 @dataclass
 class Found:
     """The result of a search."""
@@ -55,16 +68,16 @@ class Found:
     """best first"""
     misses: list[Miss] = field(default_factory=list)
     """of the layouts that would be faster than the best but do not fit, those that miss by the fewest bytes"""
-    least: Miss | None = None
-    """the closest miss, if nothing fits"""
+    closest_miss: Miss | None = None
+    """the miss by the fewest bytes, if nothing fits"""
     layouts: int = 0
     """number of layouts that the config accepts"""
     rejected: Counter[str] = field(default_factory=Counter)
     """number of these that were rejected, by reason"""
     refused: Counter[str] = field(default_factory=Counter)
     """number of meshes (pp x data x cp x tp) without a valid layout, by reason"""
-    cloud: list[tuple[float, float, bool]] = field(default_factory=list)
-    """bytes, upper bound of MFU, whether it fits, of the layouts that were predicted one by one"""
+    cloud: list[Point] = field(default_factory=list)
+    """layouts that were predicted one by one"""
     bounds: Bounds | None = None
     """what the search has computed, which makes another one of the same job faster"""
 
@@ -80,6 +93,14 @@ class Open(NamedTuple):
     prediction: Prediction | None = None
 
 
+class Rejection(NamedTuple):
+    """The layout of a kind that misses by the fewest bytes."""
+
+    over: float
+    """missing bytes"""
+    layout: Layout
+
+
 class Search:
     """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step.
 
@@ -90,133 +111,180 @@ class Search:
     def __init__(self, job: Job, count: int = 10, slower: float = 1.0, bounds: Bounds | None = None) -> None:
         self.job, self.count, self.slower = job, count, slower
         self.capacity = job.hardware.memory
-        self.bounds = bounds.of(job) if bounds else Bounds(job)
-        self.found = Found(bounds=self.bounds)
+        self.bounds = bounds.for_job(job) if bounds else Bounds(job)
+        self.outcome = Found(bounds=self.bounds)
         self._least_memory: dict[Layout, float] = {}
-        """of the best layouts with the same start"""
-        self._missed: dict[tuple[object, ...], tuple[float, Layout]] = {}
+        """bytes of the smallest of the best layouts that have the same start"""
+        self._rejections: dict[tuple[object, ...], Rejection] = {}
+        self.shardings = cache(self._shardings_of)
+        self.least_tail = cache(self._least_tail_of)
         self._queue: list[tuple[float, float, int, Open]] = []
         self._numbers = itertools.count()
 
     def run(self) -> Found:
         """Return the best layouts, and what became of the others."""
-        found, enough = self.found, 0.0
-        for mesh in self.job.meshes:
-            if reason := self.job.refusal(mesh):
-                found.refused[reason] += 1
-                continue
-            found.layouts += self.job.count(mesh)
-            for start in self.starts(mesh):
-                self.push(self.bounds.shared(start), Open(start, start, self.schedules))
-        while self._queue and not (len(found.best) >= self.count and self._queue[0][0] > enough):
+        self.open_meshes()
+        while self._queue and not self.is_done():
             *_, node = heapq.heappop(self._queue)
             if node.decide:
                 node.decide(node)
             elif node.prediction and not self.is_twin(node, node.prediction):
                 self._least_memory[node.start] = node.prediction.memory.total
-                found.best.append(Ranked(node.layout, node.prediction))
-                enough = self.slower * found.best[0].prediction.step
-        if rest := found.layouts - found.rejected[MEMORY] - len(found.best):
-            found.rejected[SLOW] = rest
-        self.near_misses()
-        return found
+                self.outcome.best.append(Ranked(node.layout, node.prediction))
+        slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
+        if slow:
+            self.outcome.rejected[SLOW] = slow
+        self.find_near_misses()
+        return self.outcome
 
-    def push(self, least: float, node: Open) -> None:
-        """Add a node to the queue. Of equal times what is open comes first, then what needs least memory."""
-        memory = node.prediction.memory.total if node.prediction and not node.decide else 0.0
+    def open_meshes(self) -> None:
+        """Put the starts of all meshes into the queue."""
+        for mesh in self.job.meshes:
+            reason = self.job.refusal(mesh)
+            if reason:
+                self.outcome.refused[reason] += 1
+                continue
+            self.outcome.layouts += self.job.count(mesh)
+            for start in self.starts(mesh):
+                self.push(self.bounds.shared(start), Open(start, start, self.decide_recomputation))
+
+    def is_done(self) -> bool:
+        """Return whether there are enough layouts, and all others take longer than `slower` allows."""
+        best = self.outcome.best
+        if len(best) < self.count:
+            return False
+        least_seconds = self._queue[0][0]
+        return least_seconds > self.slower * best[0].prediction.step
+
+    def push(self, seconds: float, node: Open) -> None:
+        """Add a node that takes at least `seconds` to the queue.
+
+        Of equal times what is open comes first, then what needs least memory.
+        """
+        memory = 0.0
         if node.decide:  # a bound adds up in another order: rounded up, it would come after a twin of the same time
-            least *= 1 - ROUNDING
-        heapq.heappush(self._queue, (least, memory, next(self._numbers), node))
+            seconds *= 1 - ROUNDING
+        elif node.prediction:
+            memory = node.prediction.memory.total
+        heapq.heappush(self._queue, (seconds, memory, next(self._numbers), node))
 
     def is_twin(self, node: Open, prediction: Prediction) -> bool:
         """Return whether one of the best differs in schedule and sharding only, and needs no more memory."""
         return prediction.memory.total >= self._least_memory.get(node.start, math.inf)
 
     def starts(self, mesh: DegreeMesh) -> Iterator[Layout]:
-        """Yield the layouts of a mesh without schedule and sharding."""
-        pp, data, cp, tp = mesh
-        for size, mode, sp, method, ep in itertools.product(
-            self.job.pieces(mesh),
-            self.job.modes(mesh),
-            self.job.sequence_parallel(mesh),
-            self.job.context_methods(mesh),
-            dict.fromkeys(sharding.ep for sharding in self.bounds.shardings(mesh)),
-        ):
-            yield Layout(pp, 1, data, cp, tp, "1F1B", 1, size, 0, mode, sp, method, ep)
+        """Yield the layouts of a mesh without schedule and sharding, with the recomputation that takes least time."""
+        recompute = self.job.modes(mesh)[0]  # "none", unless the run sets it
+        on_mesh = Layout(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp, virtual_stages=1, zero_stage=0, recompute=recompute)
+        pieces = list(self.job.pieces(mesh))
+        expert_degrees = dict.fromkeys(sharding.ep for sharding in self.bounds.shardings(mesh))
+        for sp in self.job.sequence_parallel(mesh):
+            for method in self.job.context_methods(mesh):
+                for ep in expert_degrees:
+                    start = on_mesh._replace(sequence_parallel=sp, cp_method=method, ep=ep)
+                    for size in pieces:
+                        yield start._replace(micro_batch_size=size)
 
-    def schedules(self, node: Open) -> None:
+    def decide_recomputation(self, node: Open) -> None:
+        """Decide what is recomputed."""
+        for mode in self.job.modes(mesh_of(node.start)):
+            start = node.start._replace(recompute=mode)
+            self.push(self.bounds.shared(start), Open(start, start, self.decide_schedule))
+
+    def decide_schedule(self, node: Open) -> None:
         """Decide the pipeline's schedule."""
         mesh = mesh_of(node.start)
-        shardings = [sharding for sharding in self.bounds.shardings(mesh) if sharding.ep == node.start.ep]
-        tail = min(self.bounds.tail(sharded(node.start, sharding)) for sharding in shardings)
-        for name, stages in self.job.schedules(mesh, node.start.micro_batch_size):
-            layout = node.start._replace(schedule=name, virtual_stages=stages)
-            smallest = sharded(layout, shardings[-1])  # shared by most ranks
-            if (over := self.bounds.held(smallest) - self.capacity) > 0:
+        shardings = self.shardings(mesh, node.start.ep)
+        smallest = sharded(node.start, shardings[-1])  # shared by most ranks
+        for schedule, virtual_stages in self.job.schedules(mesh, node.start.micro_batch_size):
+            layout = node.start._replace(schedule=schedule, virtual_stages=virtual_stages)
+            smallest = smallest._replace(schedule=schedule, virtual_stages=virtual_stages)
+            over = self.bounds.standing(smallest) + self.bounds.in_flight(layout) - self.capacity
+            if over > 0:
                 self.reject(smallest, over, len(shardings))
             else:
-                self.push(self.bounds.scheduled(layout) + tail, node._replace(layout=layout, decide=self.shardings))
+                seconds = self.bounds.scheduled(layout) + self.least_tail(mesh, node.start.ep)
+                self.push(seconds, node._replace(layout=layout, decide=self.decide_sharding))
 
-    def shardings(self, node: Open) -> None:
-        """Decide how weights, gradients and optimizer are sharded."""
-        unsharded = self.bounds.scheduled(node.layout)
-        for sharding in self.bounds.shardings(mesh_of(node.start)):
-            if sharding.ep != node.start.ep:
-                continue
+    def _shardings_of(self, mesh: DegreeMesh, ep: int) -> list[ShardingDegrees]:
+        """Return the shardings with this degree of expert parallelism, the one that needs least memory last."""
+        return [sharding for sharding in self.bounds.shardings(mesh) if sharding.ep == ep]
+
+    def _least_tail_of(self, mesh: DegreeMesh, ep: int) -> float:
+        """Return a bound of the seconds at the end of a step, of all shardings."""
+        layout = Layout(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp)
+        return min(self.bounds.tail(sharded(layout, sharding)) for sharding in self.shardings(mesh, ep))
+
+    def decide_sharding(self, node: Open) -> None:
+        """Decide how weights, gradients and optimizer are sharded. ZeRO stages 2 and 3 also send meanwhile."""
+        seconds = self.bounds.scheduled(node.layout)
+        in_flight = self.bounds.in_flight(node.layout)
+        for sharding in self.shardings(mesh_of(node.start), node.start.ep):
             layout = sharded(node.layout, sharding)
-            if (over := self.bounds.held(layout) - self.capacity) > 0:
+            over = self.bounds.standing(layout) + in_flight - self.capacity
+            if over > 0:
                 self.reject(layout, over)
-            else:
-                scheduled = self.bounds.scheduled(layout) if sharding.zero_stage >= 2 else unsharded
-                self.push(scheduled + self.bounds.tail(layout), node._replace(layout=layout, decide=self.bounded))
+                continue
+            decide = self.add_gathers if sharding.zero_stage >= 2 else self.check_memory
+            self.push(seconds + self.bounds.tail(layout), node._replace(layout=layout, decide=decide))
 
-    def bounded(self, node: Open) -> None:
+    def add_gathers(self, node: Open) -> None:
+        """Bound the time again, with what is sent while blocks compute."""
+        seconds = self.bounds.scheduled(node.layout) + self.bounds.tail(node.layout)
+        self.push(seconds, node._replace(decide=self.check_memory))
+
+    def check_memory(self, node: Open) -> None:
         """Predict everything but the pipeline's simulation."""
-        case = self.job.case(node.layout)
-        if (over := memory_of(case, self.bounds.sizes(node.layout), 0).total - self.capacity) > 0:
+        over = self.bounds.needed(node.layout) - self.capacity
+        if over > 0:
             self.reject(node.layout, over)
             return
-        prediction = predict(case, at_least)
-        if len(self.found.cloud) < CLOUD:
-            self.found.cloud.append((prediction.memory.total, prediction.mfu, prediction.fits))
+        prediction = predict(self.job.case(node.layout), at_least)
+        if len(self.outcome.cloud) < CLOUD:
+            self.outcome.cloud.append(Point(prediction.memory.total, prediction.mfu, prediction.fits))
         if prediction.fits:
-            self.push(prediction.step, node._replace(decide=self.predicted, prediction=prediction))
+            self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
         else:
             self.reject(node.layout, prediction.memory.total - self.capacity)
 
-    def predicted(self, node: Open) -> None:
+    def simulate(self, node: Open) -> None:
         """Predict the layout in full."""
         if node.prediction and not self.is_twin(node, node.prediction):
             prediction = predict(self.job.case(node.layout))
             self.push(prediction.step, node._replace(decide=None, prediction=prediction))
 
     def reject(self, layout: Layout, over: float, count: int = 1) -> None:
-        """Count `count` layouts that do not fit, and remember the closest miss."""
-        self.found.rejected[MEMORY] += count
-        key = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute
-        if key not in self._missed or over < self._missed[key][0]:
-            self._missed[key] = over, layout
+        """Count `count` layouts that do not fit, and remember the closest miss of each kind."""
+        self.outcome.rejected[MEMORY] += count
+        kind = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute
+        closest = self._rejections.get(kind)
+        if closest is None or over < closest.over:
+            self._rejections[kind] = Rejection(over, layout)
 
-    def near_misses(self) -> None:
-        """Keep three different misses that would be faster than the best, the closest first."""
-        best, kinds = self.found.best, set[object]()
+    def find_near_misses(self) -> None:
+        """Keep different misses that would be faster than the best, the closest first."""
         misses = []
-        for _, layout in sorted(self._missed.values())[:LOOKED_AT]:
+        for _, layout in sorted(self._rejections.values())[:LOOKED_AT]:
             prediction = predict(self.job.case(layout), at_least)
-            misses.append(Miss(layout, prediction, prediction.memory.total - self.capacity))
+            over = prediction.memory.total - self.capacity
+            misses.append(Miss(layout, prediction, over))
         misses.sort(key=lambda miss: miss.over)
-        if not best:
-            self.found.least = misses[0] if misses else None
+        if not self.outcome.best:
+            self.outcome.closest_miss = misses[0] if misses else None
             return
-        fastest = best[0].prediction.step
+        fastest = self.outcome.best[0].prediction.step
+        kinds = set[tuple[object, ...]]()
         for miss in misses:
-            kind = miss.layout.tp, miss.layout.recompute, miss.layout.micro_batch_size
-            if miss.prediction.step >= fastest or kind in kinds or len(kinds) == 3:
+            layout = miss.layout
+            kind = layout.tp, layout.recompute, layout.micro_batch_size
+            if miss.prediction.step >= fastest or kind in kinds:
                 continue
-            prediction = predict(self.job.case(miss.layout))
+            prediction = predict(self.job.case(layout))
             if prediction.step < fastest:
                 kinds.add(kind)
-                self.found.misses.append(miss._replace(prediction=prediction))
+                self.outcome.misses.append(miss._replace(prediction=prediction))
+            if len(kinds) == NEAR_MISSES:
+                break
 
 
 def mesh_of(layout: Layout) -> DegreeMesh:
@@ -226,7 +294,12 @@ def mesh_of(layout: Layout) -> DegreeMesh:
 
 def sharded(layout: Layout, sharding: ShardingDegrees) -> Layout:
     """Return the layout with another sharding."""
-    return layout._replace(**sharding._asdict())
+    return layout._replace(
+        dp_replicate=sharding.dp_replicate,
+        dp_shard=sharding.dp_shard,
+        zero_stage=sharding.zero_stage,
+        ep=sharding.ep,
+    )
 
 
 def search(
@@ -238,6 +311,7 @@ def search(
     """
     if objective != "memory":
         return Search(job, count, bounds=bounds).run()
-    found = Search(job, count, slower=SLOWER, bounds=bounds).run()
-    found.best = sorted(found.best, key=lambda one: (one.prediction.memory.total, one.prediction.step))[:count]
-    return found
+    outcome = Search(job, count, slower=SLOWER, bounds=bounds).run()
+    outcome.best.sort(key=lambda ranked: (ranked.prediction.memory.total, ranked.prediction.step))
+    outcome.best = outcome.best[:count]
+    return outcome
