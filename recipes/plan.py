@@ -10,6 +10,7 @@
     python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
     python recipes/plan.py score measured.csv ... --leave-out fold     errors on models that were not fitted to
+    python recipes/plan.py score measured.csv ... --intervals          how many steps lie in their 90 % intervals
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
     python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
@@ -139,6 +140,7 @@ def plan_parser() -> argparse.ArgumentParser:
     basis = score.add_mutually_exclusive_group()
     basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
     basis.add_argument("--leave-out", choices=("fold", "framework"), help="fit without each in turn, and score it")
+    basis.add_argument("--intervals", action="store_true", help="count how many steps lie in their intervals of 90 %%")
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
@@ -525,6 +527,11 @@ def run_score(options: argparse.Namespace) -> None:
         from torchllm.planner.evidence.cross_validation import cross_validate
 
         print(cross_validate(sources, options.leave_out, options.json))
+        return
+    if options.intervals:
+        from torchllm.planner.evidence.coverage import score_intervals
+
+        print(score_intervals(sources, options.json))
         return
     from torchllm.planner.evidence.score import score_files
 
