@@ -21,6 +21,7 @@ from torchllm.planner.evidence.residuals import (
     read_spreads,
 )
 from torchllm.planner.evidence.step_errors import (
+    NORMAL_EDGE,
     SELDOM_MEASURED,
     ErrorModels,
     StepInterval,
@@ -79,6 +80,11 @@ def is_calibrated(case: Case) -> bool:
 def step_interval(case: Case, prediction: Prediction) -> StepInterval:
     """Return the interval of the error of a predicted step."""
     return interval_from(read_error_models(), case, shares_of(case, prediction))
+
+
+def step_deviation(case: Case, prediction: Prediction) -> float:
+    """Return the deviation of the error of a predicted step, as a logarithm."""
+    return step_interval(case, prediction).half / NORMAL_EDGE
 
 
 def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
