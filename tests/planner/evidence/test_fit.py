@@ -13,6 +13,7 @@ from torchllm.planner.evidence.fit import (
     fit,
     fitted_constants,
     joint_problem,
+    scatter,
     solve,
     timed_rows,
 )
@@ -64,6 +65,18 @@ def test_a_large_fold_does_not_decide_alone() -> None:
     counts = FitProblem(rows, {}).counts()
     assert sum(counts[:18]) == pytest.approx(math.sqrt(18))
     assert sum(counts[18:]) == pytest.approx(math.sqrt(2))
+
+
+def test_rows_that_scatter_say_less() -> None:
+    """Half of the rows are slow and half are fast: the speed stays nearer to its prior than that of rows that agree."""
+    rows = timed_rows(named(made(), "ours/one"))
+    torn, agreeing = [], []
+    for number, row in enumerate(rows):
+        torn.append(row._replace(seconds=row.seconds * (1.2 if number % 2 else 2.4)))
+        agreeing.append(row._replace(seconds=row.seconds * 1.2 * math.sqrt(2)))
+    assert fit(joint_problem(torn)).point["ours"] > fit(joint_problem(agreeing)).point["ours"] + 0.05
+    assert scatter([1.0, 1.0, 3.0]) == 0
+    assert scatter([-1.0, 0.0, 1.0]) == 1
 
 
 def test_an_odd_row_decides_nothing() -> None:

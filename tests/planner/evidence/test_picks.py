@@ -29,7 +29,7 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
     even, odd = results
     assert even.regret == pytest.approx(0)
     assert odd.regret == pytest.approx(2 * (fastest.seconds or 0) / second - 1)
-    assert (odd.rows, odd.told_right, odd.known) == (18, 18, 18)
+    assert (odd.rows, odd.told_right, odd.comparable) == (18, 18, 18)
 
 
 def test_constants_are_not_those_of_the_fold() -> None:
@@ -47,7 +47,7 @@ def test_a_pick_that_ran_out_of_memory() -> None:
     [pick] = picks(grouped(named([*members, lost], "ours/one"), "lost"))
     assert pick.ran_out_of_memory
     assert pick.regret is None
-    assert pick.told_right == pick.known - 1
+    assert pick.told_right == pick.comparable - 1
 
 
 def test_lines() -> None:

@@ -45,7 +45,7 @@ def test_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_runs, "RANDOM_CHOICES", 5)
     trial = trial_of("ours/slow", slow_runs())
     assert trial.rows == 18
-    assert trial.before > 0.1
+    assert trial.uncalibrated > 0.1
     assert max(trial.named, trial.random) < 0.05
     assert trial.beaten in (0, 0.2, 0.4, 0.6, 0.8, 1)
 

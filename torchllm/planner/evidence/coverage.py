@@ -129,8 +129,8 @@ def binomial_test(successes: int, trials: int, chance: float) -> float:
     """Return the probability of counts that are at most as likely as this one: the two-sided exact test."""
     logs = []
     for count in range(trials + 1):
-        ways = math.log(math.comb(trials, count))
-        logs.append(ways + count * math.log(chance) + (trials - count) * math.log1p(-chance))
+        arrangements = math.log(math.comb(trials, count))
+        logs.append(arrangements + count * math.log(chance) + (trials - count) * math.log1p(-chance))
     tolerance = 1e-9  # of logarithms of counts that are equally likely
     return min(1.0, sum(math.exp(log) for log in logs if log <= logs[successes] + tolerance))
 

@@ -39,21 +39,29 @@ class Candidate(NamedTuple):
 def candidates_of(near: Linear, shares: Sequence[Mapping[str, float]], deviations: Sequence[float]) -> list[Candidate]:
     """Return runs near the constants from which calibration starts."""
     candidates = []
-    for place, (share, deviation) in enumerate(zip(shares, deviations, strict=True)):
-        slopes = [near.slopes[name][place] for name in near.point]
-        candidates.append(Candidate(slopes, share, deviation))
+    for index, deviation in enumerate(deviations):
+        slopes = [near.slopes[name][index] for name in near.point]
+        candidates.append(Candidate(slopes, shares[index], deviation))
     return candidates
 
 
 def unlike(first: Mapping[str, float], second: Mapping[str, float]) -> float:
     """Return how differently two steps are spent: the sum of the differences of their terms' shares, from 0 to 2."""
-    return sum(abs(first.get(term, 0.0) - second.get(term, 0.0)) for term in dict.fromkeys([*first, *second]))
+    total = 0.0
+    for term in dict.fromkeys([*first, *second]):
+        total += abs(first.get(term, 0.0) - second.get(term, 0.0))
+    return total
 
 
 def covariance(first: Candidate, second: Candidate) -> float:
     """Return the covariance of the errors of two runs, less the noise that each has of its own."""
-    correlation = ALIKE * math.exp(-unlike(first.shares, second.shares) / FALL)
-    return first.deviation * second.deviation * correlation
+    distance = unlike(first.shares, second.shares)
+    return ALIKE * math.exp(-distance / FALL) * first.deviation * second.deviation
+
+
+def dot(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the sum of products."""
+    return sum(x * y for x, y in zip(first, second, strict=True))
 
 
 class Design:
@@ -63,68 +71,58 @@ class Design:
         """trusts: what the square of each constant's distance from its prior counts (`FitProblem.trust`)."""
         self.candidates = candidates
         self.trusts = trusts
-        self.constants = range(len(trusts))
-        self.errors = [[covariance(first, second) for second in candidates] for first in candidates]
-        for place, row in enumerate(self.errors):
-            row[place] += NOISE**2
-        self.products = [[self._sum_of_slopes(row, column) for column in self.constants] for row in self.constants]
-        self.pulls = [[self._shared_error(place, row) for row in self.constants] for place in range(len(candidates))]
+        self.errors = self.error_covariances()
+        columns = list(zip(*(candidate.slopes for candidate in candidates), strict=True))
+        self.products = [[dot(column, row) for column in columns] for row in columns]
+        self.pulls = [[dot(errors, column) for column in columns] for errors in self.errors]
+        """covariance of a run's error with those of all runs, times their slopes"""
 
-    def _sum_of_slopes(self, row: int, column: int) -> float:
-        return sum(candidate.slopes[row] * candidate.slopes[column] for candidate in self.candidates)
-
-    def _shared_error(self, place: int, row: int) -> float:
-        """Return the covariance of a run's error with those of all runs, times their slopes."""
-        total = 0.0
-        for error, candidate in zip(self.errors[place], self.candidates, strict=True):
-            total += error * candidate.slopes[row]
-        return total
+    def error_covariances(self) -> list[list[float]]:
+        """Return the covariances of the candidates' errors before any is measured."""
+        matrix: list[list[float]] = []
+        for candidate in self.candidates:
+            row = [covariance(candidate, column) for column in self.candidates]
+            row[len(matrix)] += NOISE**2
+            matrix.append(row)
+        return matrix
 
     def gains(self, chosen: Sequence[int]) -> list[list[float]]:
-        """Return by how much each constant moves with the error of each chosen run, negated: K^T."""
-        matrix = [[0.0] * len(self.trusts) for _ in self.trusts]
-        for row in self.constants:
-            for column in self.constants:
-                for place in chosen:
-                    slopes = self.candidates[place].slopes
-                    matrix[row][column] += slopes[row] * slopes[column] / NOISE**2
-            matrix[row][row] += self.trusts[row]
+        """Return how far the constants move against the error of each chosen run: the columns of K."""
+        matrix: list[list[float]] = []
+        columns = list(zip(*(self.candidates[index].slopes for index in chosen), strict=True))
+        for row, trust in zip(columns, self.trusts, strict=True):
+            information = [dot(row, column) / NOISE**2 for column in columns]
+            information[len(matrix)] += trust
+            matrix.append(information)
         gains = []
-        for place in chosen:
-            gains.append(solve(matrix, [slope / NOISE**2 for slope in self.candidates[place].slopes]))
+        for index in chosen:
+            slopes = self.candidates[index].slopes
+            gains.append(solve(matrix, [slope / NOISE**2 for slope in slopes]))
         return gains
 
     def change(self, chosen: Sequence[int]) -> float:
         """Return the expected change of the sum of squared errors of all runs, by calibrating to the chosen ones."""
         gains = self.gains(chosen)
         total = 0.0
-        for place, gain in zip(chosen, gains, strict=True):
-            for row in self.constants:
-                total -= 2 * gain[row] * self.pulls[place][row]
-        for first, first_gain in zip(chosen, gains, strict=True):
-            for second, second_gain in zip(chosen, gains, strict=True):
-                total += self.errors[first][second] * self._moved(first_gain, second_gain)
-        return total
-
-    def _moved(self, first: Sequence[float], second: Sequence[float]) -> float:
-        """Return the sum over all runs of the product of two changes of their predictions."""
-        total = 0.0
-        for row in self.constants:
-            for column in self.constants:
-                total += first[row] * self.products[row][column] * second[column]
+        for index, gain in zip(chosen, gains, strict=True):
+            total -= 2 * dot(gain, self.pulls[index])
+            moved = [dot(gain, row) for row in self.products]
+            for second_index, second_gain in zip(chosen, gains, strict=True):
+                total += self.errors[index][second_index] * dot(moved, second_gain)
         return total
 
 
 def most_telling(candidates: Sequence[Candidate], problem: FitProblem, count: int) -> list[int]:
-    """Return the places of the `count` candidates to measure, the first one first; all of them if there are fewer.
+    """Return the indices of the `count` candidates to measure, the first one first; all of them if there are fewer.
 
     problem: of the calibration; its `middle` has the constants, in the order of the candidates' slopes.
     """
-    design = Design(candidates, [problem.trust(name) for name in problem.middle])
+    trusts = [problem.trust(name) for name in problem.middle]
+    design = Design(candidates, trusts)
     chosen: list[int] = []
-    remaining = set(range(len(candidates)))
+    remaining = list(range(len(candidates)))
     while remaining and len(chosen) < count:
-        best = min(sorted(remaining), key=lambda place: design.change([*chosen, place]))
-        chosen.append(best)
-        remaining.remove(best)
+        changes = [design.change([*chosen, index]) for index in remaining]
+        best = changes.index(min(changes))
+        chosen.append(remaining.pop(best))
     return chosen

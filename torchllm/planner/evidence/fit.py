@@ -4,10 +4,10 @@
 that all frameworks share are the defaults of `spec.software.Constants`, the speeds are in `evidence.stacks.STACKS`.
 `recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
 
-The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, plus the distance of each constant from
-its prior in units of the prior's spread. The larger an error beside the typical one, the less its row weighs, as in a
-fit of Student's t: what the model does not know, like a run that waited for a time-out, decides nothing. The descent is
-Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
+The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
+plus the distance of each constant from its prior in units of the prior's spread. The larger an error beside the typical
+one, the less its row weighs, as in a fit of Student's t: what the model does not know, like a run that waited for a
+time-out, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
 """
 
 import math
@@ -57,7 +57,8 @@ def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
     for row in rows:
         if row.case is None or not row.seconds:
             continue
-        if row.cells.get("assumed") or row.case.model.experts or not is_known(row.cells.get("stack", "")):
+        is_assumed = bool(row.cells.get("assumed"))
+        if is_assumed or row.case.model.experts or not is_known(row.cells.get("stack", "")):
             continue
         fold = fold_of(row)
         timed.append(Timed(row.case, row.seconds, fold, framework_of_fold(fold)))
@@ -171,7 +172,10 @@ def linearize(rows: Sequence[Timed], point: Point) -> Linear:
 
 def slopes_towards(rows: Sequence[Timed], errors: Sequence[float], moved: Point) -> list[float]:
     """Return the change of each row's error, for a change `STEP` of the logarithm of a constant."""
-    return [(log_error(row, moved) - error) / STEP for row, error in zip(rows, errors, strict=True)]
+    slopes = []
+    for row, error in zip(rows, errors, strict=True):
+        slopes.append((log_error(row, moved) - error) / STEP)
+    return slopes
 
 
 def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point:
@@ -180,14 +184,22 @@ def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point
     for _ in range(4):  # an error counts less the larger it is, which the first solution does not know
         errors = errors_at(near, point)
         typical = max(NOISE, median(map(abs, errors)))
+        noise = max(NOISE, scatter(errors))
         weights = []
         for count, error in zip(counts, errors, strict=True):
-            weights.append(count / NOISE**2 / (1.0 + (error / typical) ** 2))
+            weights.append(count / noise**2 / (1 + (error / typical) ** 2))
         changes = best_changes(problem, near, point, errors, weights)
         for name, change in changes.items():
-            value = max(near.point[name] - LEAP, min(near.point[name] + LEAP, point[name] + change))
-            point[name] = problem.bounded(name, value)
+            leap = point[name] + change - near.point[name]
+            leap = max(-LEAP, min(LEAP, leap))
+            point[name] = problem.bounded(name, near.point[name] + leap)
     return point
+
+
+def scatter(errors: Sequence[float]) -> float:
+    """Return the median distance of errors from their median: what no speed explains, however large it is."""
+    middle = median(errors)
+    return median(abs(error - middle) for error in errors)
 
 
 def errors_at(near: Linear, point: Point) -> list[float]:
@@ -233,17 +245,18 @@ def sum_of_products(first: Sequence[float], second: Sequence[float], third: Sequ
 def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve equations of a positive definite matrix by elimination."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for place, pivot in enumerate(rows):
-        for row in rows[place + 1 :]:
-            factor = row[place] / pivot[place]
-            for column in range(place, len(pivot)):
+    for step, pivot in enumerate(rows):
+        for row in rows[step + 1 :]:
+            factor = row[step] / pivot[step]
+            for column in range(step, len(pivot)):
                 row[column] -= factor * pivot[column]
     solution = [0.0] * len(rows)
-    for place in reversed(range(len(rows))):
-        value = rows[place][-1]
-        for column in range(place + 1, len(rows)):
-            value -= rows[place][column] * solution[column]
-        solution[place] = value / rows[place][place]
+    for step in reversed(range(len(rows))):
+        row = rows[step]
+        value = row[-1]
+        for column in range(step + 1, len(rows)):
+            value -= row[column] * solution[column]
+        solution[step] = value / row[step]
     return solution
 
 
@@ -254,7 +267,8 @@ def fit(problem: FitProblem, start: Point | None = None) -> Linear:
         return near
     for _ in range(ROUNDS):
         point = improve(problem, near, problem.counts())
-        if max(abs(point[name] - near.point[name]) for name in point) < CLOSE:
+        changes = [abs(point[name] - near.point[name]) for name in point]
+        if max(changes) < CLOSE:
             break
         near = linearize(problem.rows, point)
     return near
@@ -268,9 +282,9 @@ def left_out_points(problem: FitProblem, near: Linear, names: Sequence[str]) -> 
     points = {}
     for name in dict.fromkeys(names):
         counts = problem.counts()
-        for place, row_name in enumerate(names):
+        for index, row_name in enumerate(names):
             if row_name == name:
-                counts[place] = 0.0
+                counts[index] = 0.0
         points[name] = improve(problem, near, counts)
     return points
 

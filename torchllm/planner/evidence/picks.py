@@ -34,7 +34,7 @@ class Pick(NamedTuple):
     """mean error of the step; None: no row is timed"""
     told_right: int
     """rows that fit, or ran out of memory, as predicted"""
-    known: int
+    comparable: int
     """rows of which that is known"""
     ran_out_of_memory: bool
     """whether the pick did"""
@@ -75,9 +75,9 @@ def pick_of(group: str, scored: Sequence[Scored]) -> Pick | None:
     if not chosen:
         return None
     errors = [abs(member.error) for member in scored if member.error is not None]
-    known = [member for member in scored if member.row.out_of_memory is not None and member.prediction is not None]
+    tried = [member for member in scored if member.row.out_of_memory is not None and member.prediction is not None]
     told_right = 0
-    for member in known:
+    for member in tried:
         assert member.prediction is not None
         told_right += member.prediction.fits != member.row.out_of_memory
     return Pick(
@@ -85,7 +85,7 @@ def pick_of(group: str, scored: Sequence[Scored]) -> Pick | None:
         len(scored),
         mean(errors) if errors else None,
         told_right,
-        len(known),
+        len(tried),
         chosen["chosen_ran_out_of_memory"],
         chosen.get("regret_seconds"),
     )
@@ -104,15 +104,16 @@ def pick_lines(results: Sequence[Pick]) -> list[str]:
     for pick in results:
         error = "-" if pick.error is None else f"{100 * pick.error:.1f}"
         cost = "OOM" if pick.regret is None else f"{100 * pick.regret:.1f}"
-        told = f"{100 * pick.told_right / pick.known:.1f}"
-        lines.append(f"{pick.group:54s}{pick.rows:6d}{error:>8s}{told:>16s}{cost:>8s}")
+        verdicts = f"{100 * pick.told_right / pick.comparable:.1f}"
+        lines.append(f"{pick.group:54s}{pick.rows:6d}{error:>8s}{verdicts:>16s}{cost:>8s}")
     if not results:
         return lines
-    known = sum(pick.known for pick in results)
+    comparable = sum(pick.comparable for pick in results)
     told_right = sum(pick.told_right for pick in results)
     regrets = [pick.regret for pick in results if pick.regret is not None]
     ran_out = sum(pick.ran_out_of_memory for pick in results)
-    line = f"{len(results)} picks, {ran_out} out of memory; {100 * told_right / known:.1f}% of {known} rows told right"
+    share = f"{100 * told_right / comparable:.1f}% of {comparable} rows"
+    line = f"{len(results)} picks, {ran_out} out of memory; {share} told right"
     if regrets:
         line += f"; regret mean {100 * mean(regrets):.1f}%, worst {100 * max(regrets):.1f}%"
     return [*lines, line]

@@ -258,10 +258,11 @@ def spreads(residuals: Sequence[Residual]) -> list[Spread]:
 
 def _quantile(ascending: Sequence[float], level: float) -> float:
     """Return a quantile of an unseen value: linear between the values, the n-th of N at n / (N + 1)."""
-    place = level * (len(ascending) + 1) - 1
-    place = min(max(place, 0.0), len(ascending) - 1.0)
-    lower = min(int(place), len(ascending) - 2)
-    return ascending[lower] + (place - lower) * (ascending[lower + 1] - ascending[lower])
+    rank = level * (len(ascending) + 1) - 1
+    rank = min(max(rank, 0.0), len(ascending) - 1.0)
+    lower = min(int(rank), len(ascending) - 2)
+    low, high = ascending[lower], ascending[lower + 1]
+    return low + (rank - lower) * (high - low)
 
 
 QUANTILES = tuple(f"p{100 * level:02.0f}" for level in LEVELS)

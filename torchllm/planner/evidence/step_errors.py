@@ -77,6 +77,7 @@ class StepInterval(NamedTuple):
     """The interval that holds 90 % of the errors of steps like one, as logarithms of measured over predicted."""
 
     half: float
+    deviation: float
     rows: int
     folds: int
     factor: float
@@ -108,9 +109,13 @@ class ErrorModel(NamedTuple):
         """Return the interval of a step. shares: as `shares_of`."""
         sources = self.sources(shares, gpu)
         factor = self.factors.get(framework, 1.0)
-        parts = {source: (share * self.deviation(source)) ** 2 for source, share in sources.items()}
-        half = self.covering * factor * math.sqrt(sum(parts.values()))
-        return StepInterval(half, self.rows, self.folds, factor, max(parts, key=parts.__getitem__))
+        parts = {}
+        for source, share in sources.items():
+            parts[source] = (share * self.deviation(source)) ** 2
+        deviation = factor * math.sqrt(sum(parts.values()))
+        return StepInterval(
+            self.covering * deviation, deviation, self.rows, self.folds, factor, max(parts, key=parts.__getitem__)
+        )
 
     def sources(self, shares: Mapping[str, float], gpu: str) -> dict[str, float]:
         """Return the shares with one for the GPU, if hardly any fold is of its generation."""
@@ -184,7 +189,7 @@ def fit_error_models(errors: Mapping[Knowledge, Sequence[StepError]], start: Err
 
 def deviation_of(model: ErrorModel, error: StepError) -> float:
     """Return the deviation that a row's error was to be expected to have."""
-    return model.interval(error.shares, error.framework, error.gpu).half / model.covering
+    return model.interval(error.shares, error.framework, error.gpu).deviation
 
 
 def fold_counts(errors: Sequence[StepError]) -> list[float]:
@@ -203,21 +208,28 @@ def fit_deviations(
     """
     names = sorted({name for shares in sources for name in shares})
     variances = {name: start.deviation(name) ** 2 for name in names}
-    squares = [[(name, share**2) for name, share in shares.items()] for shares in sources]
+    squares = []
+    for shares in sources:
+        squares.append([(name, share**2) for name, share in shares.items()])
     for _ in range(ROUNDS):
-        observed = {name: PRIOR_ROWS * prior_deviation(name) ** 2 / variances[name] ** 2 for name in names}
-        expected = {name: PRIOR_ROWS / variances[name] for name in names}
+        observed, expected = {}, {}
+        for name in names:
+            expected[name] = PRIOR_ROWS / variances[name]
+            observed[name] = expected[name] * prior_deviation(name) ** 2 / variances[name]
         for error, parts, count in zip(errors, squares, counts, strict=True):
             variance = sum(square * variances[name] for name, square in parts)
             ratio = error.error**2 / variance
             trust = (DEGREES + 1) / (DEGREES + ratio)  # an error counts less the larger it is
             for name, square in parts:
-                observed[name] += count * square * trust * ratio / variance
-                expected[name] += count * square / variance
-        changes = {name: math.sqrt(observed[name] / expected[name]) for name in names}
-        for name, change in changes.items():
+                weight = count * square / variance
+                expected[name] += weight
+                observed[name] += weight * trust * ratio
+        largest = 0.0
+        for name in names:
+            change = math.sqrt(observed[name] / expected[name])
             variances[name] *= change
-        if max(abs(change - 1) for change in changes.values()) < CLOSE:
+            largest = max(largest, abs(change - 1))
+        if largest < CLOSE:
             break
     return {name: math.sqrt(variance) for name, variance in variances.items()}
 
@@ -227,7 +239,10 @@ def fit_factors(errors: Sequence[StepError], counts: Sequence[float], model: Err
 
     The fewer folds there are, the closer the factor is to 1.
     """
-    logs = [math.log(abs(error.error) / deviation_of(model, error) + SMALL) for error in errors]
+    logs = []
+    for error in errors:
+        size = abs(error.error) / deviation_of(model, error)
+        logs.append(math.log(size + SMALL))
     middle = weighted_mean(logs, counts)
     by_fold: dict[str, dict[str, list[float]]] = {}
     for error, log in zip(errors, logs, strict=True):
@@ -235,7 +250,8 @@ def fit_factors(errors: Sequence[StepError], counts: Sequence[float], model: Err
     factors = {}
     for framework, folds in by_fold.items():
         weights = [math.sqrt(len(of_fold)) for of_fold in folds.values()]
-        distance = weighted_mean([mean(of_fold) for of_fold in folds.values()], weights) - middle
+        means = [mean(of_fold) for of_fold in folds.values()]
+        distance = weighted_mean(means, weights) - middle
         number = effective_number(weights)
         factors[framework] = math.exp(distance * number / (number + PRIOR_FOLDS))
     return factors
@@ -243,7 +259,8 @@ def fit_factors(errors: Sequence[StepError], counts: Sequence[float], model: Err
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """Return the mean of some values."""
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    return total / sum(weights)
 
 
 def effective_number(weights: Iterable[float]) -> float:
@@ -272,17 +289,16 @@ def covering(sizes: Sequence[float], counts: Sequence[float], errors: Sequence[S
 def weighted_quantile(values: Sequence[float], weights: Sequence[float], level: float) -> float:
     """Return the value below which a share `level` of the weight lies: linear between the middles of the weights."""
     total, passed = sum(weights), 0.0
-    place_before = value_before = None
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        place = (passed + weight / 2) / total
-        if place >= level:
-            if place_before is None or value_before is None:
-                return value
-            return value_before + (value - value_before) * (level - place_before) / (place - place_before)
+    ascending = sorted(zip(values, weights, strict=True))
+    lower, lower_value = 0.0, ascending[0][0]
+    for value, weight in ascending:
+        middle = (passed + weight / 2) / total
+        if middle >= level:
+            part = (level - lower) / (middle - lower)
+            return lower_value + part * (value - lower_value)
         passed += weight
-        place_before, value_before = place, value
-    assert value_before is not None, "there are no values"
-    return value_before
+        lower, lower_value = middle, value
+    return lower_value
 
 
 def wider_than_normal(degrees: float) -> float:
@@ -313,16 +329,17 @@ def read_error_models() -> ErrorModels:
         lines = list(csv.DictReader(opened))
     models: ErrorModels = {}
     for knowledge in KNOWLEDGE:
-        numbers: dict[str, dict[str, float]] = {}
-        for cells in lines:
-            if cells["left_out"] == knowledge:
-                numbers.setdefault(cells["what"], {})[cells["name"]] = float(cells["value"])
-        models[knowledge] = ErrorModel(
-            numbers["deviations"],
-            numbers.get("factors", {}),
-            {gpu: int(folds) for gpu, folds in numbers["folds_of_gpu"].items()},
-            numbers["covering"][""],
-            int(numbers["rows"][""]),
-            int(numbers["folds"][""]),
-        )
+        models[knowledge] = model_of([cells for cells in lines if cells["left_out"] == knowledge])
     return models
+
+
+def model_of(lines: Iterable[Mapping[str, str]]) -> ErrorModel:
+    """Return the model that some lines of the table have."""
+    numbers: dict[str, dict[str, float]] = {}
+    for cells in lines:
+        of_part = numbers.setdefault(cells["what"], {})
+        of_part[cells["name"]] = float(cells["value"])
+    folds_of_gpu = {gpu: int(folds) for gpu, folds in numbers["folds_of_gpu"].items()}
+    covering = numbers["covering"][""]
+    rows, folds = int(numbers["rows"][""]), int(numbers["folds"][""])
+    return ErrorModel(numbers["deviations"], numbers.get("factors", {}), folds_of_gpu, covering, rows, folds)

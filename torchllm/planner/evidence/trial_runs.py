@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
     fold: str
     rows: int
-    before: float
+    uncalibrated: float
     """mean error of all its rows without calibration"""
     named: float
     """mean error after calibrating to the named runs"""
@@ -81,18 +81,18 @@ def runs_at(rows: Sequence[Timed], point: Point) -> list[Timed]:
 
 def trial_of(fold: str, runs: Sequence[Timed]) -> Trial:
     """Return the errors of a fold's rows, calibrated to the named runs and to random ones."""
-    before = mean_error(log_error(run, problem_of(runs).middle) for run in runs)
+    uncalibrated = mean_error(log_error(run, problem_of(runs).middle) for run in runs)
     named = error_of_rest(runs, named_runs(runs))
     generator = random.Random(SEED)
     errors = []
     for _ in range(RANDOM_CHOICES):
         errors.append(error_of_rest(runs, generator.sample(range(len(runs)), RUNS)))
     worse = sum(error > named for error in errors)
-    return Trial(fold, len(runs), before, named, median(errors), worse / len(errors))
+    return Trial(fold, len(runs), uncalibrated, named, median(errors), worse / len(errors))
 
 
 def named_runs(runs: Sequence[Timed]) -> list[int]:
-    """Return the places of the runs to measure first, from predictions alone."""
+    """Return the indices of the runs to measure first, from predictions alone."""
     problem = problem_of([run._replace(seconds=predict(run.case).step) for run in runs])
     shares, deviations = [], []
     for run in runs:
@@ -105,8 +105,8 @@ def named_runs(runs: Sequence[Timed]) -> list[int]:
 
 def error_of_rest(runs: Sequence[Timed], chosen: Sequence[int]) -> float:
     """Return the mean error of the runs that are not chosen, with constants calibrated to the chosen ones."""
-    near = fit_machine(problem_of([runs[place] for place in chosen]))
-    rest = [run for place, run in enumerate(runs) if place not in chosen]
+    near = fit_machine(problem_of([runs[index] for index in chosen]))
+    rest = [run for index, run in enumerate(runs) if index not in chosen]
     return mean_error(log_error(run, near.point) for run in rest)
 
 
@@ -121,7 +121,7 @@ def trial_lines(results: Sequence[Trial]) -> list[str]:
     """Return one line of text for each fold, and how many are better than the median."""
     lines = [HEADER]
     for trial in results:
-        numbers = (trial.before, trial.named, trial.random, trial.beaten)
+        numbers = (trial.uncalibrated, trial.named, trial.random, trial.beaten)
         columns = "".join(f"{100 * number:8.1f}" for number in numbers)
         lines.append(f"{trial.fold:48s}{trial.rows:6d}{columns}{'' if trial.is_better else '  not better'}")
     better = sum(trial.is_better for trial in results)

@@ -33,7 +33,7 @@ def first_runs(job: Job, advice: Advice, count: int = RUNS) -> list[Ranked]:
     problem = problem_of(runs)
     candidates = candidates_of(linearize(runs, problem.middle), shares, deviations)
     ranks = list(layouts.values())
-    return [ranks[place] for place in most_telling(candidates, problem, count)]
+    return [ranks[index] for index in most_telling(candidates, problem, count)]
 
 
 def layouts_that_fit(job: Job, advice: Advice) -> list[Ranked]:

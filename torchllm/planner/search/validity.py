@@ -21,7 +21,6 @@ from torchllm.planner.evidence.residuals import (
     read_spreads,
 )
 from torchllm.planner.evidence.step_errors import (
-    NORMAL_EDGE,
     SELDOM_MEASURED,
     ErrorModels,
     StepInterval,
@@ -84,7 +83,7 @@ def step_interval(case: Case, prediction: Prediction) -> StepInterval:
 
 def step_deviation(case: Case, prediction: Prediction) -> float:
     """Return the deviation of the error of a predicted step, as a logarithm."""
-    return step_interval(case, prediction).half / NORMAL_EDGE
+    return step_interval(case, prediction).deviation
 
 
 def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
@@ -189,9 +188,9 @@ def peaks_of(case: Case) -> Spread:
     depend on the machine. What an allocator adds differs between versions; how much is seen where others repeated a
     layout.
     """
-    own = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
-    if case.software.name != "torchllm" or own is None:
+    tensors = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
+    if case.software.name != "torchllm" or tensors is None:
         return spread_of(case, "peak memory")
     versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
-    quantiles = [tensors + adds for tensors, adds in zip(own.quantiles, versions.quantiles, strict=True)]
-    return own._replace(quantiles=tuple(quantiles))
+    quantiles = [held + added for held, added in zip(tensors.quantiles, versions.quantiles, strict=True)]
+    return tensors._replace(quantiles=tuple(quantiles))
