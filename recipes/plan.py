@@ -154,9 +154,9 @@ def plan_parser() -> argparse.ArgumentParser:
     calibrate.set_defaults(run=run_calibrate)
 
     evidence = commands.add_parser("evidence", help="convert or pack measurements for others to score on")
-    what = evidence.add_mutually_exclusive_group(required=True)
-    what.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
-    what.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
+    source = evidence.add_mutually_exclusive_group(required=True)
+    source.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
+    source.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
     evidence.add_argument("-o", "--output", required=True, metavar="PATH", help="folder (--pack) or CSV (--hagemann)")
     evidence.set_defaults(run=run_evidence)
 
@@ -280,9 +280,9 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
     """Return a size of the batch from the command line, else from the model's file. UserError if neither has it."""
-    given: int | None = getattr(options, key)
-    if given is not None:
-        return given
+    value: int | None = getattr(options, key)
+    if value is not None:
+        return value
     written = model.table.get("training", {})
     if key not in written:
         flag = "--" + key.replace("_", "-")
@@ -389,12 +389,12 @@ def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, objec
     """Return the three picks as plain data, the one to take first."""
     if result.advice is None:
         return []
-    found: list[dict[str, object]] = []
-    for one in result.advice.picks:
-        figures = layout_figures(result.job, one.ranked, purchase)
-        found.append({"title": one.title, "seconds": one.seconds, **figures})
-    found[0]["reason"] = result.advice.reason
-    return found
+    picks: list[dict[str, object]] = []
+    for choice in result.advice.picks:
+        figures = layout_figures(result.job, choice.ranked, purchase)
+        picks.append({"title": choice.title, "seconds": choice.seconds, **figures})
+    picks[0]["reason"] = result.advice.reason
+    return picks
 
 
 def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchResult, tokens: float) -> None:

@@ -54,8 +54,8 @@ def calibrate(rows: Sequence[MeasuredRow]) -> Calibrated:
     start = timed[0].case.software.constants
     constants = constants_at(near.point, MACHINE, start)
     allocator = fitted_allocator(rows) or start.allocator
-    before = mean_error(log_error(row, problem.middle) for row in timed)
-    return Calibrated(replace(constants, allocator=allocator), len(timed), before, left_out_error(problem, near))
+    error = mean_error(log_error(row, problem.middle) for row in timed)
+    return Calibrated(replace(constants, allocator=allocator), len(timed), error, left_out_error(problem, near))
 
 
 def run_of(case: Case, seconds: float, number: int) -> Timed:
