@@ -188,7 +188,7 @@ def only(job: Job, without: dict[str, int]) -> Job | None:
 
 
 def simplest(job: Job, candidates: Sequence[Ranked], bet: Ranked) -> tuple[Ranked, str]:
-    """Return the layout that the rule takes, and why. candidates: the fastest of each level, the simplest level first."""
+    """Return the layout that the rule takes, and why. candidates: the fastest of each level, simplest first."""
     name = LEVELS_OF_SIMPLICITY[level_of(bet.layout)].name
     for simple in candidates:
         if simple.layout == bet.layout:
