@@ -9,7 +9,7 @@ import pytest
 from tests.planner.evidence.test_calibrate import made
 from tests.planner.evidence.test_cross_validation import named
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.planner.evidence.picks import Pick, pick_lines, picks, score_picks
+from torchllm.planner.evidence.picks import GroupPick, picks, regret_lines, score_picks
 
 
 def grouped(rows: list[MeasuredRow], group: str) -> list[MeasuredRow]:
@@ -51,8 +51,8 @@ def test_a_pick_that_ran_out_of_memory() -> None:
 
 
 def test_lines() -> None:
-    good, lost = Pick("good", 10, 0.05, 9, 10, False, 0.02), Pick("lost", 10, None, 10, 10, True, None)
-    _, first, second, total = pick_lines([good, lost])
+    good, lost = GroupPick("good", 10, 0.05, 9, 10, False, 0.02), GroupPick("lost", 10, None, 10, 10, True, None)
+    _, first, second, total = regret_lines([good, lost])
     assert first.split() == ["good", "10", "5.0", "90.0", "2.0"]
     assert second.split() == ["lost", "10", "-", "100.0", "OOM"]
     assert total == "2 picks, 1 out of memory; 95.0% of 20 rows told right; regret mean 2.0%, worst 2.0%"

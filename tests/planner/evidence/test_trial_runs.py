@@ -12,7 +12,7 @@ from torchllm.planner.evidence import trial_runs
 from torchllm.planner.evidence.calibrate import mean_error, problem_of
 from torchllm.planner.evidence.fit import Timed, log_error, timed_rows
 from torchllm.planner.evidence.trial_runs import (
-    Trial,
+    FoldTrial,
     error_of_rest,
     named_runs,
     runs_at,
@@ -51,7 +51,7 @@ def test_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fold_that_is_not_better_is_said() -> None:
-    better, worse = Trial("a", 30, 0.2, 0.05, 0.1, 0.9), Trial("b", 30, 0.2, 0.1, 0.05, 0.1)
+    better, worse = FoldTrial("a", 30, 0.2, 0.05, 0.1, 0.9), FoldTrial("b", 30, 0.2, 0.1, 0.05, 0.1)
     _, first, second, total = trial_lines([better, worse])
     assert first.split() == ["a", "30", "20.0", "5.0", "10.0", "90.0"]
     assert second.endswith("not better")

@@ -25,7 +25,7 @@ from torchllm.planner.evidence.score import Scored, regret
 from torchllm.planner.predict import predict
 
 
-class Pick(NamedTuple):
+class GroupPick(NamedTuple):
     """The pick of a group."""
 
     group: str
@@ -42,7 +42,7 @@ class Pick(NamedTuple):
     """share by which the pick is slower than the fastest; None if it ran out of memory"""
 
 
-def picks(rows: Sequence[MeasuredRow]) -> list[Pick]:
+def picks(rows: Sequence[MeasuredRow]) -> list[GroupPick]:
     """Return the picks of all groups in which layouts can be compared."""
     timed = timed_rows(rows)
     problem = joint_problem(timed)
@@ -69,7 +69,7 @@ def scored_at(point: Point, row: MeasuredRow) -> Scored:
     return Scored(row, predict(case), None)
 
 
-def pick_of(group: str, scored: Sequence[Scored]) -> Pick | None:
+def pick_of(group: str, scored: Sequence[Scored]) -> GroupPick | None:
     """Return the pick of a group; None if there is nothing to choose from."""
     chosen = regret(scored)
     if not chosen:
@@ -80,7 +80,7 @@ def pick_of(group: str, scored: Sequence[Scored]) -> Pick | None:
     for member in tried:
         assert member.prediction is not None
         told_right += member.prediction.fits != member.row.out_of_memory
-    return Pick(
+    return GroupPick(
         group,
         len(scored),
         mean(errors) if errors else None,
@@ -98,7 +98,7 @@ LEGEND = (
 )
 
 
-def pick_lines(results: Sequence[Pick]) -> list[str]:
+def regret_lines(results: Sequence[GroupPick]) -> list[str]:
     """Return one line of text for each group, and one of all."""
     lines = [HEADER]
     for pick in results:
@@ -127,4 +127,4 @@ def score_picks(files: Sequence[str], as_json: bool) -> str:
     results = picks(rows)
     if as_json:
         return json.dumps([pick._asdict() for pick in results], indent=1)
-    return "\n".join([*pick_lines(results), "", *LEGEND])
+    return "\n".join([*regret_lines(results), "", *LEGEND])

@@ -214,7 +214,7 @@ def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:
     """
     jobs: dict[tuple[object, ...], list[Residual]] = {}
     for residual in evidence:
-        jobs.setdefault(job_of(residual), []).append(residual)
+        jobs.setdefault(question_of(residual), []).append(residual)
     for layouts in jobs.values():
         for first, second in combinations(layouts, 2):
             second_adds = added_axes(first.case, second.case) != SAME
@@ -225,7 +225,7 @@ def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:
                 yield pair(second, first)
 
 
-def job_of(residual: Residual) -> tuple[object, ...]:
+def question_of(residual: Residual) -> tuple[object, ...]:
     """Return what rows must have in common to answer one question: which layout of this job is faster?"""
     case, cells = residual.case, residual.row.cells
     group = residual.fold, cells.get("group", ""), cells.get("compile", "")

@@ -20,7 +20,7 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
     cells["gpus"] = gpus
     cells |= model_cells(model)
     cells |= expert_cells(model, config.parallel)
-    cells |= layout_cells(config.parallel)
+    cells |= mesh_cells(config.parallel)
     cells |= training_cells(config)
     return {column: str(value) for column, value in cells.items()}
 
@@ -38,7 +38,7 @@ def model_cells(model: Model) -> dict[str, Any]:
     return cells
 
 
-def layout_cells(parallel: Parallel) -> dict[str, Any]:
+def mesh_cells(parallel: Parallel) -> dict[str, Any]:
     """Return the cells of degrees and schedule."""
     cells: dict[str, Any] = {"dp": parallel.data_ranks}
     for column in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"):

@@ -176,7 +176,7 @@ def fit_errors(errors: Sequence[StepError], with_factors: bool, start: ErrorMode
     if with_factors:
         model = model._replace(factors=fit_factors(errors, counts, model))
     sizes = [abs(error.error) / deviation_of(model, error) for error in errors]
-    return model._replace(covering=covering(sizes, counts, errors))
+    return model._replace(covering=covering_size(sizes, counts, errors))
 
 
 def fit_error_models(errors: Mapping[Knowledge, Sequence[StepError]], start: ErrorModels | None = None) -> ErrorModels:
@@ -269,7 +269,7 @@ def effective_number(weights: Iterable[float]) -> float:
     return sum(listed) ** 2 / sum(weight**2 for weight in listed)
 
 
-def covering(sizes: Sequence[float], counts: Sequence[float], errors: Sequence[StepError]) -> float:
+def covering_size(sizes: Sequence[float], counts: Sequence[float], errors: Sequence[StepError]) -> float:
     """Return the size that 90 % of unseen standardized errors do not exceed.
 
     The quantile's level is that of n + 1 folds, of which the unseen one may be the worst (Lei et al. 2018). The more
@@ -329,11 +329,11 @@ def read_error_models() -> ErrorModels:
         lines = list(csv.DictReader(opened))
     models: ErrorModels = {}
     for knowledge in KNOWLEDGE:
-        models[knowledge] = model_of([cells for cells in lines if cells["left_out"] == knowledge])
+        models[knowledge] = error_model_of([cells for cells in lines if cells["left_out"] == knowledge])
     return models
 
 
-def model_of(lines: Iterable[Mapping[str, str]]) -> ErrorModel:
+def error_model_of(lines: Iterable[Mapping[str, str]]) -> ErrorModel:
     """Return the model that some lines of the table have."""
     numbers: dict[str, dict[str, float]] = {}
     for cells in lines:

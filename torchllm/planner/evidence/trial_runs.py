@@ -37,7 +37,7 @@ RANDOM_CHOICES = 100
 SEED = 0
 
 
-class Trial(NamedTuple):
+class FoldTrial(NamedTuple):
     """Errors of the rows of a fold that were not calibrated to."""
 
     fold: str
@@ -57,7 +57,7 @@ class Trial(NamedTuple):
         return self.named < self.random
 
 
-def trials(rows: Sequence[MeasuredRow]) -> list[Trial]:
+def trials(rows: Sequence[MeasuredRow]) -> list[FoldTrial]:
     """Try each fold that has rows enough; takes minutes."""
     timed = timed_rows(rows)
     problem = joint_problem(timed)
@@ -79,7 +79,7 @@ def runs_at(rows: Sequence[Timed], point: Point) -> list[Timed]:
     return runs
 
 
-def trial_of(fold: str, runs: Sequence[Timed]) -> Trial:
+def trial_of(fold: str, runs: Sequence[Timed]) -> FoldTrial:
     """Return the errors of a fold's rows, calibrated to the named runs and to random ones."""
     uncalibrated = mean_error(log_error(run, problem_of(runs).middle) for run in runs)
     named = error_of_rest(runs, named_runs(runs))
@@ -88,7 +88,7 @@ def trial_of(fold: str, runs: Sequence[Timed]) -> Trial:
     for _ in range(RANDOM_CHOICES):
         errors.append(error_of_rest(runs, generator.sample(range(len(runs)), RUNS)))
     worse = sum(error > named for error in errors)
-    return Trial(fold, len(runs), uncalibrated, named, median(errors), worse / len(errors))
+    return FoldTrial(fold, len(runs), uncalibrated, named, median(errors), worse / len(errors))
 
 
 def named_runs(runs: Sequence[Timed]) -> list[int]:
@@ -117,7 +117,7 @@ LEGEND = (
 )
 
 
-def trial_lines(results: Sequence[Trial]) -> list[str]:
+def trial_lines(results: Sequence[FoldTrial]) -> list[str]:
     """Return one line of text for each fold, and how many are better than the median."""
     lines = [HEADER]
     for trial in results:
