@@ -27,8 +27,8 @@ def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) 
                 plain = read_row(cells)
                 assert plain.case
                 software = plain.case.software
-                other = replace(software, constants=replace(software.constants, **constants))
-                step = predict(replace(plain.case, software=other)).step
+                software_then = replace(software, constants=replace(software.constants, **constants))
+                step = predict(replace(plain.case, software=software_then)).step
                 rows.append(read_row({**cells, "step_time_s": repr(step)}))
     return rows
 
@@ -46,10 +46,10 @@ def test_what_a_machine_does_not_tell_is_left_alone() -> None:
     """These rows have no pipeline, and one node: no message between stages, no fall over nodes."""
     rows = made(speed=0.9, launch=1.4e-5)
     assert rows[0].case is not None
-    before = rows[0].case.software.constants
+    constants = rows[0].case.software.constants
     fitted = calibrate(rows).constants
     for name in ("launch", "traffic", "message", "fall"):
-        assert getattr(fitted, name) == pytest.approx(getattr(before, name))
+        assert getattr(fitted, name) == pytest.approx(getattr(constants, name))
 
 
 def test_a_cpus_waits_have_no_bounds() -> None:
@@ -103,18 +103,19 @@ def test_the_file_is_a_cluster(tmp_path: Path) -> None:
     with open(tmp_path / "sweep.csv", "w", newline="") as opened:
         writer = csv.DictWriter(opened, list(rows[0].cells))
         writer.writeheader()
-        writer.writerows(one.cells for one in rows)
+        writer.writerows(row.cells for row in rows)
     target = tmp_path / "mine.toml"
     for cluster in ("dgx_a100", ""):  # the rows say so
-        said = calibrate_file(str(tmp_path / "sweep.csv"), str(target), cluster)
-        assert "before" in said
-    found: list[str] = []
-    hardware = read_cluster(str(target), found)
-    assert hardware is not None, found
+        printed = calibrate_file(str(tmp_path / "sweep.csv"), str(target), cluster)
+        assert "before" in printed
+    problems: list[str] = []
+    hardware = read_cluster(str(target), problems)
+    assert hardware is not None, problems
     assert hardware.constants.speed == pytest.approx(0.85, rel=0.02)
     assert hardware.gpu == "A100-SXM4-80GB"
-    again = calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "again.toml"), str(target))
-    assert float(again.split()[7].rstrip("%")) < 1.0, again  # with the fitted file, before is what was after
+    printed_again = calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "again.toml"), str(target))
+    # with the fitted file, before is what was after
+    assert float(printed_again.split()[7].rstrip("%")) < 1.0, printed_again
     scored = json.loads(score_files([str(tmp_path / "sweep.csv")], True, str(target)))
     assert [summary["mean"] < 0.01 for summary in scored.values()] == [True]
 

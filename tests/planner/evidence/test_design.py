@@ -48,13 +48,13 @@ def test_the_expected_change_is_that_of_random_errors() -> None:
     for _ in range(20000):
         normal = [generator.gauss(0, 1) for _ in candidates]
         errors = [sum(root * value for root, value in zip(row, normal, strict=True)) for row in roots]
-        before = sum(error**2 for error in errors)
-        after = 0.0
+        uncalibrated = sum(error**2 for error in errors)
+        calibrated = 0.0
         for error, candidate in zip(errors, candidates, strict=True):
-            for place, gain in zip(chosen, gains, strict=True):
-                error -= errors[place] * sum(g * slope for g, slope in zip(gain, candidate.slopes, strict=True))
-            after += error**2
-        changes.append(after - before)
+            for index, gain in zip(chosen, gains, strict=True):
+                error -= errors[index] * sum(g * slope for g, slope in zip(gain, candidate.slopes, strict=True))
+            calibrated += error**2
+        changes.append(calibrated - uncalibrated)
     assert design.change(chosen) == pytest.approx(mean(changes), abs=4 * stdev(changes) / len(changes) ** 0.5)
     assert design.change(chosen) < 0
 
@@ -65,8 +65,8 @@ def cholesky(matrix: list[list[float]]) -> list[list[float]]:
     for row in range(len(matrix)):
         for column in range(row + 1):
             value = matrix[row][column]
-            for place in range(column):
-                value -= roots[row][place] * roots[column][place]
+            for index in range(column):
+                value -= roots[row][index] * roots[column][index]
             roots[row][column] = value**0.5 if row == column else value / roots[column][column]
     return roots
 
@@ -94,8 +94,8 @@ def test_each_run_is_the_best_addition_and_named_once() -> None:
     design = Design(candidates, [two_constants().trust(name) for name in two_constants().middle])
     for count in range(1, 5):
         added = design.change(chosen[: count + 1])
-        for place in set(range(12)) - set(chosen[:count]):
-            assert added <= design.change([*chosen[:count], place]) + 1e-12
+        for index in set(range(12)) - set(chosen[:count]):
+            assert added <= design.change([*chosen[:count], index]) + 1e-12
     assert sorted(most_telling(candidates[:3], two_constants(), 5)) == [0, 1, 2]
 
 
@@ -108,5 +108,5 @@ def test_slopes_are_in_the_order_of_the_constants() -> None:
     near = linearize(runs, problem.middle)
     candidates = candidates_of(near, [{}] * 4, [0.1] * 4)
     speed = list(problem.middle).index("machine")
-    for place, candidate in enumerate(candidates):
-        assert candidate.slopes[speed] == near.slopes["machine"][place] < 0
+    for index, candidate in enumerate(candidates):
+        assert candidate.slopes[speed] == near.slopes["machine"][index] < 0

@@ -51,7 +51,7 @@ def test_classes_have_the_same_axes_first() -> None:
     first, *rest, last = classes_of(case(tp=2, pp=2))
     assert first == RowClass("torchllm", "tp+pp", "A100")
     assert RowClass(NATIVE, "tp+pp", ANY) in rest
-    assert all(of.axes == "tp+pp" for of in rest)
+    assert all(row_class.axes == "tp+pp" for row_class in rest)
     assert last == RowClass(ANY, ANY, ANY)
     assert next(iter(classes_of(case(stack="megatron-2021")))).axes == "data only"
     assert RowClass(MEGATRON, "data only", ANY) in classes_of(case(stack="megatron-2021"))
@@ -59,7 +59,7 @@ def test_classes_have_the_same_axes_first() -> None:
 
 def test_experts_are_a_class_of_their_own() -> None:
     sparse = replace(case(), model=replace(case().model, experts=8))
-    assert {of.axes for of in classes_of(sparse)} == {"experts", ANY}
+    assert {row_class.axes for row_class in classes_of(sparse)} == {"experts", ANY}
     assert added_axes(sparse, replace(sparse, parallel=replace(sparse.parallel, ep=2))) == "+ep"
 
 
@@ -180,10 +180,10 @@ def test_the_command_writes_three_tables(tmp_path: Path) -> None:
         lines.append(",".join({**cells, "step_time_s": str(seconds)}.values()))
     (folder / "rows.csv").write_text("\n".join(lines))
     (folder / "notes.csv").write_text("a,b\n1,2\n")
-    said = write_residuals([str(folder)], str(target))
-    assert "rows.csv: 10 rows" in said
-    assert "skipped: " in said
-    assert "errors of 10 steps" in said
+    printed = write_residuals([str(folder)], str(target))
+    assert "rows.csv: 10 rows" in printed
+    assert "skipped: " in printed
+    assert "errors of 10 steps" in printed
     assert sorted(file.name for file in target.iterdir()) == ["out_of_memory.csv", "residuals.csv", "step_errors.csv"]
     assert "fold,rows,,10" in (target / "step_errors.csv").read_text()
 

@@ -104,8 +104,8 @@ def test_one_large_fold_does_not_decide_alone() -> None:
 
 
 def test_few_independent_folds_widen_the_interval() -> None:
-    many, few = drawn(30, 20, 0.5), drawn(3, 200, 0.5)
-    assert fit_errors(few, with_factors=False).covering > 1.1 * fit_errors(many, with_factors=False).covering
+    thirty, three = drawn(30, 20, 0.5), drawn(3, 200, 0.5)
+    assert fit_errors(three, with_factors=False).covering > 1.1 * fit_errors(thirty, with_factors=False).covering
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(10, 1.812), (30, 1.697), (10**6, 1.645)])
@@ -162,5 +162,5 @@ def test_what_ships_knows_frameworks_and_gpus() -> None:
         assert isinstance(model, ErrorModel)
         assert min(model.folds_of_gpu["A100"], model.folds_of_gpu["H100"]) > step_errors.SELDOM_FOLDS
     shares = {EVERY_STEP: 1.0, "matmul": 0.6}
-    known = models["fold"].interval(shares, "llm-foundry-2023", "A100")
-    assert known.half < models["framework"].interval(shares, "llm-foundry-2023", "A100").half
+    measured = models["fold"].interval(shares, "llm-foundry-2023", "A100")
+    assert measured.half < models["framework"].interval(shares, "llm-foundry-2023", "A100").half

@@ -48,9 +48,9 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     deviations = {EVERY_STEP: 1.0, SELDOM_MEASURED: 2.0}
     for term in predict(case()).terms:
         deviations[term] = 0.0
-    known = ErrorModel(deviations, {"llm-foundry-2023": 1.5}, {"A100": 20}, 0.1, 900, 50)
-    unknown = ErrorModel(deviations, {}, {"A100": 20}, 0.5, 800, 40)
-    monkeypatch.setattr(validity, "read_error_models", lambda: {"fold": known, "framework": unknown})
+    of_known = ErrorModel(deviations, {"llm-foundry-2023": 1.5}, {"A100": 20}, 0.1, 900, 50)
+    of_unknown = ErrorModel(deviations, {}, {"A100": 20}, 0.5, 800, 40)
+    monkeypatch.setattr(validity, "read_error_models", lambda: {"fold": of_known, "framework": of_unknown})
 
 
 @pytest.mark.usefixtures("models")

@@ -67,7 +67,8 @@ def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
 
 def fold_of(row: MeasuredRow) -> str:
     """Return the fold of a row, framework/model: rows of one fold are left out together."""
-    return row.cells.get("fold") or f"{row.cells.get('stack', '')}/{row.cells.get('model', '')}"
+    framework, model = row.cells.get("stack", ""), row.cells.get("model", "")
+    return row.cells.get("fold") or f"{framework}/{model}"
 
 
 def framework_of_fold(fold: str) -> str:
@@ -300,7 +301,9 @@ def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[st
 
 def fitted_constants(folders: Sequence[str]) -> str:
     """Return the constants fitted to all tables of some folders, and the number of rows, as text."""
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.csv"))
+    files: list[Path] = []
+    for folder in folders:
+        files += sorted(Path(folder).glob("*.csv"))
     rows: list[Timed] = []
     for file in files:
         try:
@@ -311,7 +314,8 @@ def fitted_constants(folders: Sequence[str]) -> str:
         raise ValueError(f"{', '.join(folders)}: no row of a known framework has a step time")
     near = fit(joint_problem(rows))
     folds = len({row.fold for row in rows})
-    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {mean(map(abs, near.errors)):.3f}"]
+    error = mean(map(abs, near.errors))
+    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {error:.3f}"]
     for name, value in near.point.items():
         kind = PRIORS[name].unit if name in SHARED else "speed"
         lines.append(f"{name:30s}{math.exp(value):12.4g}  {kind}")

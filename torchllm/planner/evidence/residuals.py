@@ -228,8 +228,9 @@ def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:
 def question_of(residual: Residual) -> tuple[object, ...]:
     """Return what rows must have in common to answer one question: which layout of this job is faster?"""
     case, cells = residual.case, residual.row.cells
-    group = residual.fold, cells.get("group", ""), cells.get("compile", "")
-    return residual.left_out, *group, case.hardware.gpu, case.ranks, case.training.sequence_length, case.kernels
+    group = residual.left_out, residual.fold, cells.get("group", ""), cells.get("compile", "")
+    machines = case.hardware.gpu, case.ranks
+    return *group, *machines, case.training.sequence_length, case.kernels
 
 
 def pair(simple: Residual, complex: Residual) -> Point:
@@ -277,7 +278,8 @@ def write_spreads(target: str, classes: Iterable[Spread]) -> None:
         writer.writerow(HEADER)
         for spread in classes:
             quantiles = [f"{quantile:.3f}" for quantile in spread.quantiles]
-            writer.writerow([spread.quantity, spread.left_out, *spread.of, spread.rows, spread.folds, *quantiles])
+            counts = [spread.rows, spread.folds]
+            writer.writerow([spread.quantity, spread.left_out, *spread.of, *counts, *quantiles])
 
 
 @lru_cache(maxsize=1)

@@ -266,7 +266,8 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 def effective_number(weights: Iterable[float]) -> float:
     """Return how many equal weights tell as much (Kish 1965, Survey Sampling)."""
     listed = list(weights)
-    return sum(listed) ** 2 / sum(weight**2 for weight in listed)
+    squares = sum(weight**2 for weight in listed)
+    return sum(listed) ** 2 / squares
 
 
 def covering_size(sizes: Sequence[float], counts: Sequence[float], errors: Sequence[StepError]) -> float:
@@ -304,9 +305,10 @@ def weighted_quantile(values: Sequence[float], weights: Sequence[float], level: 
 def wider_than_normal(degrees: float) -> float:
     """Return the half width of Student's 90 % interval over the normal one's (Abramowitz and Stegun 1964, 26.7.5)."""
     degrees = max(degrees, 1.0)
-    first = (NORMAL_EDGE**2 + 1) / (4 * degrees)
-    second = (5 * NORMAL_EDGE**4 + 16 * NORMAL_EDGE**2 + 3) / (96 * degrees**2)
-    return 1 + first + second
+    square = NORMAL_EDGE**2
+    first = (square + 1) / 4
+    second = (5 * square**2 + 16 * square + 3) / 96
+    return 1 + first / degrees + second / degrees**2
 
 
 def write_error_models(target: str, models: ErrorModels) -> None:
