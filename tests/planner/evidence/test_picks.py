@@ -33,10 +33,10 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
 
 
 def test_constants_are_not_those_of_the_fold() -> None:
-    rows = [*grouped(named(made(), "ours/one"), "even"), *grouped(named(made(speed=0.85), "ours/two"), "slow")]
+    rows = [*grouped(named(made(), "ours/one"), "even"), *grouped(named(made(speed=0.85), "others/two"), "slow")]
     _, slow = picks(rows)
     assert slow.error is not None
-    assert slow.error > 0.05
+    assert slow.error > 0.1
 
 
 def test_a_pick_that_ran_out_of_memory() -> None:

@@ -106,8 +106,9 @@ def test_pairs_are_of_one_job() -> None:
     """Two layouts of each of ten jobs: tp was slower than predicted by 0.2 each time, whatever the job's own error."""
     rows = []
     for number in range(10):
-        rows += made([0.1 * number], group=str(number))
-        rows += made([0.1 * number + 0.2], group=str(number), tp="2", dp="4")
+        plain = made([0.1 * number], group=str(number))
+        with_tp = made([0.1 * number + 0.2], group=str(number), tp="2", dp="4")
+        rows += plain + with_tp if number % 2 else with_tp + plain
     ratios = {spread.of: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
     added = ratios[RowClass(NATIVE, "+tp", ANY)]
     assert added.rows == 10

@@ -20,6 +20,7 @@ from torchllm.planner.evidence.step_errors import (
     WHOLE_STEP,
     ErrorModel,
     StepError,
+    covering_size,
     effective_number,
     fit_error_models,
     fit_errors,
@@ -106,6 +107,17 @@ def test_one_large_fold_does_not_decide_alone() -> None:
 def test_few_independent_folds_widen_the_interval() -> None:
     thirty, three = drawn(30, 20, 0.5), drawn(3, 200, 0.5)
     assert fit_errors(three, with_factors=False).covering > 1.1 * fit_errors(thirty, with_factors=False).covering
+
+
+def test_the_unseen_fold_may_be_the_worst_of_all() -> None:
+    """Of ten folds of one row the level is 0.9 x 11 / 10: above the middle of the largest, which is at 0.95."""
+    errors = drawn(folds=10, rows=1, deviation=0.5)
+    sizes = [float(number) for number in range(1, 11)]
+    assert covering_size(sizes, [1.0] * 10, errors) == pytest.approx(10 * wider_than_normal(9))
+    ninety = drawn(folds=90, rows=1, deviation=0.5)
+    sizes = [float(number) for number in range(1, 91)]
+    quantile = 0.9 * 91 / 90 * 90 + 0.5
+    assert covering_size(sizes, [1.0] * 90, ninety) == pytest.approx(quantile * wider_than_normal(89))
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(10, 1.812), (30, 1.697), (10**6, 1.645)])
