@@ -103,15 +103,15 @@ def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
 
 
 def test_pairs_are_of_one_job() -> None:
-    """Two layouts of each of ten jobs: tp was slower than predicted by 0.2 each time, whatever the job's own error."""
+    """Two layouts of each of 20 jobs: tp was slower than predicted by 0.2 each time, whatever the job's own error."""
     rows = []
-    for number in range(10):
+    for number in range(20):
         plain = made([0.1 * number], group=str(number))
         with_tp = made([0.1 * number + 0.2], group=str(number), tp="2", dp="4")
         rows += plain + with_tp if number % 2 else with_tp + plain
     ratios = {spread.of: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
     added = ratios[RowClass(NATIVE, "+tp", ANY)]
-    assert added.rows == 10
+    assert added.rows == 20
     assert added.quantiles == pytest.approx([0.2] * len(LEVELS))
     assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
 
