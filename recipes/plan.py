@@ -10,6 +10,9 @@
     python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
     python recipes/plan.py score measured.csv ... --leave-out fold     errors on models that were not fitted to
+    python recipes/plan.py score measured.csv ... --intervals          how many steps lie in their 90 % intervals
+    python recipes/plan.py score measured.csv ... --first-runs         the six runs named first, against random sixes
+    python recipes/plan.py score measured.csv ... --picks              what the fastest layout of each group costs
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
     python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
@@ -139,6 +142,9 @@ def plan_parser() -> argparse.ArgumentParser:
     basis = score.add_mutually_exclusive_group()
     basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
     basis.add_argument("--leave-out", choices=("fold", "framework"), help="fit without each in turn, and score it")
+    basis.add_argument("--intervals", action="store_true", help="count how many steps lie in their intervals of 90 %%")
+    basis.add_argument("--first-runs", action="store_true", help="compare the runs to measure first with random ones")
+    basis.add_argument("--picks", action="store_true", help="regret of each group's pick, with its fold left out")
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
@@ -361,7 +367,7 @@ def to_be_measured(job: Job, advice: Advice) -> list[str]:
     runs = first_runs(job, advice)
     lines = [
         f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.",
-        "Run 5 to 10 layouts, then `plan.py calibrate`; of what fits, these differ most in where a step's time goes:",
+        "Run 5 to 10 layouts, then `plan.py calibrate`; of what fits, these should tell most of the others:",
     ]
     return [*lines, *(f"    {ranked.layout.text()}" for ranked in runs)]
 
@@ -547,6 +553,21 @@ def run_score(options: argparse.Namespace) -> None:
         from torchllm.planner.evidence.cross_validation import cross_validate
 
         print(cross_validate(sources, options.leave_out, options.json))
+        return
+    if options.intervals:
+        from torchllm.planner.evidence.coverage import score_intervals
+
+        print(score_intervals(sources, options.json))
+        return
+    if options.picks:
+        from torchllm.planner.evidence.picks import score_picks
+
+        print(score_picks(sources, options.json))
+        return
+    if options.first_runs:
+        from torchllm.planner.evidence.trial_runs import score_first_runs
+
+        print(score_first_runs(sources, options.json))
         return
     from torchllm.planner.evidence.score import score_files
 

@@ -13,6 +13,7 @@ from torchllm.planner.evidence.fit import (
     fit,
     fitted_constants,
     joint_problem,
+    scatter,
     solve,
     timed_rows,
 )
@@ -23,9 +24,9 @@ from torchllm.spec.software import OF_A_MACHINE, PRIORS, Constants
 def test_equations_are_solved() -> None:
     matrix = [[4.0, 1.0, 0.5], [1.0, 3.0, 0.2], [0.5, 0.2, 2.0]]
     right = [1.0, -2.0, 3.0]
-    found = solve(matrix, right)
+    solution = solve(matrix, right)
     for row, value in zip(matrix, right, strict=True):
-        assert sum(a * b for a, b in zip(row, found, strict=True)) == pytest.approx(value)
+        assert sum(a * b for a, b in zip(row, solution, strict=True)) == pytest.approx(value)
 
 
 def test_every_constant_has_a_prior_that_bounds_it() -> None:
@@ -66,11 +67,23 @@ def test_a_large_fold_does_not_decide_alone() -> None:
     assert sum(counts[18:]) == pytest.approx(math.sqrt(2))
 
 
+def test_rows_that_scatter_say_less() -> None:
+    """Half of the rows are slow and half are fast: the speed stays nearer to its prior than that of rows that agree."""
+    rows = timed_rows(named(made(), "ours/one"))
+    torn, agreeing = [], []
+    for number, row in enumerate(rows):
+        torn.append(row._replace(seconds=row.seconds * (1.2 if number % 2 else 2.4)))
+        agreeing.append(row._replace(seconds=row.seconds * 1.2 * math.sqrt(2)))
+    assert fit(joint_problem(torn)).point["ours"] > fit(joint_problem(agreeing)).point["ours"] + 0.05
+    assert scatter([1.0, 1.0, 3.0]) == 0
+    assert scatter([-1.0, 0.0, 1.0]) == 1
+
+
 def test_an_odd_row_decides_nothing() -> None:
     """A run that waited for a time-out takes ten times as long as it should; the others are fitted as without it."""
     rows = timed_rows(named(made(speed=0.95), "ours/one"))
     odd = rows[0]._replace(seconds=10 * rows[0].seconds)
-    without, with_odd = (fit(joint_problem(of)).point["ours"] for of in (rows[1:], [odd, *rows[1:]]))
+    without, with_odd = (fit(joint_problem(chosen)).point["ours"] for chosen in (rows[1:], [odd, *rows[1:]]))
     assert with_odd == pytest.approx(without, abs=0.01)
 
 
@@ -83,8 +96,8 @@ def test_the_command_prints_the_constants(tmp_path: Path) -> None:
     (first, *_) = made()
     (tmp_path / "rows.csv").write_text(f"{','.join(first.cells)}\n{','.join(first.cells.values())}\n")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    said = fitted_constants([str(tmp_path)]).splitlines()
-    assert said[0].startswith("1 rows of 1 folds")
-    assert [line.split()[0] for line in said[1:]] == [*SHARED, "torchllm"]
+    printed = fitted_constants([str(tmp_path)]).splitlines()
+    assert printed[0].startswith("1 rows of 1 folds")
+    assert [line.split()[0] for line in printed[1:]] == [*SHARED, "torchllm"]
     with pytest.raises(ValueError, match="no row of a known framework"):
         fitted_constants([str(tmp_path / "nothing")])

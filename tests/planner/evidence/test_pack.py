@@ -33,7 +33,7 @@ def packed(folder: Path, name: str) -> list[dict[str, str]]:
 
 def test_a_sweep_is_packed(tmp_path: Path) -> None:
     source = swept(tmp_path / "mine.csv", row(1.0, dataset="sweep").cells, row(None).cells, INVALID)
-    said = pack_rows(source, str(tmp_path / "out"))
+    printed = pack_rows(source, str(tmp_path / "out"))
     first, second = packed(tmp_path / "out", "mine")
     assert list(first) == list(COLUMNS)
     assert (first["dataset"], second["dataset"], first["source"]) == ("mine", "made up", "recipes/sweep")
@@ -42,7 +42,7 @@ def test_a_sweep_is_packed(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "README.md").read_text()
     assert "2 layouts, 1 timed, the others out of memory, on 8 x A100-80GB." in text
     assert f"| `mine.csv` | 2 | measured for torchllm by ... | {torchllm.__version__} |" in text
-    assert "2 rows are in" in said
+    assert "2 rows are in" in printed
 
 
 def test_a_sweep_is_named_by_its_folder(tmp_path: Path) -> None:
@@ -82,17 +82,22 @@ def test_every_file_that_comes_with_torchllm_has_its_source_and_its_rows() -> No
 
 def test_every_row_that_comes_with_torchllm_names_its_source() -> None:
     for file in own_measurements():
-        for one in read_rows(file):
-            assert one.cells["source"], file
-            assert one.cells["fold"], file
-            assert set(one.cells) <= {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}, file
-            assert "hagemann" not in one.cells["dataset"].lower(), file  # CC BY-NC-SA
+        for packed in read_rows(file):
+            assert packed.cells["source"], file
+            assert packed.cells["fold"], file
+            assert set(packed.cells) <= {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}, file
+            assert "hagemann" not in packed.cells["dataset"].lower(), file  # CC BY-NC-SA
 
 
 def test_four_of_five_timed_rows_are_scored() -> None:
-    timed = [one for file in own_measurements() for one in score_rows(read_rows(file)) if one.row.seconds is not None]
+    timed = [
+        packed
+        for file in own_measurements()
+        for packed in score_rows(read_rows(file))
+        if packed.row.seconds is not None
+    ]
     assert len(timed) > 1000
-    unscored = [one for one in timed if one.row_class == "unscored"]
+    unscored = [packed for packed in timed if packed.row_class == "unscored"]
     assert len(unscored) <= 0.2 * len(timed)
 
 

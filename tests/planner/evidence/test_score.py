@@ -51,11 +51,11 @@ def row(factor: float | None, **cells: str) -> MeasuredRow:
 
 
 def table(file: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str], ...] = ()) -> str:
-    names = list(dict.fromkeys(name for one in rows for name in one.cells))
+    names = list(dict.fromkeys(name for scored_row in rows for name in scored_row.cells))
     with open(file, "w", newline="") as opened:
         writer = csv.DictWriter(opened, names, restval="")
         writer.writeheader()
-        writer.writerows([*(one.cells for one in rows), *extra])
+        writer.writerows([*(scored_row.cells for scored_row in rows), *extra])
     return str(file)
 
 
@@ -65,14 +65,14 @@ def scored(tmp_path: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str],
 
 def test_errors_raw_and_after_one_factor(tmp_path: Path) -> None:
     rows = [row(factor, micro_batch=str(micro)) for factor, micro in ((1.25, 1), (1.25, 2), (1.0, 4))]
-    found = scored(tmp_path, rows)["made up"]
-    assert (found["rows"], found["timed"], found["unscored"]) == (3, 3, 0)
-    assert found["mean"] == pytest.approx((0.2 + 0.2 + 0.0) / 3)
-    assert found["median"] == pytest.approx(0.2)
-    assert found["p90"] == pytest.approx(0.2)
-    assert found["bias"] == pytest.approx(-0.4 / 3)
-    assert found["scaled"]["factor"] == pytest.approx(1.25)
-    assert found["scaled"]["mean"] == pytest.approx(0.25 / 3)
+    summary = scored(tmp_path, rows)["made up"]
+    assert (summary["rows"], summary["timed"], summary["unscored"]) == (3, 3, 0)
+    assert summary["mean"] == pytest.approx((0.2 + 0.2 + 0.0) / 3)
+    assert summary["median"] == pytest.approx(0.2)
+    assert summary["p90"] == pytest.approx(0.2)
+    assert summary["bias"] == pytest.approx(-0.4 / 3)
+    assert summary["scaled"]["factor"] == pytest.approx(1.25)
+    assert summary["scaled"]["mean"] == pytest.approx(0.25 / 3)
 
 
 def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Pat
     file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, micro_batch="2")], (bad,))
     text = score_files([file], as_json=False)
     assert "unscored: micro_batch = 'many' is not a number (1 rows)" in text
-    found = json.loads(score_files([file], as_json=True))["made up"]
-    assert (found["rows"], found["timed"], found["unscored"]) == (3, 2, 1)
+    summary = json.loads(score_files([file], as_json=True))["made up"]
+    assert (summary["rows"], summary["timed"], summary["unscored"]) == (3, 2, 1)
 
 
 def test_each_row_is_of_one_class_and_every_line_counts_them(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_each_row_is_of_one_class_and_every_line_counts_them(tmp_path: Path) -> 
     nameless = {**ROW, "stack": "Abacus", "step_time_s": "1"}
     rows = [row(1.0), row(2.0, micro_batch="2", assumed="act_ckpt=none"), row(0.5, vocab="")]
     file = table(tmp_path / "rows.csv", rows, (crashed, nameless))
-    found = json.loads(score_files([file], as_json=True))["made up"]
-    assert [found[key] for key in ("rows", "scored", "assumed", "unscored", "timed")] == [5, 1, 2, 2, 3]
-    assert found["classes"]["nothing assumed"]["mean"] == pytest.approx(0.0)
-    assert found["classes"]["under a stated assumption"]["mean"] == pytest.approx((0.5 + 1.0) / 2)
+    summary = json.loads(score_files([file], as_json=True))["made up"]
+    assert [summary[key] for key in ("rows", "scored", "assumed", "unscored", "timed")] == [5, 1, 2, 2, 3]
+    assert summary["classes"]["nothing assumed"]["mean"] == pytest.approx(0.0)
+    assert summary["classes"]["under a stated assumption"]["mean"] == pytest.approx((0.5 + 1.0) / 2)
     text = score_files([file], as_json=False)
     assert [line.split()[2:7] for line in text.splitlines() if line.startswith("made up")] == [
         ["5", "1", "2", "2", "3"]
@@ -116,12 +116,12 @@ def test_ties_count_at_their_worst() -> None:
 
 def test_regret_is_of_the_layout_that_would_be_chosen() -> None:
     """Micro batch 2 is predicted faster than 1 with full recomputation; measured, it is slower."""
-    chosen, other = row(3.0, micro_batch="2"), row(1.0, act_ckpt="full")
+    chosen, second_row = row(3.0, micro_batch="2"), row(1.0, act_ckpt="full")
     assert chosen.case
-    assert other.case
-    slow, fast = 3 * predict(chosen.case).step, predict(other.case).step
+    assert second_row.case
+    slow, fast = 3 * predict(chosen.case).step, predict(second_row.case).step
     assert predict(chosen.case).step < fast < slow
-    assert regret(score_rows([chosen, other]))["regret_seconds"] == pytest.approx(slow / fast - 1)
+    assert regret(score_rows([chosen, second_row]))["regret_seconds"] == pytest.approx(slow / fast - 1)
 
 
 def test_a_choice_that_ran_out_of_memory_is_said() -> None:
@@ -140,13 +140,13 @@ def test_memory_is_compared_with_the_measured_peak(tmp_path: Path) -> None:
     plain = row(1.0)
     assert plain.case
     peak = counted(predict(plain.case).memory, plain.case.software) / 2**30 / 1.1
-    found = scored(tmp_path, [row(1.0, peak_memory_gib=repr(peak))])
-    assert found["made up"]["memory"]["mean"] == pytest.approx(0.1)
+    summary = scored(tmp_path, [row(1.0, peak_memory_gib=repr(peak))])
+    assert summary["made up"]["memory"]["mean"] == pytest.approx(0.1)
 
 
 def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     source = table(tmp_path / "in.csv", [row(1.0, mystery="kept")], ({**ROW, "heads": ""},))
-    said = predict_file(source, str(tmp_path / "out.csv"))
+    printed = predict_file(source, str(tmp_path / "out.csv"))
     with open(tmp_path / "out.csv", newline="") as opened:
         first, second = csv.DictReader(opened)
     assert first["mystery"] == "kept"
@@ -158,7 +158,7 @@ def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     assert "(torchllm is not measured on A100" in first["predicted_note"]
     assert second["predicted_step_time_s"] == ""
     assert second["predicted_note"] == "heads is missing"
-    assert "unscored: heads is missing (1 rows)" in said
+    assert "unscored: heads is missing (1 rows)" in printed
 
 
 def test_spearman() -> None:
@@ -175,8 +175,8 @@ def test_layers_are_timed_alone(tmp_path: Path) -> None:
 
     forward, backward = layer_seconds(plain.case)
     cells = {"layer_fwd_ms": repr(1e3 * forward / 1.1), "layer_bwd_ms": repr(1e3 * backward)}
-    found = scored(tmp_path, [read_row({**ROW, **cells})])["made up"]
-    assert found["layers"]["mean"] == pytest.approx(0.05)
+    summary = scored(tmp_path, [read_row({**ROW, **cells})])["made up"]
+    assert summary["layers"]["mean"] == pytest.approx(0.05)
     assert replace(plain.case).ranks == 8
 
 

@@ -20,7 +20,7 @@ from torchllm.planner.search.advice import (
     simplest,
 )
 from torchllm.planner.search.compare import compare, why_not
-from torchllm.planner.search.first_runs import first_runs, unlike
+from torchllm.planner.search.first_runs import first_runs, layouts_that_fit
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.search.search import Ranked, search
 from torchllm.planner.search.validity import UNMEASURED_LIMIT, judge
@@ -69,7 +69,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch, middle: float, half: float) -> None:
     """Let all pairs of measured layouts differ by `middle`, with an interval of `half` to both sides."""
     quantiles = tuple(middle + half * (2 * level - 1) / 0.9 for level in LEVELS)
     spread = Spread("ratio of two layouts", "framework", RowClass(ANY, "+tp", ANY), 100, 5, quantiles)
-    monkeypatch.setattr(module, "spread_of_pair", lambda simple, other: spread)
+    monkeypatch.setattr(module, "spread_of_pair", lambda simple, complex: spread)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +99,23 @@ def test_a_ratio_is_turned_by_what_the_other_one_usually_is_slower(monkeypatch: 
 
 
 def test_no_pick_of_an_unmeasured_machine_is_above_its_limit() -> None:
-    for one in (ADVICE.simple, ADVICE.bet, *ADVICE.candidates):
-        held = one.ranked if isinstance(one, module.Pick) else one
+    for candidate in (ADVICE.simple, ADVICE.bet, *ADVICE.candidates):
+        held = candidate.ranked if isinstance(candidate, module.Pick) else candidate
         assert held.prediction.memory.total <= UNMEASURED_LIMIT * H100.memory
     assert ADVICE.simple.fits == ADVICE.bet.fits == "fits"
     assert not ADVICE.is_measured
 
 
 def test_the_bet_has_the_least_step_time_in_the_bad_case() -> None:
-    bad = [judge(EIGHT.case(one.layout), one.prediction).seconds[1] for one in ADVICE.candidates]
+    bad = [judge(EIGHT.case(candidate.layout), candidate.prediction).seconds[1] for candidate in ADVICE.candidates]
     assert ADVICE.bet.seconds[1] == min(bad)
 
 
 def test_if_every_layout_is_a_risk_the_roomiest_is_taken_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_limit", lambda case: 0.0)
-    found = advise(EIGHT, search(EIGHT, 1))
-    assert "every layout's risk of running out of memory is above 5%" in found.reason
-    assert found.first.prediction.memory.total < search(EIGHT, 1).best[0].prediction.memory.total
+    advice = advise(EIGHT, search(EIGHT, 1))
+    assert "every layout's risk of running out of memory is above 5%" in advice.reason
+    assert advice.first.prediction.memory.total < search(EIGHT, 1).best[0].prediction.memory.total
 
 
 def test_lines_name_each_layout_once() -> None:
@@ -131,14 +131,14 @@ def test_lines_name_each_layout_once() -> None:
 def test_another_layout_is_compared_term_by_term() -> None:
     layout = Layout(1, 1, 1, 1, 8, sequence_parallel=True)
     lines = list(compare(EIGHT, layout, ADVICE))
-    mine = predict(EIGHT.case(layout))
+    public = predict(EIGHT.case(layout))
     [row] = [line for line in lines if line.startswith("  tensor parallel ")]
-    assert float(row.split()[2]) == pytest.approx(mine.terms["tensor parallel"], rel=1e-3)
+    assert float(row.split()[2]) == pytest.approx(public.terms["tensor parallel"], rel=1e-3)
     assert float(row.split()[3]) == 0
     sums = [line.split() for line in lines if line.startswith("  sum ")]
-    assert float(sums[0][1]) == pytest.approx(mine.step, rel=1e-3)
-    assert float(sums[1][1]) == pytest.approx(mine.memory.total / 2**30, rel=1e-3)
-    assert "tensor parallel" in why_not(EIGHT, Ranked(layout, mine), ADVICE)
+    assert float(sums[0][1]) == pytest.approx(public.step, rel=1e-3)
+    assert float(sums[1][1]) == pytest.approx(public.memory.total / 2**30, rel=1e-3)
+    assert "tensor parallel" in why_not(EIGHT, Ranked(layout, public), ADVICE)
 
 
 def test_a_layout_above_the_limit_is_not_taken_though_it_is_faster() -> None:
@@ -149,22 +149,20 @@ def test_a_layout_above_the_limit_is_not_taken_though_it_is_faster() -> None:
     assert "more than a GPU has" in why_not(EIGHT, Ranked(fastest.layout, too_large), ADVICE)
 
 
-def test_first_runs_are_unlike_each_other_and_fit() -> None:
+def test_first_runs_fit_and_differ() -> None:
     runs = first_runs(EIGHT, ADVICE)
-    assert len(runs) == 6
-    assert runs[0] == ADVICE.first
-    assert all(one.prediction.memory.total <= UNMEASURED_LIMIT * H100.memory for one in runs)
-    distances = [
-        min(unlike(one.prediction, other.prediction) for other in runs[:at]) for at, one in enumerate(runs) if at
-    ]
-    assert distances == sorted(distances, reverse=True)
-    assert distances[-1] > 0
+    assert len({ranked.layout for ranked in runs}) == 6
+    candidates = {ranked.layout for ranked in layouts_that_fit(EIGHT, ADVICE)}
+    assert {ranked.layout for ranked in runs} <= candidates
+    assert ADVICE.first.layout in candidates
+    assert all(ranked.prediction.memory.total <= UNMEASURED_LIMIT * H100.memory for ranked in runs)
+    assert first_runs(EIGHT, ADVICE, count=2) == runs[:2]
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_8b_takes_fsdp_or_hsdp(gpus: int) -> None:
-    of = job(gpus=gpus)
-    assert level_of(advise(of, search(of, 1)).first.layout) <= 1
+    planned = job(gpus=gpus)
+    assert level_of(advise(planned, search(planned, 1)).first.layout) <= 1
 
 
 PUBLIC = {
@@ -184,23 +182,25 @@ PUBLIC = {
 @pytest.mark.parametrize("name", ["70b", pytest.param("405b", marks=pytest.mark.every_run)])
 def test_what_public_runs_use_is_close_or_the_term_against_it_is_named(name: str) -> None:
     model, gpus, cluster, batch, layout = PUBLIC[name]
-    of = job(model, gpus, batch, cluster)
-    found = advise(of, search(of, 1))
-    mine = Ranked(layout, predict(of.case(layout)))
-    if abs(mine.prediction.step / found.first.prediction.step - 1) > 0.05:
-        assert any(term in why_not(of, mine, found) for term in [*mine.prediction.terms, "GiB", "faster"])
+    planned = job(model, gpus, batch, cluster)
+    advice = advise(planned, search(planned, 1))
+    public = Ranked(layout, predict(planned.case(layout)))
+    if abs(public.prediction.step / advice.first.prediction.step - 1) > 0.05:
+        assert any(term in why_not(planned, public, advice) for term in [*public.prediction.terms, "GiB", "faster"])
 
 
 def test_half_the_network_costs_a_data_parallel_plan_what_its_bytes_say() -> None:
     """Of 8B on 64 GPUs with ZeRO 2, gradients and weights pass the network once a step."""
-    of = job(gpus=64)
-    node, *network = of.hardware.links
+    planned = job(gpus=64)
+    node, *network = planned.hardware.links
     slow = replace(
-        of,
-        hardware=replace(of.hardware, links=(node, *(replace(link, bandwidth=link.bandwidth / 2) for link in network))),
+        planned,
+        hardware=replace(
+            planned.hardware, links=(node, *(replace(link, bandwidth=link.bandwidth / 2) for link in network))
+        ),
     )
     layout = Layout(1, 1, 64, 1, 1, zero_stage=2)
-    fast_terms, slow_terms = predict(of.case(layout)).terms, predict(slow.case(layout)).terms
+    fast_terms, slow_terms = predict(planned.case(layout)).terms, predict(slow.case(layout)).terms
     changed = {name for name in fast_terms if slow_terms[name] > fast_terms[name] * 1.001}
     assert changed <= {"fsdp", "weight gather", "gradient reduction"}
     assert slow_terms["weight gather"] == pytest.approx(2 * fast_terms["weight gather"], rel=0.05)

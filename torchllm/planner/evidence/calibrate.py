@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from torchllm.planner.evidence.fit import FitProblem, Point, Timed, constants_at, fit, left_out, log_error
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.fit import FitProblem, Linear, Point, Timed, constants_at, fit, left_out, log_error
 from torchllm.planner.evidence.measurements import MeasuredRow, cluster_of_row, read_rows
 from torchllm.planner.predict import predict
 from torchllm.resources import find_config, name_base
@@ -24,6 +25,8 @@ MACHINE = "machine"
 """name of the speed that is fitted"""
 PARTS = 20
 """parts into which rows are split to leave one out at a time; fewer rows: each is a part"""
+WAITS = ("wait", "message")
+"""constants that are thousands of times larger between processes of a CPU than between GPUs"""
 
 
 class Calibrated(NamedTuple):
@@ -34,40 +37,69 @@ class Calibrated(NamedTuple):
     """number of runs that were fitted"""
     before: float
     """mean error of their steps with the constants that the rows had"""
-    left_out: float
-    """mean error of steps that were left out of a fit; with a single run that of `before`"""
+    left_out: float | None
+    """mean error of steps that were left out of a fit; None of a single run, without which nothing can be fitted"""
 
 
 def calibrate(rows: Sequence[MeasuredRow]) -> Calibrated:
     """Return the fitted constants. ValueError if no row is timed."""
-    timed = [
-        Timed(row.case, row.seconds, fold=str(at), framework=MACHINE)
-        for at, row in enumerate(rows)
-        if row.case is not None and row.seconds
-    ]
+    timed: list[Timed] = []
+    for row in rows:
+        if row.case is not None and row.seconds:
+            timed.append(run_of(row.case, row.seconds, len(timed)))
     if not timed:
         raise ValueError("no row has a step time that can be predicted")
-    before = timed[0].case.software.constants
-    middle = {name: math.log(getattr(before, name)) for name in OF_A_MACHINE if name != "speed"}
-    problem = FitProblem(timed, middle | {MACHINE: math.log(before.speed)}, timed[0].case.hardware.is_gpu)
-    near = min((fit(problem, begin) for begin in starts(problem)), key=lambda near: mean_error(near.errors))
-    constants = constants_at(near.point, MACHINE, before)
-    error = [mean_error(log_error(row, problem.middle) for row in timed)] * 2
-    if len(timed) > 1:
-        parts = [str(at % PARTS) for at in range(len(timed))]
-        error[1] = mean_error(log for logs in left_out(problem, near, parts).values() for log in logs)
-    return Calibrated(replace(constants, allocator=fitted_allocator(rows) or before.allocator), len(timed), *error)
+    problem = problem_of(timed)
+    near = fit_machine(problem)
+    start = timed[0].case.software.constants
+    constants = constants_at(near.point, MACHINE, start)
+    allocator = fitted_allocator(rows) or start.allocator
+    error = mean_error(log_error(row, problem.middle) for row in timed)
+    return Calibrated(replace(constants, allocator=allocator), len(timed), error, left_out_error(problem, near))
+
+
+def run_of(case: Case, seconds: float, number: int) -> Timed:
+    """Return a run on the machine: no fold has two, for none errs as another does."""
+    return Timed(case, seconds, fold=str(number), framework=MACHINE)
+
+
+def problem_of(timed: Sequence[Timed]) -> FitProblem:
+    """Return what is to be fitted to runs on one machine, from the constants that the first one has."""
+    start = timed[0].case.software.constants
+    middle = {}
+    for name in OF_A_MACHINE:
+        middle[MACHINE if name == "speed" else name] = math.log(getattr(start, name))
+    return FitProblem(timed, middle, timed[0].case.hardware.is_gpu)
+
+
+def fit_machine(problem: FitProblem) -> Linear:
+    """Return the best of the fits from all `starts`."""
+    fits = [fit(problem, start) for start in starts(problem)]
+    return min(fits, key=lambda near: mean_error(near.errors))
 
 
 def starts(problem: FitProblem) -> list[Point]:
     """Return where fits begin. Processes of a CPU wait thousands of times longer, which no step from here tells."""
     if problem.is_gpu:
         return [problem.middle]
-    waits = ("wait", "message")
-    return [
-        {name: value + math.log(factor) * (name in waits) for name, value in problem.middle.items()}
-        for factor in (1.0, 1e2, 1e4)
-    ]
+    points = []
+    for factor in (1.0, 1e2, 1e4):
+        point = dict(problem.middle)
+        for name in WAITS:
+            point[name] += math.log(factor)
+        points.append(point)
+    return points
+
+
+def left_out_error(problem: FitProblem, near: Linear) -> float | None:
+    """Return the mean error of rows with constants fitted to the others; None if there are no others."""
+    if len(problem.rows) == 1:
+        return None
+    parts = [str(number % PARTS) for number in range(len(problem.rows))]
+    logs: list[float] = []
+    for part_logs in left_out(problem, near, parts).values():
+        logs += part_logs
+    return mean_error(logs)
 
 
 def mean_error(logs: Iterable[float]) -> float:
@@ -84,7 +116,10 @@ def fitted_allocator(rows: Sequence[MeasuredRow]) -> float | None:
         memory = predict(row.case).memory
         peak = float(row.cells["peak_memory_gib"]) * 2**30
         ratios.append(1 + (peak - memory.live) / max(memory.under_way, 1.0))
-    return max(1.0, sorted(ratios)[len(ratios) // 2]) if ratios else None
+    if not ratios:
+        return None
+    middle = sorted(ratios)[len(ratios) // 2]
+    return max(1.0, middle)
 
 
 def calibrate_file(source: str, target: str, cluster: str) -> str:
@@ -94,15 +129,22 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
     there is no such file or cluster, or no row is timed.
     """
     rows = read_rows(source, cluster)
-    found = calibrate(rows)
+    calibrated = calibrate(rows)
     if not cluster:
         names = Counter(cluster_of_row(row.cells) for row in rows if row.case is not None)
         cluster = names.most_common(1)[0][0]
     base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
-    errors = f"mean error of a step {found.before:.1%} before, {found.left_out:.1%} on runs left out of the fit"
-    lines = [f"# {cluster} with the constants of torchllm fitted to {found.rows} runs of {source}:", f"# {errors}."]
+    errors = f"mean error of a step {calibrated.before:.1%} before, "
+    if calibrated.left_out is None:
+        errors += "unknown after: a single run cannot be left out of the fit"
+    else:
+        errors += f"{calibrated.left_out:.1%} on runs left out of the fit"
+    lines = [
+        f"# {cluster} with the constants of torchllm fitted to {calibrated.rows} runs of {source}:",
+        f"# {errors}.",
+    ]
     lines += [f'base = "{name_base(str(base), str(Path(target).parent))}"', "", "[constants]"]
     for key in fields(Constants):
-        lines.append(f"{key.name} = {getattr(found.constants, key.name):.6g}  # {UNITS[key.name]}")
+        lines.append(f"{key.name} = {getattr(calibrated.constants, key.name):.6g}  # {UNITS[key.name]}")
     Path(target).write_text("\n".join(lines) + "\n")
-    return f"{found.rows} runs: {errors}; written to {target}"
+    return f"{calibrated.rows} runs: {errors}; written to {target}"

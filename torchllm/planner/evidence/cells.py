@@ -57,9 +57,9 @@ class Cells:
         """Return whether a cell is 1, or `default` if it is empty."""
         return self.text(column) == "1" if self.text(column) else default
 
-    def assume(self, what: str) -> None:
+    def assume(self, assumption: str) -> None:
         """Note something that the row does not say."""
-        self.assumed.append(what)
+        self.assumed.append(assumption)
 
 
 def with_assumptions(texts: Mapping[str, str], assumed: list[str]) -> Cells:
@@ -69,14 +69,15 @@ def with_assumptions(texts: Mapping[str, str], assumed: list[str]) -> Cells:
     micro batch of its pipeline. ValueError if the column is not understood.
     """
     column_text = texts.get("assumed", "").strip()
-    found = ASSUMPTION.findall(column_text)
-    if column_text and not found:
+    assumptions = ASSUMPTION.findall(column_text)
+    if column_text and not assumptions:
         raise ValueError(f'assumed = {column_text!r} is not "column=value; column=value"')
     filled = dict(texts)
-    for column, value in found:
+    for column, value in assumptions:
         if column not in COLUMNS:
             raise ValueError(f"assumed names {column!r}, which is no column")
-        was = filled.get(column, "")
+        written = filled.get(column, "")
         filled[column] = value
-        assumed.append(f"{column} = {value}" + (f" instead of {was}" if was not in ("", value) else ""))
+        replaced = f" instead of {written}" if written not in ("", value) else ""
+        assumed.append(f"{column} = {value}{replaced}")
     return Cells(filled, assumed)

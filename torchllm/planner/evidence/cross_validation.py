@@ -7,17 +7,32 @@ stay.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from torchllm.planner.evidence.fit import fit, joint_problem, left_out, timed_rows, with_constants
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.fit import (
+    Linear,
+    Point,
+    Timed,
+    constants_at,
+    fit,
+    fold_of,
+    framework_of_fold,
+    joint_problem,
+    left_out,
+    left_out_points,
+    timed_rows,
+    with_constants,
+)
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.planner.evidence.step_errors import KNOWLEDGE, Knowledge, StepError, generation, shares_of
 from torchllm.planner.memory import counted
 from torchllm.planner.predict import predict
 from torchllm.spec.software import Constants
 
-LeftOutKind = Literal["fold", "framework"]
+Knowledge = Knowledge
 
 
 class LeftOut(NamedTuple):
@@ -38,94 +53,133 @@ class Residual(NamedTuple):
     """A row, and its distance from a prediction that knew nothing of it."""
 
     row: MeasuredRow
+    case: Case
+    """the row's"""
     fold: str
-    left_out: Literal["fold", "framework"]
+    left_out: Knowledge
     """what the constants were not fitted to"""
     time: float | None
     """log of measured over predicted step time; None: not timed"""
+    is_fitted: bool
+    """whether `fit` takes the row: it assumes nothing, is dense, and of a known framework"""
+    shares: Mapping[str, float]
+    """share of the predicted step by source of errors"""
     peak: float | None
-    """measured less predicted peak memory, as a share of the GPU's; None: not measured"""
-    share: float
+    """measured less predicted peak memory, as a share of the GPU's; None: not measured, or in float8"""
+    memory_share: float
     """predicted memory, as a share of the GPU's"""
+
+    @property
+    def framework(self) -> str:
+        """The framework that is left out with the row."""
+        return framework_of_fold(self.fold)
 
 
 def left_out_residuals(rows: Sequence[MeasuredRow]) -> list[Residual]:
     """Predict each row twice, with constants fitted without its fold and without its framework; takes minutes.
 
-    Step times are those of rows that `fit` takes. Rows in float8 are no evidence.
+    Constants are fitted to the rows that `fit` takes, those in float8 included.
     """
-    evidence = [row for row in rows if row.case is not None and not row.case.kernels.float8]
-    fitted = [(row, timed) for row in evidence for timed in timed_rows([row])]
-    problem = joint_problem([timed for _, timed in fitted])
-    near = fit(problem) if fitted else None
-    kinds: tuple[LeftOutKind, ...] = ("fold", "framework")
-    found = []
-    for what in kinds:
-        names = [getattr(timed, what) for _, timed in fitted]
-        logs = left_out(problem, near, names) if near else {}
-        in_order = {name: iter(of) for name, of in logs.items()}
-        times = {id(row): -next(in_order[name]) for (row, _), name in zip(fitted, names, strict=True)}
-        found += [_residual(row, what, times.get(id(row))) for row in evidence]
-    return found
+    timed = timed_rows(rows)
+    problem = joint_problem(timed)
+    near = fit(problem)
+    residuals = []
+    for kind in KNOWLEDGE:
+        points = left_out_points(problem, near, names_of(timed, kind))
+        for row in rows:
+            if row.case is not None:
+                name = fold_of(row) if kind == "fold" else framework_of_fold(fold_of(row))
+                point = points.get(name, near.point)
+                residuals.append(residual_at(point, row, row.case, kind))
+    return residuals
 
 
-def fold_of(row: MeasuredRow) -> str:
-    """Return the fold of a row: rows of one fold are left out together."""
-    return row.cells.get("fold") or f"{row.cells.get('dataset', '')}/{row.cells.get('model', '')}"
+def names_of(timed: Iterable[Timed], kind: Knowledge) -> list[str]:
+    """Return the fold of each row, or its framework."""
+    return [row.fold if kind == "fold" else row.framework for row in timed]
 
 
-def _residual(row: MeasuredRow, what: LeftOutKind, time: float | None) -> Residual:
-    assert row.case is not None
-    memory, available = predict(with_constants(row.case, Constants())).memory, row.case.hardware.memory
+def residual_at(point: Point, row: MeasuredRow, case: Case, kind: Knowledge) -> Residual:
+    """Return how far a row is from its prediction with the constants of a point."""
+    fold = fold_of(row)
+    constants = constants_at(point, framework_of_fold(fold), case.software.constants)
+    prediction = predict(with_constants(case, constants))
+    memory = predict(with_constants(case, Constants())).memory
+    available = case.hardware.memory
     peak = None
-    if row.cells.get("peak_memory_gib") and not row.out_of_memory:
+    if row.cells.get("peak_memory_gib") and not row.out_of_memory and not case.kernels.float8:
         measured = float(row.cells["peak_memory_gib"]) * 2**30
-        peak = (measured - counted(memory, row.case.software)) / available
-    return Residual(row, fold_of(row), what, time, peak, memory.total / available)
+        peak = (measured - counted(memory, case.software)) / available
+    time = math.log(row.seconds / prediction.step) if row.seconds else None
+    is_fitted = bool(timed_rows([row]))
+    return Residual(row, case, fold, kind, time, is_fitted, shares_of(case, prediction), peak, memory.total / available)
 
 
-def cross_validate(files: Sequence[str], what: LeftOutKind, as_json: bool) -> str:
+def step_errors(residuals: Iterable[Residual], kind: Knowledge) -> list[StepError]:
+    """Return the errors of the steps that were predicted without their folds, or without their frameworks."""
+    errors = []
+    for residual in residuals:
+        if residual.left_out == kind and residual.time is not None:
+            gpu = generation(residual.case.hardware.gpu)
+            unit = residual.fold if kind == "fold" else residual.framework
+            framework = residual.case.software.name
+            errors.append(StepError(residual.time, residual.shares, residual.fold, framework, gpu, unit))
+    return errors
+
+
+def cross_validate(files: Sequence[str], kind: Knowledge, as_json: bool) -> str:
     """Return the errors of whole files as text; takes minutes. OSError or ValueError if a file is no such table."""
-    found = leave_out([row for file in files for row in read_rows(file)], what)
+    rows: list[MeasuredRow] = []
+    for file in files:
+        rows += read_rows(file)
+    errors = leave_out(rows, kind)
     if as_json:
-        return json.dumps([one._asdict() for one in found], indent=1)
+        return json.dumps([error._asdict() for error in errors], indent=1)
     lines = [f"{'left out':48s}{'rows':>6s}{'fitted':>8s}{'mean':>8s}{'median':>8s}{'bias':>8s}"]
-    for one in found:
-        shares = "".join(f"{100 * share:8.1f}" for share in one[2:])
-        lines.append(f"{one.name:48s}{one.rows:6d}{shares}")
+    for error in errors:
+        shares = (error.fitted, error.mean, error.median, error.bias)
+        columns = "".join(f"{100 * share:8.1f}" for share in shares)
+        lines.append(f"{error.name:48s}{error.rows:6d}{columns}")
     return "\n".join(lines)
 
 
-def leave_out(rows: Sequence[MeasuredRow], what: LeftOutKind) -> list[LeftOut]:
+def leave_out(rows: Sequence[MeasuredRow], kind: Knowledge) -> list[LeftOut]:
     """Leave out each fold or framework. Where folds are left out, a line for each framework has all its folds."""
     timed = timed_rows(rows)
     if not timed:
         return []
     problem = joint_problem(timed)
     near = fit(problem)
-    logs = left_out(problem, near, [getattr(row, what) for row in timed])
-    fitted = _by_name([getattr(row, what) for row in timed], near.errors)
-    found = [_left_out(name, fitted[name], logs[name]) for name in logs]
-    if what == "fold":
-        framework_of = {row.fold: row.framework for row in timed}
-        together: dict[str, tuple[list[float], list[float]]] = {}
-        for fold, framework in framework_of.items():
-            of_framework = together.setdefault(framework, ([], []))
-            of_framework[0].extend(fitted[fold])
-            of_framework[1].extend(logs[fold])
-        found += [_left_out(f"{name}, all folds", *both) for name, both in together.items()]
-    return found
+    names = names_of(timed, kind)
+    logs = left_out(problem, near, names)
+    fitted = fitted_errors(names, near)
+    errors = [summary_of(name, fitted[name], logs[name]) for name in logs]
+    if kind == "framework":
+        return errors
+    folds_of: dict[str, list[str]] = {}
+    for fold in logs:
+        folds_of.setdefault(framework_of_fold(fold), []).append(fold)
+    for framework, folds in folds_of.items():
+        fitted_logs: list[float] = []
+        left_out_logs: list[float] = []
+        for fold in folds:
+            fitted_logs += fitted[fold]
+            left_out_logs += logs[fold]
+        errors.append(summary_of(f"{framework}, all folds", fitted_logs, left_out_logs))
+    return errors
 
 
-def _left_out(name: str, fitted: Sequence[float], logs: Sequence[float]) -> LeftOut:
+def summary_of(name: str, fitted: Sequence[float], logs: Sequence[float]) -> LeftOut:
+    """Return the errors of some rows. fitted: logs of predicted over measured where the rows were fitted, too."""
     errors = [math.expm1(log) for log in logs]
     sizes = [abs(error) for error in errors]
-    before = mean(abs(math.expm1(log)) for log in fitted)
-    return LeftOut(name, len(logs), before, mean(sizes), median(sizes), mean(errors))
+    fitted_mean = mean(abs(math.expm1(log)) for log in fitted)
+    return LeftOut(name, len(logs), fitted_mean, mean(sizes), median(sizes), mean(errors))
 
 
-def _by_name(names: Sequence[str], errors: Sequence[float]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for name, error in zip(names, errors, strict=True):
-        found.setdefault(name, []).append(error)
-    return found
+def fitted_errors(names: Sequence[str], near: Linear) -> dict[str, list[float]]:
+    """Return the errors of a fit, by the name that each row has."""
+    errors: dict[str, list[float]] = {}
+    for name, error in zip(names, near.errors, strict=True):
+        errors.setdefault(name, []).append(error)
+    return errors

@@ -4,10 +4,10 @@
 that all frameworks share are the defaults of `spec.software.Constants`, the speeds are in `evidence.stacks.STACKS`.
 `recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
 
-The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, plus the distance of each constant from
-its prior in units of the prior's spread. The larger an error beside the typical one, the less its row weighs, as in a
-fit of Student's t: what the model does not know, like a run that waited for a time-out, decides nothing. The descent is
-Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
+The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
+plus the distance of each constant from its prior in units of the prior's spread. The larger an error beside the typical
+one, the less its row weighs, as in a fit of Student's t: what the model does not know, like a run that waited for a
+time-out, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
 """
 
 import math
@@ -55,13 +55,25 @@ def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
     """Return the rows to fit: timed, dense, of a framework in `STACKS`, predicted from what the table says alone."""
     timed = []
     for row in rows:
-        if row.case is None or not row.seconds or row.cells.get("assumed") or row.case.model.experts:
+        if row.case is None or not row.seconds:
             continue
-        if not is_known(row.cells.get("stack", "")):
+        is_assumed = bool(row.cells.get("assumed"))
+        if is_assumed or row.case.model.experts or not is_known(row.cells.get("stack", "")):
             continue
-        fold = row.cells.get("fold") or f"{row.cells['stack']}/{row.cells.get('model', '')}"
-        timed.append(Timed(row.case, row.seconds, fold, fold.split("/")[0]))
+        fold = fold_of(row)
+        timed.append(Timed(row.case, row.seconds, fold, framework_of_fold(fold)))
     return timed
+
+
+def fold_of(row: MeasuredRow) -> str:
+    """Return the fold of a row, framework/model: rows of one fold are left out together."""
+    framework, model = row.cells.get("stack", ""), row.cells.get("model", "")
+    return row.cells.get("fold") or f"{framework}/{model}"
+
+
+def framework_of_fold(fold: str) -> str:
+    """Return the framework of a fold: all its folds are left out together where a framework is."""
+    return fold.split("/")[0]
 
 
 Point = dict[str, float]
@@ -94,7 +106,10 @@ class FitProblem(NamedTuple):
 
     def trust(self, name: str) -> float:
         """Return what the square of a constant's distance from its middle counts."""
-        return (prior_of(name).spread * (1.0 if self.is_gpu else ELSEWHERE)) ** -2
+        spread = prior_of(name).spread
+        if not self.is_gpu:
+            spread *= ELSEWHERE
+        return spread**-2
 
     def bounded(self, name: str, value: float) -> float:
         """Return the logarithm of a constant, or the bound that it exceeds."""
@@ -112,13 +127,15 @@ def prior_of(name: str) -> Prior:
 def joint_problem(rows: Sequence[Timed]) -> FitProblem:
     """Return the fit of the constants that all frameworks share, and of a speed of each framework."""
     middle = {name: math.log(PRIORS[name].middle) for name in SHARED}
-    return FitProblem(rows, middle | dict.fromkeys(sorted({row.framework for row in rows}), 0.0))
+    for framework in sorted({row.framework for row in rows}):
+        middle[framework] = 0.0
+    return FitProblem(rows, middle)
 
 
-def constants_at(point: Point, framework: str, before: Constants) -> Constants:
+def constants_at(point: Point, framework: str, start: Constants) -> Constants:
     """Return the constants of a framework. What the point does not have stays; an unknown framework has speed 1."""
     shared = {name: math.exp(point[name]) for name in SHARED if name in point}
-    return replace(before, **shared, speed=math.exp(point.get(framework, 0.0)))
+    return replace(start, **shared, speed=math.exp(point.get(framework, 0.0)))
 
 
 def with_constants(case: Case, constants: Constants) -> Case:
@@ -126,26 +143,40 @@ def with_constants(case: Case, constants: Constants) -> Case:
     return replace(case, software=replace(case.software, constants=constants))
 
 
+def log_step(case: Case, framework: str, point: Point) -> float:
+    """Return the logarithm of the predicted seconds of a step."""
+    return math.log(predict(with_constants(case, constants_at(point, framework, case.software.constants))).step)
+
+
 def log_error(row: Timed, point: Point) -> float:
     """Return the logarithm of predicted over measured time."""
-    case = with_constants(row.case, constants_at(point, row.framework, row.case.software.constants))
-    return math.log(predict(case).step / row.seconds)
+    return log_step(row.case, row.framework, point) - math.log(row.seconds)
 
 
 def linearize(rows: Sequence[Timed], point: Point) -> Linear:
     """Return errors and derivatives. All speeds are moved at once, for each row has one."""
     errors = [log_error(row, point) for row in rows]
-
-    def slopes(moved: Point) -> list[float]:
-        return [(log_error(row, moved) - error) / STEP for row, error in zip(rows, errors, strict=True)]
-
-    found = {name: slopes({**point, name: point[name] + STEP}) for name in SHARED if name in point}
-    of_speed = slopes({name: value + STEP * (name not in SHARED) for name, value in point.items()})
+    slopes: dict[str, list[float]] = {}
+    for name in SHARED:
+        if name in point:
+            slopes[name] = slopes_towards(rows, errors, {**point, name: point[name] + STEP})
+    faster = dict(point)
+    for name in point.keys() - set(SHARED):
+        faster[name] += STEP
+    speed_slopes = slopes_towards(rows, errors, faster)
     for framework in point.keys() - set(SHARED):
-        found[framework] = [
-            slope if row.framework == framework else 0.0 for row, slope in zip(rows, of_speed, strict=True)
-        ]
-    return Linear(point, errors, found)
+        slopes[framework] = []
+        for row, slope in zip(rows, speed_slopes, strict=True):
+            slopes[framework].append(slope if row.framework == framework else 0.0)
+    return Linear(point, errors, slopes)
+
+
+def slopes_towards(rows: Sequence[Timed], errors: Sequence[float], moved: Point) -> list[float]:
+    """Return the change of each row's error, for a change `STEP` of the logarithm of a constant."""
+    slopes = []
+    for row, error in zip(rows, errors, strict=True):
+        slopes.append((log_error(row, moved) - error) / STEP)
+    return slopes
 
 
 def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point:
@@ -154,14 +185,22 @@ def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point
     for _ in range(4):  # an error counts less the larger it is, which the first solution does not know
         errors = errors_at(near, point)
         typical = max(NOISE, median(map(abs, errors)))
-        weights = [
-            count / NOISE**2 / (1.0 + (error / typical) ** 2) for count, error in zip(counts, errors, strict=True)
-        ]
+        noise = max(NOISE, scatter(errors))
+        weights = []
+        for count, error in zip(counts, errors, strict=True):
+            weights.append(count / noise**2 / (1 + (error / typical) ** 2))
         changes = best_changes(problem, near, point, errors, weights)
         for name, change in changes.items():
-            value = max(near.point[name] - LEAP, min(near.point[name] + LEAP, point[name] + change))
-            point[name] = problem.bounded(name, value)
+            leap = point[name] + change - near.point[name]
+            leap = max(-LEAP, min(LEAP, leap))
+            point[name] = problem.bounded(name, near.point[name] + leap)
     return point
+
+
+def scatter(errors: Sequence[float]) -> float:
+    """Return the median distance of errors from their median: what no speed explains, however large it is."""
+    middle = median(errors)
+    return median(abs(error - middle) for error in errors)
 
 
 def errors_at(near: Linear, point: Point) -> list[float]:
@@ -179,64 +218,92 @@ def best_changes(
 ) -> Point:
     """Return the changes of the constants that minimize the weighted squares of errors and distances from priors."""
     names = list(point)
-    weighted = {
-        name: [weight * slope for weight, slope in zip(weights, near.slopes[name], strict=True)] for name in names
-    }
-    matrix = [[dot(weighted[one], near.slopes[other]) for other in names] for one in names]
-    right = [-dot(weighted[name], errors) for name in names]
-    for at, name in enumerate(names):
-        trust = problem.trust(name)
-        matrix[at][at] += trust
-        right[at] += trust * (problem.middle[name] - point[name])
+    matrix = information(problem, near.slopes, names, weights)
+    right = []
+    for name in names:
+        pull = sum_of_products(weights, near.slopes[name], errors)
+        right.append(problem.trust(name) * (problem.middle[name] - point[name]) - pull)
     return dict(zip(names, solve(matrix, right), strict=True))
 
 
-def dot(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the sum of products."""
-    return sum(a * b for a, b in zip(one, other, strict=True))
+def information(
+    problem: FitProblem, slopes: dict[str, list[float]], names: Sequence[str], weights: Sequence[float]
+) -> list[list[float]]:
+    """Return what rows and priors say of the constants: the inverse of the constants' covariance."""
+    matrix: list[list[float]] = []
+    for name in names:
+        row = [sum_of_products(weights, slopes[name], slopes[column]) for column in names]
+        row[len(matrix)] += problem.trust(name)
+        matrix.append(row)
+    return matrix
+
+
+def sum_of_products(first: Sequence[float], second: Sequence[float], third: Sequence[float]) -> float:
+    """Return the sum of the products of three values each."""
+    return sum(x * y * z for x, y, z in zip(first, second, third, strict=True))
 
 
 def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve equations of a positive definite matrix by elimination."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for at, pivot in enumerate(rows):
-        for below in rows[at + 1 :]:
-            factor = below[at] / pivot[at]
-            for column in range(at, len(pivot)):
-                below[column] -= factor * pivot[column]
-    found: list[float] = []
-    for at in reversed(range(len(rows))):
-        found.insert(0, (rows[at][-1] - dot(rows[at][at + 1 : -1], found)) / rows[at][at])
-    return found
+    for step, pivot in enumerate(rows):
+        for row in rows[step + 1 :]:
+            factor = row[step] / pivot[step]
+            for column in range(step, len(pivot)):
+                row[column] -= factor * pivot[column]
+    solution = [0.0] * len(rows)
+    for step in reversed(range(len(rows))):
+        row = rows[step]
+        value = row[-1]
+        for column in range(step + 1, len(rows)):
+            value -= row[column] * solution[column]
+        solution[step] = value / row[step]
+    return solution
 
 
 def fit(problem: FitProblem, start: Point | None = None) -> Linear:
     """Return the fitted point, with the errors near it. start: where to begin, if not at the priors."""
     near = linearize(problem.rows, start or problem.middle)
+    if not problem.rows:
+        return near
     for _ in range(ROUNDS):
         point = improve(problem, near, problem.counts())
-        if max(abs(point[name] - near.point[name]) for name in point) < CLOSE:
+        changes = [abs(point[name] - near.point[name]) for name in point]
+        if max(changes) < CLOSE:
             break
         near = linearize(problem.rows, point)
     return near
 
 
-def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, list[float]]:
-    """Return the log errors of the rows of each name with constants fitted to the rows of all other names.
+def left_out_points(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, Point]:
+    """Return, for each name, the constants fitted to the rows of all other names.
 
     near: the fit to all rows, from whose linear errors the other fits start. names: of each row, what it belongs to.
     """
-    found = {}
+    points = {}
     for name in dict.fromkeys(names):
-        counts = [count * (other != name) for count, other in zip(problem.counts(), names, strict=True)]
-        point = improve(problem, near, counts)
-        found[name] = [log_error(row, point) for row, other in zip(problem.rows, names, strict=True) if other == name]
-    return found
+        counts = problem.counts()
+        for index, row_name in enumerate(names):
+            if row_name == name:
+                counts[index] = 0.0
+        points[name] = improve(problem, near, counts)
+    return points
+
+
+def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the log errors of the rows of each name with constants as `left_out_points` has them."""
+    points = left_out_points(problem, near, names)
+    errors: dict[str, list[float]] = {name: [] for name in points}
+    for row, name in zip(problem.rows, names, strict=True):
+        errors[name].append(log_error(row, points[name]))
+    return errors
 
 
 def fitted_constants(folders: Sequence[str]) -> str:
     """Return the constants fitted to all tables of some folders, and the number of rows, as text."""
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.csv"))
+    files: list[Path] = []
+    for folder in folders:
+        files += sorted(Path(folder).glob("*.csv"))
     rows: list[Timed] = []
     for file in files:
         try:
@@ -247,7 +314,8 @@ def fitted_constants(folders: Sequence[str]) -> str:
         raise ValueError(f"{', '.join(folders)}: no row of a known framework has a step time")
     near = fit(joint_problem(rows))
     folds = len({row.fold for row in rows})
-    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {mean(map(abs, near.errors)):.3f}"]
+    error = mean(map(abs, near.errors))
+    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {error:.3f}"]
     for name, value in near.point.items():
         kind = PRIORS[name].unit if name in SHARED else "speed"
         lines.append(f"{name:30s}{math.exp(value):12.4g}  {kind}")

@@ -74,7 +74,9 @@ def rows_of_sheet(file: Path) -> Iterator[dict[str, str]]:
     _, header, *lines = read_sheet(file)
     kind = "seq_parallel" if "sequence_parallel" in header.values() else "main"
     for line in lines:
-        cells = {title: line.get(letter, "") for letter, title in header.items()}
+        cells = {}
+        for letter, title in header.items():
+            cells[title] = line.get(letter, "")
         if not cells.get("World Size"):
             continue
         try:
@@ -117,7 +119,7 @@ def _layout_cells(cells: dict[str, str]) -> dict[str, str]:
     kernel = cells["kernel"].removesuffix(RMS_KERNEL)
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} is unknown ({', '.join(KERNELS)})")
-    found = {
+    layout = {
         "gpus": str(gpus),
         "dp": str(gpus // (tp * pp)),
         "tp": str(tp),
@@ -128,7 +130,7 @@ def _layout_cells(cells: dict[str, str]) -> dict[str, str]:
         "attn_impl": KERNELS[kernel],
         "rmsnorm_kernel": str(int(cells["kernel"].endswith(RMS_KERNEL))),
     }
-    return found | _outcome(cells["Average Step Time"], cells["Average MFU"])
+    return layout | _outcome(cells["Average Step Time"], cells["Average MFU"])
 
 
 def _outcome(step_time: str, mfu: str) -> dict[str, str]:
@@ -158,10 +160,10 @@ def read_sheet(file: Path) -> list[dict[str, str]]:
     for row in sheet.iter(f"{TAG}row"):
         line = {}
         for cell in row.iter(f"{TAG}c"):
-            value = cell.find(f"{TAG}v")
-            if value is not None and value.text is not None:
-                text = shared[int(value.text)] if cell.get("t") == "s" else value.text
-                line[cell.get("r", "").rstrip("0123456789")] = text
+            text = cell.findtext(f"{TAG}v")
+            if text is not None:
+                letter = cell.get("r", "").rstrip("0123456789")
+                line[letter] = shared[int(text)] if cell.get("t") == "s" else text
         if line:
             lines.append(line)
     return lines

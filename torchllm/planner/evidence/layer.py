@@ -10,5 +10,7 @@ from torchllm.planner.stage import stage_cost
 
 def layer_seconds(case: Case) -> tuple[float, float]:
     """Return the seconds of one micro batch, forward and backward with recomputation, without embedding and head."""
-    times = stage_cost(case, StageSize(1, first=False, last=False)).times
-    return times.forward, times.input_gradient + times.weight_gradient
+    block = StageSize(1, first=False, last=False)
+    times = stage_cost(case, block).times
+    backward = times.input_gradient + times.weight_gradient
+    return times.forward, backward

@@ -25,14 +25,17 @@ def pack_rows(source: str, folder: str) -> str:
     rows = [row for row in read_rows(source) if row.cells.get("status") != "invalid"]
     problems = []
     for number, row in enumerate(rows, start=1):
-        problems += [f"{source}: row {number}: {problem}" for problem in row_problems(row)]
+        for problem in row_problems(row):
+            problems.append(f"{source}: row {number}: {problem}")
     if not rows:
         problems.append(f"{source}: no row was measured")
     if problems:
         raise ValueError("\n".join(problems))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    name = Path(source).stem if Path(source).stem != "results" else Path(source).absolute().parent.name
+    name = Path(source).stem
+    if name == "results":  # the name that every sweep's table has
+        name = Path(source).absolute().parent.name
     with open(target / f"{name}.csv", "w", newline="") as opened:
         writer = csv.DictWriter(opened, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -49,43 +52,45 @@ def row_problems(row: MeasuredRow) -> list[str]:
     problems = []
     if row.problem:
         problems.append(row.problem)
-    cells = row.cells
-    if not cells.get("gpu"):
+    cluster = row.cells.get("cluster", "")
+    status = row.cells.get("status", "")
+    if not row.cells.get("gpu"):
         problems.append("gpu is missing")
-    cluster = cells.get("cluster", "")
     if not (FOLDER / f"{cluster}.toml").is_file():
         problems.append(f"cluster {cluster!r} has no file in train_configs/clusters: add yours to the pull request")
-    if cells.get("status", "") not in ("ok", "oom"):
-        problems.append(f"status {cells.get('status', '')!r}: only ok and oom say something about a layout")
-    if cells.get("status") == "ok" and not (row.seconds or 0) > 0:
+    if status not in ("ok", "oom"):
+        problems.append(f"status {status!r}: only ok and oom say something about a layout")
+    if status == "ok" and (row.seconds or 0) <= 0:
         problems.append("step_time_s is missing")
     return problems
 
 
 def filled(cells: dict[str, str], name: str) -> dict[str, str]:
     """Return a row with what every row of the evidence has: data set, fold, software and source."""
+    framework, model = cells.get("stack", ""), cells.get("model", "")
     defaults = {
         "dataset": name,
-        "fold": f"{cells.get('stack', '')}/{cells.get('model', '')}".lower(),
+        "fold": f"{framework}/{model}".lower(),
         "software": __version__,
         "source": "recipes/sweep",
     }
-    found = dict(cells)
+    row = dict(cells)
     for column, value in defaults.items():
-        found[column] = cells.get(column) or value
-    if found["dataset"] == "sweep":  # the name that every sweep has
-        found["dataset"] = name
-    return found
+        row[column] = cells.get(column) or value
+    if row["dataset"] == "sweep":  # the name that every sweep has
+        row["dataset"] = name
+    return row
 
 
 def readme(name: str, rows: list[MeasuredRow]) -> str:
     """Return the text that goes with the rows, whose blanks the user fills in."""
-    gpus = sorted({f"{row.cells['gpus']} x {row.cells['gpu']}" for row in rows})
     timed = sum(row.seconds is not None for row in rows)
+    gpus = {f"{row.cells['gpus']} x {row.cells['gpu']}" for row in rows}
+    machines = ", ".join(sorted(gpus))
     lines = [
         f"# {name}",
         "",
-        f"{len(rows)} layouts, {timed} timed, the others out of memory, on {', '.join(gpus)}.",
+        f"{len(rows)} layouts, {timed} timed, the others out of memory, on {machines}.",
         "",
         "- Command: `python recipes/sweep ...`",
         "- Machines (GPU and its power limit, network per node):",

@@ -8,6 +8,8 @@ from torchllm.planner.evidence.cells import Cells
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.software import Software
 
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+"""letters after a number of parameters"""
 SAME_MODEL = 0.3
 """largest difference of two numbers of parameters of one model: by what is counted of its ends"""
 
@@ -63,10 +65,11 @@ def _sizes(cells: Cells, software: Software) -> dict[str, Any]:
         "max_sequence_length": cells.number("seq_len"),
     }
     for key in ("qk_norm", "norm_position"):
-        sizes[key] = cells.text(key) or getattr(Model(), key)
+        value = cells.text(key) or getattr(Model(), key)
         choices = get_args(Model.__annotations__[key])
-        if sizes[key] not in choices:
-            raise ValueError(f"{key} = {sizes[key]!r} is not one of {', '.join(choices)}")
+        if value not in choices:
+            raise ValueError(f"{key} = {value!r} is not one of {', '.join(choices)}")
+        sizes[key] = value
     return sizes
 
 
@@ -80,23 +83,26 @@ def _experts(cells: Cells) -> dict[str, int]:
         raise ValueError("latent attention (experts, and kv_heads is empty): the planner does not know it")
     width = cells.number("moe_ffn")
     dense = cells.number_or("dense_layers", 0)
+    ffn = cells.number("ffn") if dense else cells.number_or("ffn", width)
     return {
         "experts": cells.number("experts"),
         "top_k": cells.number("top_k"),
         "expert_ffn": width,
         "shared_experts": cells.number_or("shared_experts", 0),
         "dense_layers": dense,
-        "ffn": cells.number("ffn") if dense else cells.number_or("ffn", width),
+        "ffn": ffn,
     }
 
 
 def head_dim_in_note(note: str) -> int:
     """Return N if a note says "head_dim N", as tables without that column do; 0: the heads divide the hidden width."""
-    found = re.search(r"\bhead_dim (\d+)", note)
-    return int(found[1]) if found else 0
+    match = re.search(r"\bhead_dim (\d+)", note)
+    return int(match[1]) if match else 0
 
 
 def count_in_name(name: str) -> float:
     """Return the number of parameters that a model's name has, such as 7e9 of "Llama 7B"; 0 if it has none."""
-    found = re.search(r"([\d.]+)\s*([BTM])\b", name, re.IGNORECASE)
-    return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
+    match = re.search(r"([\d.]+)\s*([BTM])\b", name, re.IGNORECASE)
+    if match is None:
+        return 0.0
+    return float(match[1]) * UNITS[match[2].upper()]

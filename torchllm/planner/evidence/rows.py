@@ -6,59 +6,68 @@ from torchllm import __version__
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
 from torchllm.spec.flops import parameter_count
 
+ATTENTION = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}
+"""attention kernels of the config, and the words of the tables"""
+
 
 def measurement_of(config: Config, gpus: int) -> dict[str, str]:
     """Return the cells, by column, of a resolved config on `gpus` GPUs."""
-    model, training, parallel = config.model, config.training, config.parallel
-    dp = parallel.data_ranks
-    attention = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}[model.attention]
-    found: dict[str, Any] = {
-        "dataset": "sweep",
-        "stack": "torchllm",
-        "group": f"sweep/s{training.sequence_length}/{gpus}",
-        "model": model.family,
-        "n_params": parameter_count(model),
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv,
-        "head_dim": model.head_width,
-        "qkv_bias": int(model.qkv_bias),
-        "qk_norm": model.qk_norm,
-        "norm_position": model.norm_position,
-        "window": model.window or "",
-        "ffn": model.ffn,
-        **expert_cells(model, parallel),
-        "vocab": model.vocab,
-        "tied_emb": int(model.tied_embeddings),
-        "seq_len": training.sequence_length,
-        "cluster": config.cluster.name,
-        "gpus": gpus,
-        "dp": dp,
-        "dp_replicate": parallel.dp_replicate,
-        "dp_shard": parallel.dp_shard,
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "cp": parallel.cp,
-        "cp_method": parallel.cp_method if parallel.cp > 1 else "",
-        "schedule": parallel.schedule if parallel.pp > 1 else "",
-        "interleave_v": parallel.stages_per_rank if parallel.pp > 1 else "",
-        "micro_batch": training.micro_batch_size,
-        "grad_accum": gradient_accumulation(training, dp),
-        "global_batch_seqs": training.global_batch_size,
-        "zero_stage": parallel.zero_stage,
-        "seq_parallel": int(parallel.sequence_parallel),
-        "tp_overlap": "none" if parallel.tp > 1 else "",
-        "act_ckpt": config.recompute.mode,
-        "loss_chunk": training.loss_chunk,
-        "attn_impl": attention,
-        "rmsnorm_kernel": int(config.compile.norm or config.compile.block is True),
-        "compile": int(config.compile.block is True),
-        "fold": f"torchllm/{model.family}-{model.layers}x{model.hidden}",
-        "software": __version__,
-        "precision": f"float8 {config.float8.recipe}" if config.float8.is_on else config.training.dtype,
-    }
-    return {key: str(value) for key, value in found.items()}
+    model = config.model
+    cells: dict[str, Any] = {"dataset": "sweep", "stack": "torchllm", "software": __version__}
+    cells["group"] = f"sweep/s{config.training.sequence_length}/{gpus}"
+    cells["fold"] = f"torchllm/{model.family}-{model.layers}x{model.hidden}"
+    cells["cluster"] = config.cluster.name
+    cells["gpus"] = gpus
+    cells |= model_cells(model)
+    cells |= expert_cells(model, config.parallel)
+    cells |= mesh_cells(config.parallel)
+    cells |= training_cells(config)
+    return {column: str(value) for column, value in cells.items()}
+
+
+def model_cells(model: Model) -> dict[str, Any]:
+    """Return the cells of a model's shape."""
+    cells: dict[str, Any] = {"model": model.family, "n_params": parameter_count(model)}
+    for column in ("layers", "hidden", "heads", "qk_norm", "norm_position", "ffn", "vocab"):
+        cells[column] = getattr(model, column)
+    cells["kv_heads"] = model.kv
+    cells["head_dim"] = model.head_width
+    cells["qkv_bias"] = int(model.qkv_bias)
+    cells["window"] = model.window or ""
+    cells["tied_emb"] = int(model.tied_embeddings)
+    return cells
+
+
+def mesh_cells(parallel: Parallel) -> dict[str, Any]:
+    """Return the cells of degrees and schedule."""
+    cells: dict[str, Any] = {"dp": parallel.data_ranks}
+    for column in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"):
+        cells[column] = getattr(parallel, column)
+    cells["cp_method"] = parallel.cp_method if parallel.cp > 1 else ""
+    cells["schedule"] = parallel.schedule if parallel.pp > 1 else ""
+    cells["interleave_v"] = parallel.stages_per_rank if parallel.pp > 1 else ""
+    cells["seq_parallel"] = int(parallel.sequence_parallel)
+    cells["tp_overlap"] = "none" if parallel.tp > 1 else ""
+    return cells
+
+
+def training_cells(config: Config) -> dict[str, Any]:
+    """Return the cells of the batch, and of how its blocks are computed."""
+    training = config.training
+    is_compiled = config.compile.block is True
+    cells: dict[str, Any] = {"seq_len": training.sequence_length}
+    cells["micro_batch"] = training.micro_batch_size
+    cells["grad_accum"] = gradient_accumulation(training, config.parallel.data_ranks)
+    cells["global_batch_seqs"] = training.global_batch_size
+    cells["act_ckpt"] = config.recompute.mode
+    cells["loss_chunk"] = training.loss_chunk
+    cells["attn_impl"] = ATTENTION[config.model.attention]
+    cells["rmsnorm_kernel"] = int(config.compile.norm or is_compiled)
+    cells["compile"] = int(is_compiled)
+    cells["precision"] = training.dtype
+    if config.float8.is_on:
+        cells["precision"] = f"float8 {config.float8.recipe}"
+    return cells
 
 
 def expert_cells(model: Model, parallel: Parallel) -> dict[str, Any]:

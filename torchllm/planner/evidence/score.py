@@ -62,22 +62,29 @@ class Scored(NamedTuple):
 
 def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
     """Predict each row."""
-    found = []
+    scored = []
     for row in rows:
-        prediction = predict(row.case) if row.case is not None else None
-        found.append(Scored(row, prediction, judge(row.case, prediction) if row.case and prediction else None))
-    return found
+        if row.case is None:
+            scored.append(Scored(row, None, None))
+        else:
+            prediction = predict(row.case)
+            scored.append(Scored(row, prediction, judge(row.case, prediction)))
+    return scored
 
 
 def predict_file(source: str, target: str) -> str:
     """Write a table of layouts with their predictions; return what was assumed, as text. Errors as `read_rows`."""
     scored = score_rows(read_rows(source))
-    names = list(dict.fromkeys([*(name for one in scored for name in one.row.cells), *PREDICTED]))
+    columns: dict[str, None] = {}
+    for row in scored:
+        columns |= dict.fromkeys(row.row.cells)
+    columns |= dict.fromkeys(PREDICTED)
     with open(target, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, names, restval="", lineterminator="\n")
+        writer = csv.DictWriter(opened, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**one.row.cells, **_predicted(one)} for one in scored)
-    return "\n".join(_said(scored))
+        for row in scored:
+            writer.writerow({**row.row.cells, **_predicted(row)})
+    return "\n".join(_remarks(scored))
 
 
 PREDICTED = tuple(
@@ -88,19 +95,16 @@ PREDICTED = tuple(
 was assumed or why there is no prediction"""
 
 
-def _predicted(one: Scored) -> dict[str, str]:
-    row, prediction, verdict = one.row, one.prediction, one.verdict
+def _predicted(scored: Scored) -> dict[str, str]:
+    row, prediction, verdict = scored.row, scored.prediction, scored.verdict
     if row.case is None or prediction is None or verdict is None:
         return {"predicted_note": row.problem}
     low, high = verdict.seconds
-    values = (
-        *(f"{seconds:.6g}" for seconds in (prediction.step, low, high)),
-        *(f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)),
-        f"{counted(prediction.memory, row.case.software) / 2**30:.1f}",
-        str(int(prediction.fits)),
-        verdict.fits,
-        "; ".join([verdict.evidence, *row.assumed]),
-    )
+    gib = counted(prediction.memory, row.case.software) / 2**30
+    values = [f"{seconds:.6g}" for seconds in (prediction.step, low, high)]
+    values += [f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)]
+    values += [f"{gib:.1f}", str(int(prediction.fits)), verdict.fits]
+    values.append("; ".join([verdict.evidence, *row.assumed]))
     return dict(zip(PREDICTED, values, strict=True))
 
 
@@ -122,16 +126,18 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
     for name, summary in sets.items():
         lines.append(_line(name, summary))
         for part in ("classes", "groups"):
-            lines += [_line("  " + inner, of) for inner, of in summary[part].items()]
-    return "\n".join([*lines, "", *LEGEND, "", _share(scored), "", *_constants(scored), "", *_said(scored)])
+            for title, part_summary in summary[part].items():
+                lines.append(_line(f"  {title}", part_summary))
+    lines += ["", *LEGEND, "", _share(scored), "", *_constants(scored), "", *_remarks(scored)]
+    return "\n".join(lines)
 
 
 def _share(scored: Sequence[Scored]) -> str:
     """Return a line that says how many of the timed rows are scored."""
-    timed = [one for one in scored if one.row.seconds is not None]
+    timed = [row for row in scored if row.row.seconds is not None]
     if not timed:
         return "no row is timed"
-    counts = Counter(one.row_class for one in timed)
+    counts = Counter(row.row_class for row in timed)
     share = 1 - counts["unscored"] / len(timed)
     return (
         f"{share:.1%} of the {len(timed):,} timed rows are scored: {counts['scored']:,}, and {counts['assumed']:,} "
@@ -141,38 +147,43 @@ def _share(scored: Sequence[Scored]) -> str:
 
 def _constants(scored: Sequence[Scored]) -> list[str]:
     """Return lines with the fitted constants of every framework in these rows."""
-    software = {one.row.cells.get("stack", "") or "-": one.row.case.software for one in scored if one.row.case}
-    names = [key.name for key in fields(Constants)]
-    titles = [f"  {name}, {UNITS[name]}" for name in names]
-    lines = [f"{'constants':34s}" + "".join(titles)]
-    for stack, of in software.items():
-        values = [f"{getattr(of.constants, name):{len(title)}.3g}" for name, title in zip(names, titles, strict=True)]
-        lines.append(f"{stack:34s}" + "".join(values))
+    constants = {}
+    for row in scored:
+        if row.row.case is not None:
+            constants[row.row.cells.get("stack", "") or "-"] = row.row.case.software.constants
+    titles = {key.name: f"  {key.name}, {UNITS[key.name]}" for key in fields(Constants)}
+    lines = [f"{'constants':34s}" + "".join(titles.values())]
+    for stack, values in constants.items():
+        line = f"{stack:34s}"
+        for name, title in titles.items():
+            line += f"{getattr(values, name):{len(title)}.3g}"
+        lines.append(line)
     return lines
 
 
-def _said(scored: Sequence[Scored]) -> list[str]:
+def _remarks(scored: Sequence[Scored]) -> list[str]:
     """Return why rows are unscored and what was assumed, each once with its number of rows."""
     counts: Counter[str] = Counter()
-    for one in scored:
-        if one.unscored:
-            counts[f"unscored: {one.unscored}"] += 1
+    for row in scored:
+        if row.unscored:
+            counts[f"unscored: {row.unscored}"] += 1
         else:
-            counts.update(f"assumed: {what}" for what in one.row.assumed)
+            counts.update(f"assumed: {assumption}" for assumption in row.row.assumed)
     return [f"{line} ({count} rows)" for line, count in counts.items()]
 
 
-def _by(scored: Iterable[Scored], key: str) -> dict[str, list[Scored]]:
-    found: dict[str, list[Scored]] = {}
-    for one in scored:
-        found.setdefault(one.row.cells.get(key, "") or "-", []).append(one)
-    return found
+def _by(scored: Iterable[Scored], column: str) -> dict[str, list[Scored]]:
+    groups: dict[str, list[Scored]] = {}
+    for row in scored:
+        name = row.row.cells.get(column, "") or "-"
+        groups.setdefault(name, []).append(row)
+    return groups
 
 
 def _summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Return counts and errors of some rows; what none of them measured is missing."""
-    counts = Counter(one.row_class for one in scored)
-    timed = [one for one in scored if one.error is not None]
+    counts = Counter(row.row_class for row in scored)
+    timed = [row for row in scored if row.error is not None]
     summary: dict[str, Any] = {"rows": len(scored)}
     for row_class in CLASSES:
         summary[row_class] = counts[row_class]
@@ -181,16 +192,16 @@ def _summary(scored: Sequence[Scored]) -> dict[str, Any]:
         summary |= _time_errors(timed)
     layer_errors: list[float] = []
     memory_errors: list[float] = []
-    for one in scored:
-        layer_errors += _layer_errors(one)
-        memory_errors += _memory_errors(one)
+    for row in scored:
+        layer_errors += _layer_errors(row)
+        memory_errors += _memory_errors(row)
     if layer_errors:
         summary["layers"] = _errors(layer_errors)
     if memory_errors:
         summary["memory"] = _errors(memory_errors)
-    known = [one for one in scored if one.prediction and one.row.out_of_memory is not None]
-    if known:
-        summary["out_of_memory"] = _memory_verdicts(known)
+    comparable = [row for row in scored if row.prediction and row.row.out_of_memory is not None]
+    if comparable:
+        summary["out_of_memory"] = _memory_verdicts(comparable)
     return summary
 
 
@@ -208,85 +219,86 @@ def _parts(scored: Sequence[Scored]) -> dict[str, dict[str, Any]]:
 
 
 def _by_class(scored: Iterable[Scored]) -> dict[str, list[Scored]]:
-    found: dict[str, list[Scored]] = {row_class: [] for row_class in CLASSES}
-    for one in scored:
-        found[one.row_class].append(one)
-    return found
+    groups: dict[str, list[Scored]] = {row_class: [] for row_class in CLASSES}
+    for row in scored:
+        groups[row.row_class].append(row)
+    return groups
 
 
 def _time_errors(timed: Sequence[Scored]) -> dict[str, Any]:
     """Return the errors of the step time: raw, after one factor for all rows, and of the order."""
-    predicted, measured = [], []
-    for one in timed:
-        assert one.prediction is not None
-        assert one.row.seconds is not None
-        predicted.append(one.prediction.step)
-        measured.append(one.row.seconds)
-    ratios = [mine / its for mine, its in zip(predicted, measured, strict=True)]
+    predicted, measured, ratios = [], [], []
+    for row in timed:
+        assert row.prediction is not None
+        assert row.row.seconds is not None
+        predicted.append(row.prediction.step)
+        measured.append(row.row.seconds)
+        ratios.append(row.prediction.step / row.row.seconds)
     middle = median(ratios)
+    summary: dict[str, Any] = _errors([ratio - 1 for ratio in ratios])
     scaled = _errors([ratio / middle - 1 for ratio in ratios])
-    return {
-        **_errors([ratio - 1 for ratio in ratios]),
-        "scaled": {"factor": 1 / middle, **scaled},
-        "spearman": spearman(predicted, measured),
-    }
+    summary["scaled"] = {"factor": 1 / middle, **scaled}
+    summary["spearman"] = spearman(predicted, measured)
+    return summary
 
 
-def _memory_errors(one: Scored) -> list[float]:
+def _memory_errors(scored: Scored) -> list[float]:
     """Return the error of a row's peak of memory, if it has one."""
-    peak = one.row.cells.get("peak_memory_gib")
-    if not peak or one.prediction is None or one.row.case is None:
+    peak = scored.row.cells.get("peak_memory_gib")
+    if not peak or scored.prediction is None or scored.row.case is None:
         return []
-    predicted = counted(one.prediction.memory, one.row.case.software)
+    predicted = counted(scored.prediction.memory, scored.row.case.software)
     return [predicted / 2**30 / float(peak) - 1]
 
 
-def _memory_verdicts(known: Sequence[Scored]) -> dict[str, float]:
+def _memory_verdicts(comparable: Sequence[Scored]) -> dict[str, float]:
     """Count which rows were predicted to fit, and which ran out of memory."""
     verdicts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
-    for one in known:
-        admitted = "fits" if one.prediction and one.prediction.fits else "refused"
-        outcome = "oom" if one.row.out_of_memory else "ok"
+    for row in comparable:
+        admitted = "fits" if row.prediction and row.prediction.fits else "refused"
+        outcome = "oom" if row.row.out_of_memory else "ok"
         verdicts[f"{admitted}_{outcome}"] += 1
     right = verdicts["fits_ok"] + verdicts["refused_oom"]
-    return {**verdicts, "right": right / len(known)}
+    return {**verdicts, "right": right / len(comparable)}
 
 
-def _layer_errors(one: Scored) -> list[float]:
+def _layer_errors(scored: Scored) -> list[float]:
     """Return the errors, forward and backward, of a row that times one layer (Korthikanti et al. 2022)."""
-    cells = one.row.cells
-    if one.row.case is None or not cells.get("layer_fwd_ms"):
+    cells = scored.row.cells
+    if scored.row.case is None or not cells.get("layer_fwd_ms"):
         return []
-    forward, backward = layer_seconds(one.row.case)
-    return [1e3 * forward / float(cells["layer_fwd_ms"]) - 1, 1e3 * backward / float(cells["layer_bwd_ms"]) - 1]
+    errors = []
+    columns = ("layer_fwd_ms", "layer_bwd_ms")
+    for seconds, column in zip(layer_seconds(scored.row.case), columns, strict=True):
+        errors.append(1e3 * seconds / float(cells[column]) - 1)
+    return errors
 
 
 def _errors(errors: Sequence[float]) -> dict[str, float]:
     sizes = sorted(map(abs, errors))
-    return {
-        "median": median(sizes),
-        "mean": mean(sizes),
-        "p90": sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)],
-        "bias": mean(errors),
-    }
+    ninth = math.ceil(0.9 * len(sizes)) - 1
+    return {"median": median(sizes), "mean": mean(sizes), "p90": sizes[ninth], "bias": mean(errors)}
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation, ties at their mean rank; None for fewer than three values."""
-    if len(one) < 3:
+    if len(first) < 3:
         return None
-    a, b = _ranks(one), _ranks(other)
-    middle = (len(a) + 1) / 2
-    above = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    below = math.sqrt(sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b))
-    return above / below if below else None
+    middle = (len(first) + 1) / 2
+    first_ranks = [rank - middle for rank in _ranks(first)]
+    second_ranks = [rank - middle for rank in _ranks(second)]
+    covariance = sum(x * y for x, y in zip(first_ranks, second_ranks, strict=True))
+    first_variance = sum(rank**2 for rank in first_ranks)
+    second_variance = sum(rank**2 for rank in second_ranks)
+    deviations = math.sqrt(first_variance * second_variance)
+    return covariance / deviations if deviations else None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values), start=1):
-        places.setdefault(value, []).append(place)
-    return [mean(places[value]) for value in values]
+    ranks: dict[float, list[int]] = {}
+    for rank, value in enumerate(sorted(values), start=1):
+        ranks.setdefault(value, []).append(rank)
+    return [mean(ranks[value]) for value in values]
 
 
 def regret(scored: Sequence[Scored]) -> dict[str, Any]:
@@ -295,31 +307,38 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     Chosen is the one predicted fastest per sequence among those predicted to fit. The result says if it ran out of
     memory.
     """
-    known = [one for one in scored if one.prediction and (one.row.seconds or one.row.out_of_memory)]
-    timed = [one for one in known if one.row.seconds]
-    admitted = [one for one in known if one.prediction and one.prediction.fits]
+    comparable = [row for row in scored if row.prediction and (row.row.seconds or row.row.out_of_memory)]
+    timed = [row for row in comparable if row.row.seconds]
+    admitted = [row for row in comparable if row.prediction and row.prediction.fits]
     if len(timed) < 2 or not admitted:
         return {}
-
-    def per_sequence(one: Scored, seconds: float) -> float:
-        assert one.row.case is not None
-        return seconds / one.row.case.training.global_batch_size
-
-    def predicted(one: Scored) -> float:
-        return per_sequence(one, one.prediction.step if one.prediction else math.inf)
-
-    def measured(one: Scored) -> float:
-        return per_sequence(one, one.row.seconds) if one.row.seconds else math.inf
-
-    least = min(map(predicted, admitted))
-    chosen = max((one for one in admitted if predicted(one) <= least * (1 + 1e-9)), key=measured)
+    fastest = min(map(_predicted_seconds, admitted)) * (1 + 1e-9)
+    ties = [row for row in admitted if _predicted_seconds(row) <= fastest]
+    chosen = max(ties, key=_measured_seconds)
     if not chosen.row.seconds:
         return {"chosen_ran_out_of_memory": True}
-    best = min(timed, key=measured)
-    found: dict[str, Any] = {"chosen_ran_out_of_memory": False, "regret_seconds": measured(chosen) / measured(best) - 1}
-    if best.row.cells.get("mfu_pct") and chosen.row.cells.get("mfu_pct"):
-        found["regret_points"] = float(best.row.cells["mfu_pct"]) - float(chosen.row.cells["mfu_pct"])
-    return found
+    best = min(timed, key=_measured_seconds)
+    slower = _measured_seconds(chosen) / _measured_seconds(best) - 1
+    result: dict[str, Any] = {"chosen_ran_out_of_memory": False, "regret_seconds": slower}
+    best_mfu, chosen_mfu = best.row.cells.get("mfu_pct"), chosen.row.cells.get("mfu_pct")
+    if best_mfu and chosen_mfu:
+        result["regret_points"] = float(best_mfu) - float(chosen_mfu)
+    return result
+
+
+def _predicted_seconds(scored: Scored) -> float:
+    """Return the predicted seconds per sequence."""
+    assert scored.row.case is not None
+    assert scored.prediction is not None
+    return scored.prediction.step / scored.row.case.training.global_batch_size
+
+
+def _measured_seconds(scored: Scored) -> float:
+    """Return the measured seconds per sequence; infinitely many if the layout ran out of memory."""
+    assert scored.row.case is not None
+    if not scored.row.seconds:
+        return math.inf
+    return scored.row.seconds / scored.row.case.training.global_batch_size
 
 
 _COLUMNS = ("rows", *CLASSES, "timed", "median", "mean", "p90", "bias", "scaled", "rho", "memory", "oom", "regret")
@@ -334,19 +353,19 @@ LEGEND = (
 _HEADER = " " * 54 + "".join(f"{name:>9s}" for name in _COLUMNS)
 
 
-def _line(name: str, of: dict[str, Any]) -> str:
+def _line(name: str, summary: dict[str, Any]) -> str:
     """Return one line: errors, shares and regret in percent."""
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.1f}"
-
-    errors = of if "mean" in of else of.get("layers", {})
-    rho = of.get("spearman")
-    cells = [
-        *(str(of[key]) for key in ("rows", *CLASSES, "timed")),
-        *(percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")),
-    ]
-    cells += [percent(of.get("scaled", {}).get("mean")), "-" if rho is None else f"{rho:.3f}"]
-    cells += [percent(of.get("memory", {}).get("mean")), percent(of.get("out_of_memory", {}).get("right"))]
-    cells.append("OOM" if of.get("chosen_ran_out_of_memory") else percent(of.get("regret_seconds")))
+    errors = summary if "mean" in summary else summary.get("layers", {})
+    rho = summary.get("spearman")
+    cells = [str(summary[key]) for key in ("rows", *CLASSES, "timed")]
+    cells += [_percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")]
+    cells.append(_percent(summary.get("scaled", {}).get("mean")))
+    cells.append("-" if rho is None else f"{rho:.3f}")
+    cells.append(_percent(summary.get("memory", {}).get("mean")))
+    cells.append(_percent(summary.get("out_of_memory", {}).get("right")))
+    cells.append("OOM" if summary.get("chosen_ran_out_of_memory") else _percent(summary.get("regret_seconds")))
     return f"{name:54s}" + "".join(f"{cell:>9s}" for cell in cells)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -108,10 +108,10 @@ class Ratio(NamedTuple):
 
 def advise(job: Job, outcome: Found) -> Advice:
     """Return which layouts to consider. outcome: of `search`, whose best may leave no room in memory."""
-    found = list(_safe(job, outcome.bounds))
-    if found:
-        bet = min(found, key=lambda one: judge(job.case(one.layout), one.prediction).seconds[1])
-        simple, reason = simplest(job, found, bet)
+    candidates = list(_safe(job, outcome.bounds))
+    if candidates:
+        bet = min(candidates, key=lambda ranked: judge(job.case(ranked.layout), ranked.prediction).seconds[1])
+        simple, reason = simplest(job, candidates, bet)
     else:
         roomy = search(job, count=1, objective="memory", bounds=outcome.bounds).best[0]
         simple = bet = roomy
@@ -127,7 +127,7 @@ def advise(job: Job, outcome: Found) -> Advice:
         reason,
         is_measured(case),
         judge(case, simple.prediction).evidence,
-        [*found, simple],
+        [*candidates, simple],
     )
 
 
@@ -150,11 +150,11 @@ def level_of(layout: Layout) -> int:
 
 def _safe(job: Job, bounds: Bounds | None) -> Iterator[Ranked]:
     """Yield the fastest layout of each level that leaves room in memory, the simplest level first."""
-    seen = set()
+    layouts = set()
     for level in LEVELS_OF_SIMPLICITY:
         ranked = fastest_of(job, level, bounds)
-        if ranked is not None and ranked.layout not in seen:
-            seen.add(ranked.layout)
+        if ranked is not None and ranked.layout not in layouts:
+            layouts.add(ranked.layout)
             yield ranked
 
 
@@ -169,12 +169,12 @@ def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
     limit = largest_memory_limit(job.case(Layout(1, 1, job.gpus, 1, 1)))
     for _ in range(TRIES):
         smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
-        found = search(smaller, count=1, bounds=bounds).best
-        if not found:
+        best = search(smaller, count=1, bounds=bounds).best
+        if not best:
             return None
-        case = job.case(found[0].layout)
-        if found[0].prediction.memory.total <= memory_limit(case):
-            return found[0]
+        case = job.case(best[0].layout)
+        if best[0].prediction.memory.total <= memory_limit(case):
+            return best[0]
         limit = min(memory_limit(case), limit * (1 - STEP_DOWN))  # other layouts may have another limit
     return None
 
@@ -187,27 +187,27 @@ def only(job: Job, without: dict[str, int]) -> Job | None:
     return replace(job, fixed=fixed)
 
 
-def simplest(job: Job, found: Sequence[Ranked], bet: Ranked) -> tuple[Ranked, str]:
-    """Return the layout that the rule takes, and why. found: the fastest of each level, the simplest level first."""
+def simplest(job: Job, candidates: Sequence[Ranked], bet: Ranked) -> tuple[Ranked, str]:
+    """Return the layout that the rule takes, and why. candidates: the fastest of each level, simplest first."""
     name = LEVELS_OF_SIMPLICITY[level_of(bet.layout)].name
-    for one in found:
-        if one.layout == bet.layout:
-            return one, "it has the least step time in the bad case, and no simpler one comes close"
-        ratio = ratio_of(job, one, bet)
+    for simple in candidates:
+        if simple.layout == bet.layout:
+            return simple, "it has the least step time in the bad case, and no simpler one comes close"
+        ratio = ratio_of(job, simple, bet)
         slower = f"it is predicted {ratio.predicted - 1:.1%} slower than the fastest to bet on, which needs {name}"
         if ratio.predicted <= 1 + AS_FAST:
-            return one, slower
+            return simple, slower
         if ratio.may_be_no_loss():
             low, high = ratio.interval
             pairs = f"pairs of measured layouts say {low:.2f} to {high:.2f} times its step, {ratio.mean:.2f} on average"
-            return one, f"{slower}; {pairs}"
+            return simple, f"{slower}; {pairs}"
     raise AssertionError("the fastest to bet on is one of them")
 
 
-def ratio_of(job: Job, simple: Ranked, other: Ranked) -> Ratio:
-    """Return the step time of the simple layout over the other's, with what pairs of measured rows say of it."""
-    predicted = simple.prediction.step / other.prediction.step
-    spread = reversed_spread(spread_of_pair(job.case(simple.layout), job.case(other.layout)))
+def ratio_of(job: Job, simple: Ranked, complex: Ranked) -> Ratio:
+    """Return the step time of the simple layout over the complex one's, with what pairs of measured rows say of it."""
+    predicted = simple.prediction.step / complex.prediction.step
+    spread = reversed_spread(spread_of_pair(job.case(simple.layout), job.case(complex.layout)))
     low, high = spread.interval
     return Ratio(predicted, (predicted * math.exp(low), predicted * math.exp(high)), predicted * math.exp(spread.mean))
 
@@ -217,29 +217,30 @@ def reversed_spread(spread: Spread) -> Spread:
     return spread._replace(quantiles=tuple(-quantile for quantile in reversed(spread.quantiles)))
 
 
-def pick_lines(of: Pick, first: Ranked) -> Iterator[str]:
+def pick_lines(choice: Pick, first: Ranked) -> Iterator[str]:
     """Yield a line with the layout, and one with what it costs, in the bad case too."""
-    prediction = of.ranked.prediction
-    low, high = of.seconds
-    beside = ""
-    if of.ranked.layout != first.layout:
+    prediction = choice.ranked.prediction
+    low, high = choice.seconds
+    comparison = ""
+    if choice.ranked.layout != first.layout:
         change = prediction.step / first.prediction.step - 1
-        beside = f" ({change:+.1%})"
-    yield f"{of.title}: {of.ranked.layout.text()}"
+        comparison = f" ({change:+.1%})"
+    yield f"{choice.title}: {choice.ranked.layout.text()}"
     yield (
-        f"    {prediction.step:.4g} s per step{beside}, {low:.4g} to {high:.4g} s in 9 of 10 cases; "
-        f"out of memory in {100 * of.out_of_memory:.0f} of 100"
+        f"    {prediction.step:.4g} s per step{comparison}, {low:.4g} to {high:.4g} s in 9 of 10 cases; "
+        f"out of memory in {100 * choice.out_of_memory:.0f} of 100"
     )
 
 
 def advice_lines(advice: Advice) -> Iterator[str]:
     """Yield the three picks, the rule that decided, and what the intervals are from."""
     shown: dict[Layout, Pick] = {}
-    for of in advice.picks:
-        if of.ranked.layout in shown:
-            yield f"{of.title}: the same as {shown[of.ranked.layout].title}"
+    for choice in advice.picks:
+        layout = choice.ranked.layout
+        if layout in shown:
+            yield f"{choice.title}: the same as {shown[layout].title}"
             continue
-        shown[of.ranked.layout] = of
-        yield from pick_lines(of, advice.first)
+        shown[layout] = choice
+        yield from pick_lines(choice, advice.first)
     yield f"Take the first: {advice.reason}."
     yield f"Intervals: {advice.evidence}."

@@ -1,10 +1,11 @@
 """Say how far a prediction can be trusted: an interval of its step, and the risk of running out of memory. No torch.
 
-They come from residuals of published rows that the constants were not fitted to (`evidence/residuals.py`).
+They come from published rows that the constants were not fitted to: what a step is spent on says how far off it may be
+(`evidence/step_errors.py`), and rows of like layouts how far off its memory (`evidence/residuals.py`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchllm.planner.case import Case
@@ -13,13 +14,19 @@ from torchllm.planner.evidence.residuals import (
     LEVELS,
     RowClass,
     Spread,
-    axes_of,
     classes_of,
     classes_of_pair,
-    generation,
     own_class,
     read_outcomes,
     read_spreads,
+)
+from torchllm.planner.evidence.step_errors import (
+    SELDOM_MEASURED,
+    ErrorModels,
+    StepInterval,
+    generation,
+    read_error_models,
+    shares_of,
 )
 from torchllm.planner.memory import Memory
 from torchllm.planner.predict import Prediction
@@ -44,26 +51,65 @@ class Verdict(NamedTuple):
     out_of_memory: float
     """probability of running out of memory"""
     evidence: str
-    """which rows the interval of the step time is from"""
+    """what the interval of the step time is from"""
 
 
 def judge(case: Case, prediction: Prediction) -> Verdict:
     """Return how far a prediction can be trusted."""
-    times = spread_of(case, "step time")
-    low, high = times.interval
+    interval = step_interval(case, prediction)
+    low, high = interval.bounds
     seconds = (prediction.step * math.exp(low), prediction.step * math.exp(high))
     risk = out_of_memory(case, prediction.memory)
     fits = "fits" if risk <= RISK else "may fit"
     if not prediction.fits:
         fits = "does not fit"
-    return Verdict(fits, seconds, risk, described(case, times))
+    return Verdict(fits, seconds, risk, described(case, interval))
 
 
 def is_measured(case: Case) -> bool:
     """Return whether this framework was measured on this GPU: by others, or by you, who calibrated the cluster file."""
-    if case.software.name == "torchllm":
-        return case.hardware.constants != Constants()
-    return ("step time", "framework", own_class(case)) in read_spreads()
+    return is_calibrated(case) or ("step time", "framework", own_class(case)) in read_spreads()
+
+
+def is_calibrated(case: Case) -> bool:
+    """Return whether you fitted the constants of the cluster file to runs of yours."""
+    return case.software.name == "torchllm" and case.hardware.constants != Constants()
+
+
+def step_interval(case: Case, prediction: Prediction) -> StepInterval:
+    """Return the interval of the error of a predicted step."""
+    return interval_from(read_error_models(), case, shares_of(case, prediction))
+
+
+def step_deviation(case: Case, prediction: Prediction) -> float:
+    """Return the deviation of the error of a predicted step, as a logarithm."""
+    return step_interval(case, prediction).deviation
+
+
+def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
+    """Return the interval of a step from what is known of errors. shares: as `shares_of`.
+
+    Where other models of the framework were measured, or the constants are calibrated, they were fitted to those.
+    """
+    is_known = is_calibrated(case) or case.software.name in models["fold"].factors
+    model = models["fold" if is_known else "framework"]
+    return model.interval(shares, case.software.name, generation(case.hardware.gpu))
+
+
+def described(case: Case, interval: StepInterval) -> str:
+    """Return what an interval is from, and what of the case hardly any row has."""
+    gpu = generation(case.hardware.gpu)
+    text = f"from {interval.rows:,} steps of {interval.folds} models"
+    if interval.factor != 1:
+        text += f", those of {case.software.name} {interval.factor:.2g} times as far off as others"
+    remarks = []
+    if not is_measured(case):
+        remarks.append(f"{case.software.name} is not measured on {gpu}")
+    if interval.widest == SELDOM_MEASURED:
+        remarks.append(f"few models are measured on {gpu}")
+    else:
+        remarks.append(f"what is known least is {interval.widest}")
+    return f"{text} ({', '.join(remarks)})"
 
 
 def spread_of(case: Case, quantity: str) -> Spread:
@@ -74,9 +120,9 @@ def spread_of(case: Case, quantity: str) -> Spread:
     return _closest(quantity, is_measured(case), list(classes_of(case)))
 
 
-def spread_of_pair(simple: Case, other: Case) -> Spread:
-    """Return by how much layouts like the other one were slower than predicted, beside layouts like the simple one."""
-    return _closest("ratio of two layouts", is_measured(other), list(classes_of_pair(simple, other)))
+def spread_of_pair(simple: Case, complex: Case) -> Spread:
+    """Return by how much layouts like the complex one were slower than predicted, beside layouts like the simple."""
+    return _closest("ratio of two layouts", is_measured(complex), list(classes_of_pair(simple, complex)))
 
 
 def _closest(quantity: str, is_measured: bool, classes: Sequence[RowClass]) -> Spread:
@@ -85,51 +131,38 @@ def _closest(quantity: str, is_measured: bool, classes: Sequence[RowClass]) -> S
     is_measured: take residuals of rows of whose framework other folds were fitted to, where the table has some.
     """
     table = read_spreads()
-    knowledge = "fold" if is_measured and any((quantity, "fold", of) in table for of in classes) else "framework"
-    found: Spread | None = None
-    for of in classes:
-        spread = table.get((quantity, knowledge, of))
+    has_folds = any((quantity, "fold", row_class) in table for row_class in classes)
+    knowledge = "fold" if is_measured and has_folds else "framework"
+    closest: Spread | None = None
+    for row_class in classes:
+        spread = table.get((quantity, knowledge, row_class))
         if spread is None:
             continue
-        found = spread if found is None else _widened(spread, found)
+        closest = spread if closest is None else _widened(spread, closest)
         if spread.rows >= ENOUGH_ROWS and spread.folds >= ENOUGH_FOLDS:
-            return found
-    assert found is not None, f"residuals.csv has no row of {quantity} for all frameworks"
-    return found
+            return closest
+    assert closest is not None, f"residuals.csv has no row of {quantity} for all frameworks"
+    return closest
 
 
 def _widened(broad: Spread, narrow: Spread) -> Spread:
     """Return the broad class with the narrow one's quantiles where they lie farther out."""
     quantiles = []
-    for level, one, other in zip(LEVELS, broad.quantiles, narrow.quantiles, strict=True):
+    for level, quantile, narrow_quantile in zip(LEVELS, broad.quantiles, narrow.quantiles, strict=True):
         if level < 0.5:
-            quantiles.append(min(one, other))
-        else:
-            quantiles.append(max(one, other) if level > 0.5 else one)
+            quantile = min(quantile, narrow_quantile)
+        elif level > 0.5:
+            quantile = max(quantile, narrow_quantile)
+        quantiles.append(quantile)
     return broad._replace(quantiles=tuple(quantiles))
-
-
-def described(case: Case, spread: Spread) -> str:
-    """Return which rows an interval is from, and what of the case they have not."""
-    said = f"from {spread.rows} rows of {spread.of}"
-    gpu = generation(case.hardware.gpu)
-    missing = []
-    if not is_measured(case):
-        missing.append(f"{case.software.name} is not measured on {gpu}")
-    if spread.of.axes == ANY:
-        missing.append(f"too few rows have {axes_of(case)}")
-    if spread.of.gpu == ANY:
-        missing.append(f"too few are of {gpu}")
-    if case.kernels.float8:
-        missing.append("none is of float8")
-    return f"{said} ({', '.join(missing)})" if missing else said
 
 
 def out_of_memory(case: Case, memory: Memory) -> float:
     """Return the probability of running out of memory."""
     share = memory.total / case.hardware.memory
     for outcome in read_outcomes():
-        if outcome.framework == case.software.name and outcome.share_from <= share < outcome.share_to and outcome.rows:
+        is_alike = outcome.framework == case.software.name and outcome.share_from <= share < outcome.share_to
+        if is_alike and outcome.rows:
             return outcome.risk
     return peaks_of(case).share_above(1 - share)
 
@@ -155,9 +188,9 @@ def peaks_of(case: Case) -> Spread:
     depend on the machine. What an allocator adds differs between versions; how much is seen where others repeated a
     layout.
     """
-    own = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
-    if case.software.name != "torchllm" or own is None:
+    tensors = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
+    if case.software.name != "torchllm" or tensors is None:
         return spread_of(case, "peak memory")
     versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
-    quantiles = (one + other for one, other in zip(own.quantiles, versions.quantiles, strict=True))
-    return own._replace(quantiles=tuple(quantiles))
+    quantiles = [held + added for held, added in zip(tensors.quantiles, versions.quantiles, strict=True)]
+    return tensors._replace(quantiles=tuple(quantiles))

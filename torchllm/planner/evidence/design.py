@@ -1,0 +1,128 @@
+"""Choose the runs of a job to measure, so that the constants calibrated to them predict its other runs best. No torch.
+
+Calibration is linear near the constants that it starts from (`fit`): with the slopes S of the log of a step by the log
+of each constant, their priors P and the noise n, errors e of some runs move the constants by K e,
+
+    K = (S^T S / n^2 + P)^-1 S^T / n^2.
+
+Of all runs the chosen ones are those with the least expected squared error after calibration: an I-optimal design
+(Atkinson, Donev and Tobias 2007, Optimum Experimental Designs, section 10.6), chosen one by one. A run is not wrong by
+its constants alone, though. Runs that spend their steps alike err alike: of rows of one fold, the errors (in deviations
+of `step_errors`) are correlated by `ALIKE`, falling to a third of that at a distance of `FALL`. So what is taken as
+known of errors before any run is a covariance with that correlation, beside `NOISE`, and runs that stand for many
+others are preferred to runs that are only extreme.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torchllm.planner.evidence.fit import NOISE, FitProblem, Linear, solve
+
+ALIKE = 0.5
+"""correlation of the errors of runs that spend their steps nearly alike, measured over the rows of folds"""
+FALL = 0.4
+"""difference of two runs' shares, of at most 2, over which that correlation falls by the factor e"""
+
+
+class Candidate(NamedTuple):
+    """A run that may be measured."""
+
+    slopes: list[float]
+    """derivative of the log of its step by the log of each constant that is calibrated"""
+    shares: Mapping[str, float]
+    """of its step, by what they are spent on"""
+    deviation: float
+    """of its error, as a logarithm"""
+
+
+def candidates_of(near: Linear, shares: Sequence[Mapping[str, float]], deviations: Sequence[float]) -> list[Candidate]:
+    """Return runs near the constants from which calibration starts."""
+    candidates = []
+    for index, deviation in enumerate(deviations):
+        slopes = [near.slopes[name][index] for name in near.point]
+        candidates.append(Candidate(slopes, shares[index], deviation))
+    return candidates
+
+
+def unlike(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+    """Return how differently two steps are spent: the sum of the differences of their terms' shares, from 0 to 2."""
+    total = 0.0
+    for term in dict.fromkeys([*first, *second]):
+        total += abs(first.get(term, 0.0) - second.get(term, 0.0))
+    return total
+
+
+def covariance(first: Candidate, second: Candidate) -> float:
+    """Return the covariance of the errors of two runs, less the noise that each has of its own."""
+    distance = unlike(first.shares, second.shares)
+    return ALIKE * math.exp(-distance / FALL) * first.deviation * second.deviation
+
+
+def dot(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the sum of products."""
+    return sum(x * y for x, y in zip(first, second, strict=True))
+
+
+class Design:
+    """What calibrating to some of the candidates gains."""
+
+    def __init__(self, candidates: Sequence[Candidate], trusts: Sequence[float]) -> None:
+        """trusts: what the square of each constant's distance from its prior counts (`FitProblem.trust`)."""
+        self.candidates = candidates
+        self.trusts = trusts
+        self.errors = self.error_covariances()
+        columns = list(zip(*(candidate.slopes for candidate in candidates), strict=True))
+        self.products = [[dot(column, row) for column in columns] for row in columns]
+        self.pulls = [[dot(errors, column) for column in columns] for errors in self.errors]
+        """covariance of a run's error with those of all runs, times their slopes"""
+
+    def error_covariances(self) -> list[list[float]]:
+        """Return the covariances of the candidates' errors before any is measured."""
+        matrix: list[list[float]] = []
+        for candidate in self.candidates:
+            row = [covariance(candidate, column) for column in self.candidates]
+            row[len(matrix)] += NOISE**2
+            matrix.append(row)
+        return matrix
+
+    def gains(self, chosen: Sequence[int]) -> list[list[float]]:
+        """Return how far the constants move against the error of each chosen run: the columns of K."""
+        matrix: list[list[float]] = []
+        columns = list(zip(*(self.candidates[index].slopes for index in chosen), strict=True))
+        for row, trust in zip(columns, self.trusts, strict=True):
+            information = [dot(row, column) / NOISE**2 for column in columns]
+            information[len(matrix)] += trust
+            matrix.append(information)
+        gains = []
+        for index in chosen:
+            slopes = self.candidates[index].slopes
+            gains.append(solve(matrix, [slope / NOISE**2 for slope in slopes]))
+        return gains
+
+    def change(self, chosen: Sequence[int]) -> float:
+        """Return the expected change of the sum of squared errors of all runs, by calibrating to the chosen ones."""
+        gains = self.gains(chosen)
+        total = 0.0
+        for index, gain in zip(chosen, gains, strict=True):
+            total -= 2 * dot(gain, self.pulls[index])
+            moved = [dot(gain, row) for row in self.products]
+            for second_index, second_gain in zip(chosen, gains, strict=True):
+                total += self.errors[index][second_index] * dot(moved, second_gain)
+        return total
+
+
+def most_telling(candidates: Sequence[Candidate], problem: FitProblem, count: int) -> list[int]:
+    """Return the indices of the `count` candidates to measure, the first one first; all of them if there are fewer.
+
+    problem: of the calibration; its `middle` has the constants, in the order of the candidates' slopes.
+    """
+    trusts = [problem.trust(name) for name in problem.middle]
+    design = Design(candidates, trusts)
+    chosen: list[int] = []
+    remaining = list(range(len(candidates)))
+    while remaining and len(chosen) < count:
+        changes = [design.change([*chosen, index]) for index in remaining]
+        best = changes.index(min(changes))
+        chosen.append(remaining.pop(best))
+    return chosen
