@@ -24,6 +24,8 @@ class Moment(NamedTuple):
     """micro batches whose gradients of weights are still to come"""
     graded: tuple[int, ...]
     """whether there are gradients, summed over the micro batches before: NONE, WHOLE, or REDUCED after the last"""
+    waiting: tuple[bool, ...] = (False,)
+    """whether the last action before this one was a forward, of stages that do not compute"""
 
 
 NONE, WHOLE, REDUCED = range(3)
@@ -45,11 +47,11 @@ def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
     if schedule in LIMITS:
         flying = min(micro_batches, LIMITS[schedule] * pp)
         return tuple(moment._replace(flying=(flying,)) for moment in ONE_STAGE)
-    few = micro_batches
+    count = micro_batches
     if schedule not in ("GPipe", "LoopedBFS"):  # they keep all
         round = micro_batches // max(1, micro_batches // pp)
-        few = min(micro_batches, ROUNDS * round + micro_batches % round)
-    return _of_few(schedule, pp, stages_per_rank, few, rank)
+        count = min(micro_batches, ROUNDS * round + micro_batches % round)
+    return _of_few(schedule, pp, stages_per_rank, count, rank)
 
 
 @cache
@@ -66,13 +68,14 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
     flight, and the last stage also has logits.
     """
     actions = list(flat(order))
-    left = Counter(action.stage for action in actions if action.kind in "WB")
-    place = {stage: at for at, stage in enumerate(sorted(left))}
-    flying, deferred, graded = [0] * len(place), [0] * len(place), [NONE] * len(place)
+    backwards_left = Counter(action.stage for action in actions if action.kind in "WB")
+    position_of = {stage: at for at, stage in enumerate(sorted(backwards_left))}
+    flying, deferred, graded = [0] * len(position_of), [0] * len(position_of), [NONE] * len(position_of)
     all_flying = all_deferred = whole = 0
+    last_kinds = [""] * len(position_of)
     worst: dict[tuple[int, Kind], list[tuple[tuple[int, ...], Moment]]] = {}
     for kind, stage, _ in actions:
-        at = place[stage]
+        at = position_of[stage]
         flying[at] += kind == "F"
         all_flying += kind == "F"
         measures = (
@@ -81,19 +84,22 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
         )
-        most = worst.setdefault((at, kind), [((), IDLE[0])] * len(measures))
+        highest = worst.setdefault((at, kind), [((), IDLE[0])] * len(measures))
         for which, measure in enumerate(measures):
-            if measure > most[which][0]:
-                most[which] = measure, Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded))
+            if measure > highest[which][0]:
+                waiting = tuple([last == "F" and position != at for position, last in enumerate(last_kinds)])
+                moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), waiting)
+                highest[which] = measure, moment
+        last_kinds[at] = kind
         flying[at] -= kind in "IB"
         all_flying -= kind in "IB"
         deferred[at] += (kind == "I") - (kind == "W")
         all_deferred += (kind == "I") - (kind == "W")
         if kind in "WB":
-            left[stage] -= 1
-            whole += (left[stage] > 0) - (graded[at] == WHOLE)
-            graded[at] = WHOLE if left[stage] else REDUCED
-    return list(dict.fromkeys(moment for most in worst.values() for _, moment in most))
+            backwards_left[stage] -= 1
+            whole += (backwards_left[stage] > 0) - (graded[at] == WHOLE)
+            graded[at] = WHOLE if backwards_left[stage] else REDUCED
+    return list(dict.fromkeys(moment for highest in worst.values() for _, moment in highest))
 
 
 class Total(NamedTuple):
@@ -110,6 +116,8 @@ class Total(NamedTuple):
     """stages of each size whose gradients are WHOLE"""
     reduced: tuple[int, ...]
     """stages of each size whose gradients are REDUCED"""
+    waiting: tuple[int, ...] = (0,)
+    """stages of each size that do not compute, and whose last action was a forward"""
 
 
 @cache
@@ -136,6 +144,7 @@ def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]
             deferred=sums(moment.deferred),
             whole=sums([state == WHOLE for state in moment.graded]),
             reduced=sums([state == REDUCED for state in moment.graded]),
+            waiting=sums(moment.waiting),
         )
         distinct[total] = None
     return list(distinct)

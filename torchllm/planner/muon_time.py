@@ -47,14 +47,21 @@ def orthogonalization_flops(shape: MatrixShape) -> int:
     return ITERATIONS * sum(product.flops for product in iteration_products(shape))
 
 
+def products_seconds(shape: MatrixShape, hardware: Hardware) -> float:
+    """Return the seconds of the products of one iteration."""
+    return sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
+
+
 @lru_cache(maxsize=1024)
 def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
     shapes = sorted(matrix_shapes(model), key=orthogonalization_flops, reverse=True)
-    each = [sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes]
+    seconds_of_shape = [
+        sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes
+    ]
     seconds = 0.0
     for first in range(0, blocks * len(shapes), owners):
-        seconds += ITERATIONS * each[first // blocks]  # as many matrices as blocks have each shape
+        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # as many matrices as blocks have each shape
     return seconds
 
 
@@ -75,8 +82,8 @@ def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -
     if not model.experts:
         return 0.0
     shape = MatrixShape(model.expert_width, model.hidden)
-    one = ITERATIONS * sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
-    return blocks * 3 * math.ceil(model.experts / owners) * one
+    per_expert = ITERATIONS * products_seconds(shape, hardware)
+    return blocks * 3 * math.ceil(model.experts / owners) * per_expert
 
 
 def expert_exchange_seconds(case: Case, blocks: int) -> float:

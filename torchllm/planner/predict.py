@@ -206,5 +206,5 @@ def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
     mine = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
     kernels, software = case.kernels, case.software
     return rank_memory(
-        case.model, case.training, parallel, case.recompute, kernels, software, case.piece, mine, moments
+        case.model, case.training, parallel, case.recompute, kernels, software, case.piece, mine, moments, case.lora
     )

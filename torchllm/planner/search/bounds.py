@@ -158,7 +158,7 @@ class Bounds:
         held = 0.0
         for model, blocks in ((case.model, size.blocks - size.dense), (without_experts(case.model), size.dense)):
             if blocks:
-                one = block_activations(model, case.piece, case.parallel, case.kernels, case.software)
+                one = block_activations(model, case.piece, case.parallel, case.kernels, case.software, case.lora)
                 held += stage_activations(case.model, blocks, case.recompute, one, case.software).held
         return held
 
