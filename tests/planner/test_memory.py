@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hollow.memory import Choice
+from tests.planner.memory_layouts import preload
 from torchllm import config as c
 from torchllm.dry_run.run import examine
 from torchllm.planner.activations import block_activations
@@ -181,6 +182,7 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
     which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
     one = TRACED[name]
+    preload()
     cluster = c.Cluster() if name in ON_A_CPU else c.Cluster(name="dgx_h100")
     attention: AttentionKernel = "eager" if one.model.attention == "eager" else "flash2"
     kernels = Kernels(attention, fused_norm=name not in ON_A_CPU)
@@ -300,17 +302,19 @@ def test_moments_of_a_pipeline() -> None:
     assert Moment(0, "B", (4,), (0,), (NONE,)) in everything
     assert Moment(0, "B", (3,), (0,), (WHOLE,)) in everything
     last = [m for m in of_rank("LoopedBFS", 2, 2, 4, 0) if m.stage == 0 and m.kind == "B"]
+    assert any(moment.waiting == (False, False) for moment in last)
+    assert any(moment.waiting == (False, True) for moment in of_rank("Interleaved1F1B", 2, 2, 4, 0))
     assert any(m.graded == (WHOLE, REDUCED) for m in last)  # the later stage's gradients are reduced by then
 
 
 def test_stages_of_one_size_are_taken_together() -> None:
     """Three stages, the last two of one size: by hand. Which of the two computes, or holds more, is the same."""
     first, second, third = (
-        Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
-        Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
-        Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED)),
+        Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, True, False)),
+        Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, False, True)),
+        Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED), (False, True, False)),
     )
-    size_0 = Total(0, "F", flying=(3, 3), deferred=(0, 1), whole=(1, 0), reduced=(0, 1))
+    size_0 = Total(0, "F", flying=(3, 3), deferred=(0, 1), whole=(1, 0), reduced=(0, 1), waiting=(0, 1))
     assert totals((first, second, third), (0, 1, 1)) == [size_0, size_0._replace(size=1)]
 
 

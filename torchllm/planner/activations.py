@@ -285,9 +285,7 @@ def block_activations(
         shared=tokens * (of_attention + selected.shared + collectives.shared) + routed.shared,
         half=tokens * (always + every_second.saved) + routed.half,
         half_shared=tokens * (of_attention + every_second.shared + collectives.shared) + routed.half_shared,
-        deferred=tokens
-        * (inputs + output_gradients)
-        * (not lora.is_on),  # those of low-rank updates are computed at once
+        deferred=tokens * deferred,
         phases=tuple(backward_phases(model, piece, kernels, stored, routed)),
     )
 

@@ -549,7 +549,7 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivati
     if stage.last:
         yield from _loss_backward(rank, memory, gradient)
     for finished in sorted({0, 1, stage.blocks - 1}):
-        if finished < stage.blocks:
+        if 0 <= finished < stage.blocks:
             yield from _block_backward(rank, stage, memory, blocks, gradient, finished)
     if rank.reduces_sums:
         yield _last_reduction(rank, memory, blocks, stage)
