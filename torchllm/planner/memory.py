@@ -202,8 +202,12 @@ class Rank(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Bytes of a weight that is gathered once per step; 0 if weights are gathered for each use."""
-        return self.software.gathered * (self.software.fsdp and not self.gathers_per_use)
+        """Bytes of a weight that is gathered once per step; 0 if weights are gathered for each use.
+
+        Where every rank holds whole weights in the type of the computation, there is nothing to gather.
+        """
+        is_there = self.shards == 1 and self.software.shards == self.software.gathered
+        return self.software.gathered * (self.software.fsdp and not self.gathers_per_use and not is_there)
 
     @property
     def has_gradients_in_forward(self) -> bool:
