@@ -131,6 +131,7 @@ _FACTS = {
         attention="flash2",
         default_sequence_parallel=True,
         whole_logits=True,
+        peaks_allocated=True,  # metrics/memory.py: peak_gb is torch.cuda.max_memory_allocated
         constants=Constants(speed=0.987),
     ),
     # github.com/foundation-model-stack/fms-fsdp: FSDP1, bfSixteen policy (16-bit gathers and reductions of float32
