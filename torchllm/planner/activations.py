@@ -158,8 +158,8 @@ def stored_per_token(
 def attention_bytes(width: Widths, stored: StoredParts) -> float:
     """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
     heads = 2 * (width.query + 2 * width.key) + 2 * width.query
-    around = stored.norm + stored.feeds_attention + stored.dropped + stored.qk_norms + stored.exchanged
-    return heads + around + stored.core + stored.low_rank
+    beside_heads = stored.norm + stored.feeds_attention + stored.dropped + stored.qk_norms + stored.exchanged
+    return heads + beside_heads + stored.core + stored.low_rank
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:

@@ -60,6 +60,14 @@ def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
     return tuple(_worst(rank_order(parallel, micro_batches, rank)))
 
 
+class Candidate(NamedTuple):
+    """A moment that may be the worst of its kind of action."""
+
+    measure: tuple[int, ...]
+    """sums of what is under way, of which the largest counts, in order"""
+    moment: Moment
+
+
 def _worst(order: Iterable[Entry]) -> list[Moment]:
     """Return, for each action, the moments that may be its worst.
 
@@ -70,36 +78,57 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
     actions = list(flat(order))
     backwards_left = Counter(action.stage for action in actions if action.kind in "WB")
     position_of = {stage: at for at, stage in enumerate(sorted(backwards_left))}
-    flying, deferred, graded = [0] * len(position_of), [0] * len(position_of), [NONE] * len(position_of)
-    all_flying = all_deferred = whole = 0
-    last_kinds = [""] * len(position_of)
-    worst: dict[tuple[int, Kind], list[tuple[tuple[int, ...], Moment]]] = {}
+    stage_count = len(position_of)
+    flying = [0] * stage_count
+    deferred = [0] * stage_count
+    graded = [NONE] * stage_count
+    last_kinds = [""] * stage_count
+    all_flying = 0
+    all_deferred = 0
+    whole = 0
+    worst: dict[tuple[int, Kind], list[Candidate]] = {}
     for kind, stage, _ in actions:
         at = position_of[stage]
-        flying[at] += kind == "F"
-        all_flying += kind == "F"
+        if kind == "F":
+            flying[at] += 1
+            all_flying += 1
         measures = (
             (all_flying, all_deferred, whole),
             (all_flying + all_deferred, whole),
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
         )
-        highest = worst.setdefault((at, kind), [((), IDLE[0])] * len(measures))
+        nothing = Candidate((), IDLE[0])
+        highest = worst.setdefault((at, kind), [nothing] * len(measures))
         for which, measure in enumerate(measures):
-            if measure > highest[which][0]:
-                waiting = tuple([last == "F" and position != at for position, last in enumerate(last_kinds)])
-                moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), waiting)
-                highest[which] = measure, moment
+            if measure > highest[which].measure:
+                waiting = [last == "F" for last in last_kinds]
+                waiting[at] = False
+                moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), tuple(waiting))
+                highest[which] = Candidate(measure, moment)
         last_kinds[at] = kind
-        flying[at] -= kind in "IB"
-        all_flying -= kind in "IB"
-        deferred[at] += (kind == "I") - (kind == "W")
-        all_deferred += (kind == "I") - (kind == "W")
+        if kind in "IB":
+            flying[at] -= 1
+            all_flying -= 1
+        if kind == "I":
+            deferred[at] += 1
+            all_deferred += 1
+        if kind == "W":
+            deferred[at] -= 1
+            all_deferred -= 1
         if kind in "WB":
             backwards_left[stage] -= 1
-            whole += (backwards_left[stage] > 0) - (graded[at] == WHOLE)
-            graded[at] = WHOLE if backwards_left[stage] else REDUCED
-    return list(dict.fromkeys(moment for highest in worst.values() for _, moment in highest))
+            if graded[at] == WHOLE:
+                whole -= 1
+            graded[at] = REDUCED
+            if backwards_left[stage]:
+                graded[at] = WHOLE
+                whole += 1
+    distinct: dict[Moment, None] = {}  # a set that keeps its order
+    for candidates in worst.values():
+        for candidate in candidates:
+            distinct[candidate.moment] = None
+    return list(distinct)
 
 
 class Total(NamedTuple):
@@ -137,14 +166,10 @@ def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]
 
     distinct: dict[Total, None] = {}  # a set that keeps its order
     for moment in moments:
-        total = Total(
-            size_of[moment.stage],
-            moment.kind,
-            flying=sums(moment.flying),
-            deferred=sums(moment.deferred),
-            whole=sums([state == WHOLE for state in moment.graded]),
-            reduced=sums([state == REDUCED for state in moment.graded]),
-            waiting=sums(moment.waiting),
-        )
+        whole = [state == WHOLE for state in moment.graded]
+        reduced = [state == REDUCED for state in moment.graded]
+        under_way = sums(moment.flying), sums(moment.deferred)
+        gradients = sums(whole), sums(reduced)
+        total = Total(size_of[moment.stage], moment.kind, *under_way, *gradients, sums(moment.waiting))
         distinct[total] = None
     return list(distinct)
