@@ -86,14 +86,17 @@ class Widths(NamedTuple):
     @classmethod
     def of(cls, model: Model, piece: Piece) -> "Widths":
         """Return the widths of a block; of a sparse one where a model has experts."""
-        return cls(
-            hidden=float(model.hidden),
-            local=model.hidden / piece.spread,
-            query=model.heads * model.head_width / piece.tp,
-            key=model.kv * model.head_width / piece.tp,
-            ffn=dense_width(model) / piece.tp,
-            heads=model.heads / piece.tp,
-        )
+        local = model.hidden / piece.spread
+        heads = model.heads / piece.tp
+        query = heads * model.head_width
+        key = model.kv * model.head_width / piece.tp
+        ffn = dense_width(model) / piece.tp
+        return cls(float(model.hidden), local, query, key, ffn, heads)
+
+    @property
+    def has_ffn(self) -> float:
+        """1 if there is a feed-forward layer that every token uses, else 0."""
+        return 1.0 if self.ffn else 0.0
 
 
 class Product(NamedTuple):
@@ -131,10 +134,14 @@ def stored_per_token(
     """Return what one block keeps, routed experts apart."""
     width = Widths.of(model, piece)
     exchanges = parallel.cp > 1 and parallel.cp_method == "ulysses"
-    feeds = 2.0 * (width.hidden if software.keeps_gathered else width.local)
+    feeds = 2.0 * width.local
+    if software.keeps_gathered:
+        feeds = 2.0 * width.hidden
+    fused_norm = fuses_norm(model, kernels)
     qk_norms = 0.0
     if model.qk_norm != "none":
-        qk_norms = _norm_bytes(kernels.fuses_qk_norm(model, piece.tp)) * (width.query + width.key)
+        fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
+        qk_norms = _norm_bytes(fused_qk_norm) * (width.query + width.key)
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 if kernels.compiled else 8.0) * width.ffn
@@ -142,24 +149,29 @@ def stored_per_token(
         inner -= 2.0 * width.ffn
     reads_attention = _is_trained(lora, "q_proj", "k_proj", "v_proj")
     reads_ffn = width.ffn > 0 and _is_trained(lora, "gate_proj", "up_proj")
+    dropped = width.local * software.dropout  # a mask of a byte
+    low_rank = 2.0 * lora.rank * len(lora.targets)
+    exchanged = 2.0 * width.query * exchanges
+    scores = core(model, piece, kernels, software)
     return StoredParts(
-        norm=_norm_bytes(fuses_norm(model, kernels)) * width.local,
+        norm=_norm_bytes(fused_norm) * width.local,
         feeds_attention=feeds * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
-        dropped=width.local * software.dropout,  # a mask of a byte
-        exchanged=2.0 * width.query * exchanges,
-        core=core(model, piece, kernels, software),
+        dropped=dropped,
+        exchanged=exchanged,
+        core=scores,
         inner=inner,
-        low_rank=2.0 * lora.rank * len(lora.targets) * lora.is_on,
+        low_rank=low_rank,
     )
 
 
 def attention_bytes(width: Widths, stored: StoredParts) -> float:
     """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
-    heads = 2 * (width.query + 2 * width.key) + 2 * width.query
-    beside_heads = stored.norm + stored.feeds_attention + stored.dropped + stored.qk_norms + stored.exchanged
-    return heads + beside_heads + stored.core + stored.low_rank
+    heads = 4 * (width.query + width.key)
+    norms = stored.norm + stored.dropped + stored.qk_norms
+    products = stored.feeds_attention + stored.low_rank
+    return heads + norms + products + stored.exchanged + stored.core
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:
@@ -258,36 +270,53 @@ def block_activations(
     width = Widths.of(model, piece)
     stored = stored_per_token(model, piece, parallel, kernels, software, lora)
     routed = routed_activations(model, piece, kernels)
-    has_dense = 1.0 if width.ffn else 0.0
-    gates = (4.0 if model.features.gated_ffn else 2.0) * width.ffn
+    attention = attention_bytes(width, stored)
     residual = stored.norm + stored.feeds_ffn + stored.dropped
 
     products = block_products(model, piece, kernels, lora)
     every_second = selected_products(products[1::2])
-    selected = selected_products(products[::2] if software.keeps_every_other else products)
+    selected = selected_products(products)
+    if software.keeps_every_other:
+        selected = selected_products(products[::2])
     collectives = saved_collectives(model, piece, parallel, software)
     # attention's own result, and the float32 sums of its kernel
     of_attention = 2 * width.query + 4 * width.heads
     always = 2 * width.local + of_attention + collectives.saved
+    always_shared = of_attention + collectives.shared
 
-    inputs = 2 * width.hidden * (1 + has_dense) + 2 * width.query + 2 * width.ffn
-    output_gradients = 2 * (width.query + 2 * width.key) + 2 * width.hidden * (1 + has_dense) + gates
-    deferred = 0.0 if lora.is_on else inputs + output_gradients  # those of low-rank updates are computed at once
+    deferred = 0.0  # gradients of low-rank updates are computed at once
+    if not lora.is_on:
+        deferred = deferred_bytes(model, width)
+    phases = backward_phases(model, piece, kernels, stored, routed)
     tokens = piece.tokens
     return BlockActivations(
         norm=tokens * stored.norm,
         entry=tokens * 2 * width.local,
-        attention=tokens * attention_bytes(width, stored),
+        attention=tokens * attention,
         core=tokens * stored.core,
         ffn=tokens * stored.inner + routed.whole,
         residual=tokens * residual,
         products=tokens * (always + selected.saved) + routed.products,
-        shared=tokens * (of_attention + selected.shared + collectives.shared) + routed.shared,
+        shared=tokens * (always_shared + selected.shared) + routed.shared,
         half=tokens * (always + every_second.saved) + routed.half,
-        half_shared=tokens * (of_attention + every_second.shared + collectives.shared) + routed.half_shared,
+        half_shared=tokens * (always_shared + every_second.shared) + routed.half_shared,
         deferred=tokens * deferred,
-        phases=tuple(backward_phases(model, piece, kernels, stored, routed)),
+        phases=tuple(phases),
     )
+
+
+def gate_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the results of the first products of the feed-forward layer."""
+    products = 2 if model.features.gated_ffn else 1
+    return 2.0 * products * width.ffn
+
+
+def deferred_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
+    hidden = 2 * width.hidden * (1 + width.has_ffn)
+    inputs = hidden + 2 * width.query + 2 * width.ffn
+    heads = 2 * (width.query + 2 * width.key)
+    return inputs + heads + hidden + gate_bytes(model, width)
 
 
 class BlockWeights(NamedTuple):
@@ -309,7 +338,9 @@ def block_weights(model: Model, piece: Piece) -> BlockWeights:
     if not model.experts:
         return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)
     down = model.hidden * dense_width(model) / piece.tp
-    return BlockWeights(attention, 3 * down, down, expert_parameters(model, piece.ep if piece.ep > 1 else piece.tp))
+    sharing = piece.ep if piece.ep > 1 else piece.tp
+    experts = expert_parameters(model, sharing)
+    return BlockWeights(attention, 3 * down, down, experts)
 
 
 def backward_phases(
@@ -320,35 +351,30 @@ def backward_phases(
     weights = block_weights(model, piece)
     own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
     of_ffn = weights.ffn + weights.experts - own_unit
-    of_norm = (4.0 if fuses_norm(model, kernels) else 20.0) * width.local + 2 * width.hidden
+    unit = weights.attention + of_ffn
+    per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
+    of_norm = per_feature * width.local + 2 * width.hidden
     freed_by_ffn = stored.inner + stored.feeds_ffn
-    before_norms = (
-        width.query * 4 + width.key * 4 + stored.feeds_attention + stored.qk_norms + stored.exchanged + stored.core
-    )
-    whole = 2 * stored.norm + 2 * stored.dropped + freed_by_ffn + before_norms + stored.low_rank
+    whole = attention_bytes(width, stored) + stored.norm + stored.dropped + freed_by_ffn
     second_norm = Phase(
         working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
         gradients=of_ffn,
         after_unit=not model.experts,  # the router, a unit of its own, is reduced before
         freed=own_unit,
     )
-    first_norm = second_norm._replace(
-        working=piece.tokens * (of_norm - whole) - routed.whole,
-        gradients=weights.attention + of_ffn,
-    )
-    unit = weights.attention + of_ffn
+    at_first_norm = piece.tokens * (of_norm - whole) - routed.whole
+    first_norm = second_norm._replace(working=at_first_norm, gradients=unit)
     reduction = first_norm._replace(reduced=unit, after_unit=False, freed=own_unit + unit)
     phases = [*routed_phases(model, piece, routed, weights.experts), second_norm]
     if width.ffn:
-        gates = (4.0 if model.features.gated_ffn else 2.0) * width.ffn
-        through_gates = second_norm._replace(
-            working=piece.tokens * (2 * width.hidden + gates) - routed.whole,
-            gradients=weights.down + weights.experts - own_unit,
-        )
-        phases.append(through_gates)
+        at_gates = 2 * width.hidden + gate_bytes(model, width)
+        working = piece.tokens * at_gates - routed.whole
+        of_down = weights.down + weights.experts - own_unit
+        phases.append(second_norm._replace(working=working, gradients=of_down))
     if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
         of_scores = SCORES * width.heads * piece.keys
-        working = piece.tokens * (of_scores - freed_by_ffn - stored.norm) - routed.whole
+        freed = freed_by_ffn + stored.norm
+        working = piece.tokens * (of_scores - freed) - routed.whole
         phases.append(second_norm._replace(working=working))
     return [*phases, first_norm, reduction]
 
@@ -361,12 +387,10 @@ def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts
     if not model.experts:
         return []
     out = 2.0 * piece.tokens * model.hidden
+    weighted_sum = out + 4 * routed.results
+    through_down = out + routed.rows - routed.results + routed.gates / 2
     through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
-    phases = [
-        Phase(out + 4 * routed.results, 0.0),  # the weighted sum
-        Phase(out + routed.rows - routed.results + routed.gates / 2, experts / 3),  # down
-        Phase(through_gates, experts),
-    ]
+    phases = [Phase(weighted_sum, 0.0), Phase(through_down, experts / 3), Phase(through_gates, experts)]
     if piece.ep > 1:
         phases.append(Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts))
     return phases

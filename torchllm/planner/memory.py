@@ -109,7 +109,8 @@ def block_matrices(model: Model, tp: int) -> float:
     if not model.experts:
         return (sizes.attention + sizes.ffn) / tp
     shared = 3 * model.hidden * dense_width(model)
-    return (sizes.attention + shared) / tp + model.hidden * model.experts + expert_parameters(model, tp)
+    router = model.hidden * model.experts
+    return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
 
 
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
@@ -120,20 +121,24 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
     """
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
-    count = (stage.blocks - stage.dense) * block_matrices(model, tp) + stage.blocks * 2 * norm
+    queries = model.heads * model.head_width / tp
+    keys = model.kv * model.head_width / tp
+    count = (stage.blocks - stage.dense) * block_matrices(model, tp)
+    count += stage.blocks * 2 * norm
     if stage.dense:
         count += stage.dense * block_matrices(without_experts(model), tp)
     if model.qk_norm == "head":
         count += stage.blocks * 2 * model.head_width
     if model.qk_norm == "width":
-        count += stage.blocks * (model.heads + model.kv) * model.head_width / tp
+        count += stage.blocks * (queries + keys)
     if model.has_qkv_bias:
-        count += stage.blocks * (model.heads + 2 * model.kv) * model.head_width / tp
+        count += stage.blocks * (queries + 2 * keys)
     if features.biases:  # those after a sum are whole on every rank
         count += stage.blocks * (model.ffn / tp + 2 * model.hidden)
     table = head_size(model) / (tp if vocab_parallel else 1)
     if stage.first:
-        count += table + features.learned_positions * model.max_sequence_length * model.hidden
+        positions = features.learned_positions * model.max_sequence_length
+        count += table + positions * model.hidden
     if stage.last:
         is_first_too = model.tied_embeddings and stage.first
         count += norm + table * (not is_first_too)
@@ -145,7 +150,8 @@ def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_para
     count = stage_parameters(model, stage, piece.tp, vocab_parallel)
     if piece.ep > 1:
         sparse = stage.blocks - stage.dense
-        count += sparse * (expert_parameters(model, piece.ep) - expert_parameters(model, piece.tp))
+        of_rank = expert_parameters(model, piece.ep)
+        count += sparse * (of_rank - expert_parameters(model, piece.tp))
     return count
 
 
@@ -216,7 +222,9 @@ class Rank(NamedTuple):
         Where every rank holds whole weights in the type of the computation, there is nothing to gather.
         """
         is_there = self.shards == 1 and self.software.shards == self.software.gathered
-        return self.software.gathered * (self.software.fsdp and not self.gathers_per_use and not is_there)
+        if is_there or self.gathers_per_use or not self.software.fsdp:
+            return 0.0
+        return self.software.gathered
 
     @property
     def has_gradients_in_forward(self) -> bool:
@@ -278,15 +286,24 @@ def rank_memory(
     With lora `software` is `frozen_weights.with_frozen_weights` of it.
     """
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
+    micro_batches = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
+    vocab_parallel = software.vocab_parallel
+    zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
     sparse = block_activations(model, piece, parallel, kernels, software, lora)
     dense = sparse
     if model.experts:
         dense = block_activations(without_experts(model), piece, parallel, kernels, software)
     sizes = list(dict.fromkeys(stages))
     size_of = tuple(map(sizes.index, stages))
-    whole = [gathered_parameters(model, size, piece, software.vocab_parallel) for size in sizes]
-    shard = [stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards for size in sizes]
+    parameters = []
+    for size in sizes:
+        whole = gathered_parameters(model, size, piece, vocab_parallel)
+        shard = stage_parameters(model, size, parallel.tp, vocab_parallel) / shards
+        parameters.append(StageParameters(whole, shard))
+    of_stages = [parameters[size] for size in size_of]
+    all_stages = sum_of_parameters(of_stages)
     block = StageSize(1, first=False, last=False)
+    table = model.vocab * model.hidden / (parallel.tp if vocab_parallel else 1)
     rank = Rank(
         model,
         training,
@@ -296,20 +313,21 @@ def rank_memory(
         piece,
         sparse,
         dense,
-        zero=parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1),
-        micro_batches=training.global_batch_size // (training.micro_batch_size * parallel.data_ranks),
-        sharded=sum([shard[size] for size in size_of]),
+        zero=zero,
+        micro_batches=micro_batches,
+        sharded=all_stages.shard,
         block=gathered_parameters(model, block, piece, True),
         block_shard=stage_parameters(model, block, parallel.tp, True) / shards,
-        table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
+        table=table,
         is_frozen=lora.is_on,
     )
-    standing = standing_memory(rank, sum([whole[size] for size in size_of]))
+    standing = standing_memory(rank, all_stages.whole)
     if lora.is_on:
-        standing = standing.plus(updates_memory(rank, lora, sum(stage.blocks for stage in stages)))
+        blocks = sum(stage.blocks for stage in stages)
+        standing = standing.plus(updates_memory(rank, lora, blocks))
     kinds = {moment.kind for moment in moments}
     stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
-    costs = [StageCosts.of(rank, *of_size) for of_size in zip(stage_memories, whole, shard, strict=True)]
+    costs = [StageCosts.of(rank, *of_size) for of_size in zip(stage_memories, parameters, strict=True)]
     peak = Memory()
     highest = -math.inf
     for moment in totals(moments, size_of):
@@ -319,15 +337,17 @@ def rank_memory(
             highest = under_way
             peak = extra.plus(memory_of_stages(moment, costs))
     if software.fsdp and parallel.pp > 1:
-        later = StageParameters(sum([whole[size] for size in size_of[1:]]), sum([shard[size] for size in size_of[1:]]))
-        reduction = pipeline_reduction(rank, stages[0], whole[size_of[0]], later)
+        later = sum_of_parameters(of_stages[1:])
+        reduction = pipeline_reduction(rank, stages[0], of_stages[0].whole, later)
         if reduction.total > highest:
             peak = reduction
     peak = standing.plus(peak)
     if software.fsdp:
-        neighbours = sum((not stage.first) + (not stage.last) for stage in stages)
-        peak = peak._replace(buffers=rank.micro_batches * rank.boundary * neighbours)
-    return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
+        ends = sum(stage.first + stage.last for stage in stages)
+        neighbours = 2 * len(stages) - ends
+        peak = peak._replace(buffers=micro_batches * rank.boundary * neighbours)
+    fragments = (software.constants.allocator - 1) * peak.under_way
+    return peak._replace(allocator=fragments, reserve=software.reserve)
 
 
 class StageParameters(NamedTuple):
@@ -337,6 +357,13 @@ class StageParameters(NamedTuple):
     """gathered"""
     shard: float
     """divided by the ranks that share them"""
+
+
+def sum_of_parameters(stages: Sequence[StageParameters]) -> StageParameters:
+    """Return the parameters of several stages together."""
+    whole = sum([stage.whole for stage in stages])
+    shard = sum([stage.shard for stage in stages])
+    return StageParameters(whole, shard)
 
 
 class StageCosts(NamedTuple):
@@ -358,26 +385,26 @@ class StageCosts(NamedTuple):
     """of its last block's weights, which stay gathered from a forward to the following backward"""
 
     @classmethod
-    def of(cls, rank: Rank, stage: "Stage", whole: float, shard: float) -> "StageCosts":
-        """Return the bytes of a stage with so many parameters. FSDP sums gradients of a stage under a pipeline only."""
-        gradient = rank.software.gradients if rank.software.fsdp and rank.parallel.pp > 1 else 0.0
-        return cls(
-            stage.held,
-            stage.logits,
-            stage.deferred,
-            gradient * whole,
-            gradient * shard,
-            rank.per_step * whole * (rank.parallel.pp > 1),
-            rank.per_use * rank.block * rank.parallel.keep_last_block,
-        )
+    def of(cls, rank: Rank, stage: "Stage", parameters: StageParameters) -> "StageCosts":
+        """Return the bytes of a stage. FSDP sums gradients of a stage, and frees its weights, under a pipeline only."""
+        gradient = freed = 0.0
+        if rank.software.fsdp and rank.parallel.pp > 1:
+            gradient = rank.software.gradients
+            freed = rank.per_step * parameters.whole
+        whole = gradient * parameters.whole
+        reduced = gradient * parameters.shard
+        last_block = rank.per_use * rank.block * rank.parallel.keep_last_block
+        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block)
 
 
 def sum_of_stages(moment: Total, costs: Sequence[StageCosts]) -> float:
     """Return the total of `memory_of_stages`, in fewer operations."""
     total = 0.0
     for size, stage in enumerate(costs):
-        total += moment.flying[size] * (stage.activations + stage.logits) + moment.deferred[size] * stage.deferred
-        total += moment.whole[size] * stage.whole + moment.reduced[size] * (stage.reduced - stage.freed)
+        total += moment.flying[size] * (stage.activations + stage.logits)
+        total += moment.deferred[size] * stage.deferred
+        total += moment.whole[size] * stage.whole
+        total += moment.reduced[size] * (stage.reduced - stage.freed)
         total += moment.waiting[size] * stage.last_block
     return total
 
@@ -386,14 +413,13 @@ def memory_of_stages(moment: Total, costs: Sequence[StageCosts]) -> Memory:
     """Return what all stages of a rank have under way at a moment."""
     memory = Memory()
     for size, stage in enumerate(costs):
-        memory = memory.plus(
-            Memory(
-                gradients=moment.whole[size] * stage.whole + moment.reduced[size] * stage.reduced,
-                gathered=moment.waiting[size] * stage.last_block - moment.reduced[size] * stage.freed,
-                activations=moment.flying[size] * stage.activations + moment.deferred[size] * stage.deferred,
-                logits=moment.flying[size] * stage.logits,
-            )
-        )
+        flying, reduced = moment.flying[size], moment.reduced[size]
+        activations = flying * stage.activations + moment.deferred[size] * stage.deferred
+        gradients = moment.whole[size] * stage.whole + reduced * stage.reduced
+        gathered = moment.waiting[size] * stage.last_block - reduced * stage.freed
+        logits = flying * stage.logits
+        of_stage = Memory(gradients=gradients, gathered=gathered, activations=activations, logits=logits)
+        memory = memory.plus(of_stage)
     return memory
 
 
@@ -404,11 +430,9 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
     """
     unit = max(rank.block, rank.table * (stage.first or stage.last))
     bytes_per_gradient = rank.software.gradients
-    return Memory(
-        gradients=bytes_per_gradient * (parameters + later.shard + unit / rank.shards),
-        gathered=-rank.per_step * (unit + later.whole),
-        temporary=bytes_per_gradient * unit,
-    )
+    gradients = bytes_per_gradient * (parameters + later.shard + unit / rank.shards)
+    gathered = -rank.per_step * (unit + later.whole)
+    return Memory(gradients=gradients, gathered=gathered, temporary=bytes_per_gradient * unit)
 
 
 def standing_memory(rank: Rank, parameters: float) -> Memory:
@@ -418,31 +442,24 @@ def standing_memory(rank: Rank, parameters: float) -> Memory:
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
             gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
-        moments = software.states - software.shards
-        return Memory(
-            weights=software.shards * rank.sharded,
-            gradients=gradients,
-            optimizer=moments * rank.sharded,
-            gathered=rank.per_step * parameters,
-        )
-    return Memory(
-        weights=software.weights * (rank.sharded if zero >= 3 else parameters),
-        gradients=software.gradients * (rank.sharded if zero >= 2 else parameters),
-        optimizer=software.states * (rank.sharded if zero >= 1 else parameters),
-        temporary=software.gradient_copies * parameters * (parallel.data_ranks > 1),
-    )
+        weights = software.shards * rank.sharded
+        moments = (software.states - software.shards) * rank.sharded
+        return Memory(weights, gradients, moments, gathered=rank.per_step * parameters)
+    weights = software.weights * (rank.sharded if zero >= 3 else parameters)
+    gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
+    states = software.states * (rank.sharded if zero >= 1 else parameters)
+    copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)
+    return Memory(weights, gradients, states, temporary=copies)
 
 
 def updates_memory(rank: Rank, lora: Lora, blocks: int) -> Memory:
     """Return what low-rank updates need beyond their share of all parameters: tp cuts one factor of each alone."""
     beyond = blocks * uncut_elements(rank.model, lora, rank.piece.tp)
     in_shards = beyond / rank.shards
-    is_summed = rank.micro_batches > 1 and rank.parallel.pp == 1
-    return Memory(
-        weights=WEIGHT * in_shards,
-        gradients=WEIGHT * is_summed * (in_shards if rank.zero >= 2 else beyond),
-        optimizer=MOMENTS * in_shards,
-    )
+    gradients = 0.0
+    if rank.micro_batches > 1 and rank.parallel.pp == 1:
+        gradients = WEIGHT * (in_shards if rank.zero >= 2 else beyond)
+    return Memory(WEIGHT * in_shards, gradients, MOMENTS * in_shards)
 
 
 class Stage(NamedTuple):
@@ -506,7 +523,9 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
 
 def _previous_reduction(rank: Rank) -> float:
     """Return the buffer of the last reduction of a micro batch, which FSDP keeps until the next one's first."""
-    return rank.software.gradients * rank.table * (rank.reduces_every_micro_batch and rank.micro_batches > 1)
+    if rank.micro_batches == 1 or not rank.reduces_every_micro_batch:
+        return 0.0
+    return rank.software.gradients * rank.table
 
 
 def _loss(rank: Rank, bytes_per_logit: float) -> float:
@@ -550,7 +569,8 @@ def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
 def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
     """Yield the moment at which deferred gradients of weights are computed."""
     units = min(stage.blocks, 2)
-    yield Memory(gathered=rank.per_use * units * rank.block, temporary=rank.software.temporary_gradients * rank.block)
+    gathered = rank.per_use * units * rank.block
+    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * rank.block)
 
 
 def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
@@ -609,14 +629,12 @@ def _block_backward(
     for phase in rank.activations.phases:
         working = phase.working + blocks.recomputed
         reduced = phase.reduced * (1 + 1 / rank.shards)  # what is sent, and what comes back
-        temporary = max(0.0, working) + gradient * (phase.gradients + waiting) + at_once * reduced
-        yield Memory(
-            gradients=gradients,
-            gathered=gathered - freeing * phase.freed,
-            activations=min(0.0, working) - memory.ends - freed,
-            logits=-memory.logits,
-            temporary=temporary + previous * phase.after_unit,
-        )
+        temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
+        temporary += at_once * reduced
+        temporary += previous * phase.after_unit
+        activations = min(0.0, working) - memory.ends - freed
+        still_gathered = gathered - freeing * phase.freed
+        yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
 
 
 def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
@@ -627,13 +645,12 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     first_norm = rank.activations.phases[-1].working + blocks.recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
-    return Memory(
-        gradients=-rank.software.gradients * head * (1 - in_shards),
-        gathered=-rank.per_step * (rank.last_unit + head),
-        activations=min(0.0, first_norm) - memory.ends,
-        logits=-memory.logits,
-        temporary=max(0.0, first_norm) + rank.software.gradients * rank.last_unit * (1 + in_shards),
-    )
+    reduced = rank.software.gradients * rank.last_unit * (1 + in_shards)
+    gradients = -rank.software.gradients * head * (1 - in_shards)
+    gathered = -rank.per_step * (rank.last_unit + head)
+    activations = min(0.0, first_norm) - memory.ends
+    temporary = max(0.0, first_norm) + reduced
+    return Memory(0.0, gradients, 0.0, gathered, activations, -memory.logits, temporary=temporary)
 
 
 def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
@@ -641,17 +658,13 @@ def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: f
     of_weight = gradient
     if rank.software.fsdp and rank.parallel.pp == 1:
         of_weight += rank.software.gradients
-    gathered, gradients = rank.per_use * rank.root, 0.0
+    gathered = rank.per_use * rank.root
+    gradients = 0.0
     if rank.reduces_in_only_backward:
-        gathered -= rank.per_step * (stage.blocks * rank.block + rank.head * stage.last)
+        head = rank.head * stage.last
+        gathered -= rank.per_step * (stage.blocks * rank.block + head)
         gradients = rank.software.gradients * (rank.sharded - rank.table / rank.shards)
     temporary = rank.reduced_at_once * rank.last_unit + rank.hidden_states
     if not rank.is_frozen:
         temporary += of_weight * rank.table
-    return Memory(
-        gradients=gradients,
-        gathered=gathered,
-        activations=-memory.held,
-        logits=-memory.logits,
-        temporary=temporary,
-    )
+    return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)
