@@ -24,12 +24,12 @@ def with_updates(plain: Case) -> Case:
 
 def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
     plain = case(dp_shard=8, zero_stage=3, global_batch_size=8)
-    of = predict(with_updates(plain)).memory
+    memory = predict(with_updates(plain)).memory
     shards = plain.parallel.dp_shard
     trained = update_parameter_count(LLAMA, LORA) / shards
-    assert of.weights == pytest.approx(2 * parameter_count(LLAMA) / shards + 4 * trained, rel=1e-3)
-    assert of.optimizer == pytest.approx(8 * trained, rel=1e-3)
-    saved = predict(plain).memory.total - of.total
+    assert memory.weights == pytest.approx(2 * parameter_count(LLAMA) / shards + 4 * trained, rel=1e-3)
+    assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
+    saved = predict(plain).memory.total - memory.total
     assert saved > 0.98 * (12 - 2) * parameter_count(LLAMA) / shards
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hollow.memory import Choice
+from tests.planner.memory_layouts import preload
 from torchllm import config as c
 from torchllm.dry_run.run import examine
 from torchllm.planner.activations import block_activations
@@ -43,13 +44,13 @@ class Layout(NamedTuple):
     recompute: c.Recompute
 
 
-def layout(name: str, layers: int = 4, **more: Any) -> Layout:
-    """`more`: of [parallel], or attention, mode, length, micro, count (micro batches), chunk."""
+def layout(name: str, layers: int = 4, **settings: Any) -> Layout:
+    """`settings`: of [parallel], or attention, mode, length, micro, count (micro batches), chunk."""
     table = tomllib.loads((MODELS / f"{name}.toml").read_text())["model"]
-    model = c.Model(**{**table, "layers": layers, "attention": more.pop("attention", "sdpa")})
-    mode, length, micro = more.pop("mode", "none"), more.pop("length", 2048), more.pop("micro", 1)
-    count, chunk = more.pop("count", 2), more.pop("chunk", 0)
-    parallel = c.Parallel(**{"dp_shard": 1, **more})
+    model = c.Model(**{**table, "layers": layers, "attention": settings.pop("attention", "sdpa")})
+    mode, length, micro = settings.pop("mode", "none"), settings.pop("length", 2048), settings.pop("micro", 1)
+    count, chunk = settings.pop("count", 2), settings.pop("chunk", 0)
+    parallel = c.Parallel(**{"dp_shard": 1, **settings})
     batch = count * micro * parallel.data_ranks
     training = c.Training(
         micro_batch_size=micro, global_batch_size=batch, sequence_length=length, loss_chunk=chunk, dtype="bfloat16"
@@ -58,10 +59,10 @@ def layout(name: str, layers: int = 4, **more: Any) -> Layout:
 
 
 def memory(
-    one: Layout, rank: int = 0, software: Software = STACKS["torchllm"], kernels: Kernels | None = None
+    chosen: Layout, rank: int = 0, software: Software = STACKS["torchllm"], kernels: Kernels | None = None
 ) -> Memory:
     """What the planner says of a pipeline rank."""
-    model, parallel, training, recompute = one
+    model, parallel, training, recompute = chosen
     length = training.sequence_length
     split = balanced_split(model, parallel, length)
     tokens = training.micro_batch_size * length // parallel.cp
@@ -175,33 +176,34 @@ block, and takes memory for a message when it comes."""
 
 @pytest.mark.parametrize("name", TRACED)
 def test_memory_agrees_with_the_dry_run(name: str) -> None:
-    """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with one.
+    """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with chosen.
 
     Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones,
     which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
-    one = TRACED[name]
+    chosen = TRACED[name]
+    preload()
     cluster = c.Cluster() if name in ON_A_CPU else c.Cluster(name="dgx_h100")
-    attention: AttentionKernel = "eager" if one.model.attention == "eager" else "flash2"
+    attention: AttentionKernel = "eager" if chosen.model.attention == "eager" else "flash2"
     kernels = Kernels(attention, fused_norm=name not in ON_A_CPU)
-    report = examine(c.Config(**one._asdict(), cluster=cluster))
+    report = examine(c.Config(**chosen._asdict(), cluster=cluster))
     assert report.micro_batches > 1 or "one micro batch" in name
     for kind in report.kinds:
-        found, traced = memory(one, kind.shown, kernels=kernels), kind.memory
-        assert found.weights == pytest.approx(traced["parameters"], rel=1e-6)
-        assert found.optimizer == pytest.approx(traced["optimizer"], rel=1e-5)  # AdamW's step counters are in the trace
-        expected = Measured(found.live, found.gradients)
+        planned, traced = memory(chosen, kind.shown, kernels=kernels), kind.memory
+        assert planned.weights == pytest.approx(traced["parameters"], rel=1e-6)
+        assert planned.optimizer == pytest.approx(traced["optimizer"], rel=1e-5)  # which has AdamW's step counters
+        expected = Measured(planned.live, planned.gradients)
         if TORCH_2_15:
             expected = LESS_ON_TORCH_2_15.get((name, kind.shown), expected)
-        tolerance = 0.01 if one.parallel.pp == 1 else 0.05
+        tolerance = 0.01 if chosen.parallel.pp == 1 else 0.05
         assert expected.live == pytest.approx(sum(traced.values()), rel=LOOSER.get(name, tolerance))
-        if one.parallel.pp == 1 and name not in LOOSER:
-            assert found.activations == pytest.approx(traced["activations"], rel=0.003)
-            if not one.training.loss_chunk:
-                assert found.logits == pytest.approx(traced["logits"], rel=0.003)
+        if chosen.parallel.pp == 1 and name not in LOOSER:
+            assert planned.activations == pytest.approx(traced["activations"], rel=0.003)
+            if not chosen.training.loss_chunk:
+                assert planned.logits == pytest.approx(traced["logits"], rel=0.003)
         # the trace calls whole gradients of stacked matrices, which have three dimensions, temporary
-        has_whole_experts = one.model.experts > 0 and (one.parallel.pp > 1 or one.parallel.zero_stage < 2)
-        splits_backward = c.SCHEDULES[one.parallel.schedule].splits_backward
+        has_whole_experts = chosen.model.experts > 0 and (chosen.parallel.pp > 1 or chosen.parallel.zero_stage < 2)
+        splits_backward = c.SCHEDULES[chosen.parallel.schedule].splits_backward
         if not splits_backward and not has_whole_experts and report.micro_batches > 1:
             assert expected.gradients == pytest.approx(traced["gradients"], rel=1e-3)
 
@@ -223,14 +225,14 @@ def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
         ((2304, 24, 22, 6, 3), (4096, 32, 30, 3, 4)), PEAKS[schedule], strict=True
     ):
         stages = 8 * (virtual if schedule == "Interleaved1F1B" else 1)
-        each = (layers + 2) // stages
+        blocks = (layers + 2) // stages
         parallel = c.Parallel(
             pp=8,
             dp_shard=1,
             zero_stage=0,
             schedule=schedule,
             virtual_stages=virtual if schedule == "Interleaved1F1B" else 0,
-            split=(each - 1, *[each] * (stages - 2), each - 1),
+            split=(blocks - 1, *[blocks] * (stages - 2), blocks - 1),
         )
         model = c.Model(
             family="gpt",
@@ -243,9 +245,9 @@ def test_published_peaks_of_pipeline_schedules(schedule: str) -> None:
             max_sequence_length=1024,
         )
         training = c.Training(micro_batch_size=micro, global_batch_size=micro * 24, sequence_length=1024)
-        one = Layout(model, parallel, training, c.Recompute())
+        chosen = Layout(model, parallel, training, c.Recompute())
         software = STACKS["megatron-zero-bubble-2023"]
-        ranks = (memory(one, rank, software, Kernels("fused_softmax", fused_norm=True)) for rank in range(8))
+        ranks = (memory(chosen, rank, software, Kernels("fused_softmax", fused_norm=True)) for rank in range(8))
         assert max(counted(of, software) for of in ranks) / 2**30 == pytest.approx(peak, rel=0.06)
 
 
@@ -259,8 +261,8 @@ def test_true_peaks_of_steps() -> None:
         for row in csv.DictReader(file):
             choice = Choice(*(row[name] for name in Choice._fields))
             config = c.load_config([*choice.arguments, "--run.dry_run=true"])
-            one = Layout(config.model, config.parallel, config.training, config.recompute)
-            planned = memory(one, int(row["pp_rank"]), kernels=Kernels("flash2", fused_norm=True))
+            chosen = Layout(config.model, config.parallel, config.training, config.recompute)
+            planned = memory(chosen, int(row["pp_rank"]), kernels=Kernels("flash2", fused_norm=True))
             differences.append(abs(planned.live / 2**30 / float(row["live"]) - 1))
     assert len(differences) > 3
     assert max(differences) <= 0.06
@@ -300,17 +302,19 @@ def test_moments_of_a_pipeline() -> None:
     assert Moment(0, "B", (4,), (0,), (NONE,)) in everything
     assert Moment(0, "B", (3,), (0,), (WHOLE,)) in everything
     last = [m for m in of_rank("LoopedBFS", 2, 2, 4, 0) if m.stage == 0 and m.kind == "B"]
+    assert any(moment.waiting == (False, False) for moment in last)
+    assert any(moment.waiting == (False, True) for moment in of_rank("Interleaved1F1B", 2, 2, 4, 0))
     assert any(m.graded == (WHOLE, REDUCED) for m in last)  # the later stage's gradients are reduced by then
 
 
 def test_stages_of_one_size_are_taken_together() -> None:
     """Three stages, the last two of one size: by hand. Which of the two computes, or holds more, is the same."""
     first, second, third = (
-        Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
-        Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE)),
-        Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED)),
+        Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, True, False)),
+        Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, False, True)),
+        Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED), (False, True, False)),
     )
-    size_0 = Total(0, "F", flying=(3, 3), deferred=(0, 1), whole=(1, 0), reduced=(0, 1))
+    size_0 = Total(0, "F", flying=(3, 3), deferred=(0, 1), whole=(1, 0), reduced=(0, 1), waiting=(0, 1))
     assert totals((first, second, third), (0, 1, 1)) == [size_0, size_0._replace(size=1)]
 
 
@@ -359,42 +363,45 @@ def layouts(draw: st.DrawFn) -> Layout:
 STACK = st.sampled_from(["torchllm", "megatron-2022", "nanotron-2025"])
 
 
-def peak(one: Layout, stack: str) -> float:
+def peak(chosen: Layout, stack: str) -> float:
     """Of the rank that needs most."""
-    return max(memory(one, rank, STACKS[stack]).total for rank in range(one.parallel.pp))
+    return max(memory(chosen, rank, STACKS[stack]).total for rank in range(chosen.parallel.pp))
 
 
 @settings(max_examples=150, deadline=None)
 @given(layouts(), STACK)
-def test_memory_moves_as_it_must(one: Layout, stack: str) -> None:
+def test_memory_moves_as_it_must(chosen: Layout, stack: str) -> None:
     """Never up with more shards or tp ranks, nor down with larger micro batches, longer sequences, more blocks."""
-    model, parallel, training, _ = one
-    now = peak(one, stack)
-    assert now > 0
+    model, parallel, training, _ = chosen
+    peak_before = peak(chosen, stack)
+    assert peak_before > 0
     double = training.global_batch_size * 2
     shards = replace(parallel, dp_shard=2 * parallel.dp_shard)
-    more_shards = one._replace(parallel=shards, training=replace(training, global_batch_size=double))
-    assert peak(more_shards, stack) <= now * (1 + 1e-9)
+    more_shards = chosen._replace(parallel=shards, training=replace(training, global_batch_size=double))
+    assert peak(more_shards, stack) <= peak_before * (1 + 1e-9)
     if parallel.tp == 2:
-        assert peak(one._replace(parallel=replace(parallel, tp=4)), stack) <= now * (1 + 1e-9)
+        assert peak(chosen._replace(parallel=replace(parallel, tp=4)), stack) <= peak_before * (1 + 1e-9)
     larger = replace(training, global_batch_size=double, micro_batch_size=2 * training.micro_batch_size)
-    assert peak(one._replace(training=larger), stack) >= now * (1 - 1e-9)
+    assert peak(chosen._replace(training=larger), stack) >= peak_before * (1 - 1e-9)
     longer = replace(training, sequence_length=2 * training.sequence_length)
-    assert peak(one._replace(training=longer), stack) >= now * (1 - 1e-9)
+    assert peak(chosen._replace(training=longer), stack) >= peak_before * (1 - 1e-9)
     wider = replace(model, layers=2 * model.layers)
     split = tuple(2 * blocks for blocks in parallel.split)
-    assert peak(one._replace(model=wider, parallel=replace(parallel, split=split)), stack) >= now * (1 - 1e-9)
+    deeper = chosen._replace(model=wider, parallel=replace(parallel, split=split))
+    assert peak(deeper, stack) >= peak_before * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts(), STACK)
-def test_every_purpose_is_counted_once_and_none_is_negative(one: Layout, stack: str) -> None:
-    of = memory(one, 0, STACKS[stack])
-    assert all(part >= 0 for part in of)
-    assert of.total == pytest.approx(of.live + of.allocator + of.reserve)
-    assert of.live == pytest.approx(of.weights + of.gradients + of.optimizer + of.under_way)
+def test_every_purpose_is_counted_once_and_none_is_negative(chosen: Layout, stack: str) -> None:
+    purposes = memory(chosen, 0, STACKS[stack])
+    assert all(part >= 0 for part in purposes)
+    assert purposes.total == pytest.approx(purposes.live + purposes.allocator + purposes.reserve)
+    standing = purposes.weights + purposes.gradients + purposes.optimizer
+    assert purposes.live == pytest.approx(standing + purposes.under_way)
     # Full recomputation keeps a block's input on top of what the block, computed again, keeps: more than without where
     # the peak is in the backward of the first block, with all gradients there.
-    full, none = (one._replace(recompute=c.Recompute(mode=mode)) for mode in ("full", "none"))
-    kept = 2.0 * one.training.micro_batch_size * one.training.sequence_length / one.parallel.cp * one.model.hidden
-    assert memory(full, 0, STACKS[stack]).live <= memory(none, 0, STACKS[stack]).live + kept
+    full, none = (chosen._replace(recompute=c.Recompute(mode=mode)) for mode in ("full", "none"))
+    tokens = chosen.training.micro_batch_size * chosen.training.sequence_length / chosen.parallel.cp
+    inputs = 2.0 * tokens * chosen.model.hidden
+    assert memory(full, 0, STACKS[stack]).live <= memory(none, 0, STACKS[stack]).live + inputs

@@ -63,9 +63,9 @@ def traced_bytes(model: Model, stage: StageSize) -> int:
             result = run_stage(decoder, tokens)
             tracker.end_forward()
             tracker.mark("tail")
-            (left,) = saved_by_forwards(tracker)
+            (saved,) = saved_by_forwards(tracker)
             assert result.requires_grad  # until here the result holds all that its backward needs
-    return left
+    return saved
 
 
 def run_stage(decoder: Decoder, tokens: Tensor) -> Tensor:
@@ -87,11 +87,23 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
     block = block_activations(model, piece, parallel, kernels_of(model), TORCHLLM)
     rank = Rank(
-        model, training, parallel, Recompute(), TORCHLLM, piece, block, block,
-        zero=0, micro_batches=1, sharded=0.0, block=0.0, table=0.0,
-    )  # fmt: skip
-    of_stage = stage_memory(rank, stage, ())
-    return of_stage.held + of_stage.logits
+        model,
+        training,
+        parallel,
+        Recompute(),
+        TORCHLLM,
+        piece,
+        activations=block,
+        dense_activations=block,
+        zero=0,
+        micro_batches=1,
+        sharded=0.0,
+        block=0.0,
+        block_shard=0.0,
+        table=0.0,
+    )
+    memory = stage_memory(rank, stage, ())
+    return memory.held + memory.logits
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -37,8 +37,8 @@ def muon_case(**layout: Any) -> Case:
     """A layout of the model, trained by Muon on machines whose links have no latency."""
     hardware = dgx_a100()
     links = tuple(replace(link, latency=0.0) for link in hardware.links)
-    of = case(model=MODEL, hardware=replace(hardware, links=links), **layout)
-    return replace(of, optimizer=Optimizer(name="muon"))
+    layout = case(model=MODEL, hardware=replace(hardware, links=links), **layout)
+    return replace(layout, optimizer=Optimizer(name="muon"))
 
 
 def seconds_of(shape: tuple[int, int]) -> float:
@@ -70,45 +70,47 @@ def test_a_round_takes_as_long_as_its_largest_matrix(owners: int) -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp(zero_stage: int) -> None:
-    of = muon_case(dp_replicate=2, dp_shard=8, tp=4, zero_stage=zero_stage)
-    in_node, between = of.hardware.links[:2]
+    layout = muon_case(dp_replicate=2, dp_shard=8, tp=4, zero_stage=zero_stage)
+    in_node, between = layout.hardware.links[:2]
     sent = 2 * 2 * ELEMENTS / 32  # there and back, in 16 bits, of a rank's shards
     over_tp = 3 / 4 * sent / (in_node.bandwidth * in_node.efficiency)
     # 8 ranks in pairs on 4 nodes: each sends to the six on other nodes over its own card
     over_shards = 6 / 8 * sent / (between.bandwidth * between.efficiency)
-    expected = iteration_seconds(MODEL, 3, 32, of.hardware) + over_tp + over_shards
-    assert muon_seconds(of, 3) == pytest.approx(expected, rel=1e-12)
+    expected = iteration_seconds(MODEL, 3, 32, layout.hardware) + over_tp + over_shards
+    assert muon_seconds(layout, 3) == pytest.approx(expected, rel=1e-12)
 
 
 def test_whole_weights_are_not_shared() -> None:
     """zero_stage 0: all data-parallel ranks do all of the work of their tp rank, and send over tp alone."""
-    of = muon_case(dp_shard=8, zero_stage=0)
-    assert muon_seconds(of, 3) == iteration_seconds(MODEL, 3, 1, of.hardware)
+    layout = muon_case(dp_shard=8, zero_stage=0)
+    assert muon_seconds(layout, 3) == iteration_seconds(MODEL, 3, 1, layout.hardware)
 
 
 def test_a_step_with_muon_takes_so_much_longer_but_for_its_smaller_state() -> None:
-    of = muon_case(dp_shard=8)
-    without = replace(of, optimizer=Optimizer())
-    longer = predict(of).step - predict(without).step
-    assert longer == pytest.approx(muon_seconds(of, 3), rel=1e-6)
+    layout = muon_case(dp_shard=8)
+    without = replace(layout, optimizer=Optimizer())
+    longer = predict(layout).step - predict(without).step
+    assert longer == pytest.approx(muon_seconds(layout, 3), rel=1e-6)
     assert muon_seconds(without, 3) == 0.0
-    assert muon_seconds(replace(of, lora=Lora(rank=4)), 3) == 0.0  # no matrix is trained
+    assert muon_seconds(replace(layout, lora=Lora(rank=4)), 3) == 0.0  # no matrix is trained
 
 
 def test_experts_are_orthogonalized_where_they_are() -> None:
     """16 experts on 8 ranks: two each, of three matrices; attention is shared out as without."""
     sparse = replace(MODEL, experts=16, top_k=2, expert_ffn=256)
     hardware = dgx_a100()
-    one = 5 * sum(matmul_seconds(*product, hardware) for product in iteration_products(MatrixShape(256, sparse.hidden)))
-    assert expert_seconds(sparse, 3, 8, hardware) == pytest.approx(3 * 3 * 2 * one, rel=1e-12)
+    products = iteration_products(MatrixShape(256, sparse.hidden))
+    per_expert = 5 * sum(matmul_seconds(*product, hardware) for product in products)
+    assert expert_seconds(sparse, 3, 8, hardware) == pytest.approx(3 * 3 * 2 * per_expert, rel=1e-12)
     assert len(matrix_shapes(sparse)) == 4  # q, k, v, o
     assert len(matrix_shapes(replace(sparse, shared_experts=1))) == 7
-    of = muon_case(dp_shard=8)
-    assert predict(replace(of, model=sparse)).step > predict(replace(of, model=sparse, optimizer=Optimizer())).step
+    layout = muon_case(dp_shard=8)
+    with_muon = replace(layout, model=sparse)
+    assert predict(with_muon).step > predict(replace(with_muon, optimizer=Optimizer())).step
 
 
 @pytest.mark.parametrize(
-    ("layout", "experts", "group"),
+    ("degrees", "experts", "group"),
     [
         ({"dp_shard": 8}, 16, 1),  # whole experts
         ({"dp_shard": 2, "tp": 4}, 16, 4),  # their features
@@ -117,16 +119,16 @@ def test_experts_are_orthogonalized_where_they_are() -> None:
         ({"dp_shard": 8, "tp": 2, "ep": 16}, 16, 1),
     ],
 )
-def test_parts_of_experts_are_sent_where_ranks_cut_them(layout: dict[str, int], experts: int, group: int) -> None:
+def test_parts_of_experts_are_sent_where_ranks_cut_them(degrees: dict[str, int], experts: int, group: int) -> None:
     """There and back, in 16 bits, of a rank's share of three matrices, to all of the group but itself."""
-    of = muon_case(**{key: value for key, value in layout.items() if key != "ep"})
+    layout = muon_case(**{key: value for key, value in degrees.items() if key != "ep"})
     sparse = replace(MODEL, experts=experts, top_k=2, expert_ffn=256)
-    of = replace(of, model=sparse, parallel=replace(of.parallel, ep=layout.get("ep", 1)))
-    ranks = layout["dp_shard"] * layout.get("tp", 1)
+    layout = replace(layout, model=sparse, parallel=replace(layout.parallel, ep=degrees.get("ep", 1)))
+    ranks = degrees["dp_shard"] * degrees.get("tp", 1)
     sent = 2 * 2 * 3 * 3 * experts * 256 * MODEL.hidden / ranks * (group - 1) / group
-    in_node = of.hardware.links[0]
+    in_node = layout.hardware.links[0]
     expected = sent / (in_node.bandwidth * in_node.efficiency)
-    assert expert_exchange_seconds(of, 3) == pytest.approx(expected, rel=1e-12)
+    assert expert_exchange_seconds(layout, 3) == pytest.approx(expected, rel=1e-12)
     with mock.patch.object(muon_time, "expert_exchange_seconds", return_value=0.0):
-        without = muon_seconds(of, 3)
-    assert muon_seconds(of, 3) - without == pytest.approx(expected, abs=1e-9 * without)
+        without = muon_seconds(layout, 3)
+    assert muon_seconds(layout, 3) - without == pytest.approx(expected, abs=1e-9 * without)

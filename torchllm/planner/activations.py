@@ -7,19 +7,21 @@ them they are what autograd keeps, which `tests/planner/test_memory.py` compares
 Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.config import Model, Parallel, Recompute
+from torchllm.config import Lora, Model, Parallel, Recompute
 from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import RoutedActivations, expert_parameters, routed_activations
-from torchllm.spec.flops import matrices, recompute_interval
+from torchllm.spec.flops import WITHOUT_LORA, matrices, recompute_interval
 from torchllm.spec.software import Software
 
 
 class Phase(NamedTuple):
     """A moment at which a block's backward may hold most."""
 
-    more: float
+    working: float
     """bytes of gradients of activations, minus the activations that are already freed"""
     gradients: float
     """parameters whose gradients exist"""
@@ -28,7 +30,7 @@ class Phase(NamedTuple):
     after_unit: bool = True
     """whether the buffer of the last reduction before this block is still there, which the block's first one frees"""
     freed: float = 0.0
-    """parameters of this block that are no longer gathered"""
+    """parameters of this block that are no longer gathered, if it frees its weights"""
 
 
 class BlockActivations(NamedTuple):
@@ -56,7 +58,7 @@ class BlockActivations(NamedTuple):
     """part of `half` that is kept without recomputation too"""
     deferred: float
     """inputs and output gradients of the matrices, where their gradients are put off"""
-    phases: tuple["Phase", ...]
+    phases: tuple[Phase, ...]
     """moments of the backward"""
 
     @property
@@ -65,104 +67,256 @@ class BlockActivations(NamedTuple):
         return self.attention + self.residual + self.ffn
 
 
-def block_activations(
-    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software
-) -> BlockActivations:
-    """Return what one block keeps. Bytes per token first, multiplied by the tokens at the end."""
-    gated, hidden = model.features.gated_ffn, float(model.hidden)
-    wide, narrow = model.heads * model.head_width / piece.tp, model.kv * model.head_width / piece.tp
-    ffn, here = dense_width(model) / piece.tp, hidden / piece.spread
-    routed = routed_activations(model, piece, kernels)
-    has_dense = 1.0 if ffn else 0.0  # a sparse block without shared experts has only routed ones
-    fused_norm = model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
-    norm = (2.0 if fused_norm else 8.0) * here  # the input; or it and its normalised self in float32
-    feeds = 2.0 * (hidden if software.keeps_gathered else here)  # what the products read
-    exchanged = 2.0 * wide * (parallel.cp > 1 and parallel.cp_method == "ulysses")  # the result in both arrangements
-    dropped = here * software.dropout  # a mask of a byte
-    of_core = core(model, piece, kernels, software)
-    fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
+class Widths(NamedTuple):
+    """Features of a token on one rank."""
+
+    hidden: float
+    """D: of hidden states that tp leaves whole"""
+    local: float
+    """D, over the ranks among which sequence parallelism spreads the tokens"""
+    query: float
+    """H Q: all query heads of a rank; so many features has attention's result, too"""
+    key: float
+    """K Q: keys, or values"""
+    ffn: float
+    """F: of the feed-forward layer that every token uses; 0 in a sparse block without shared experts"""
+    heads: float
+    """H"""
+
+    @classmethod
+    def of(cls, model: Model, piece: Piece) -> "Widths":
+        """Return the widths of a block; of a sparse one where a model has experts."""
+        local = model.hidden / piece.spread
+        heads = model.heads / piece.tp
+        query = heads * model.head_width
+        key = model.kv * model.head_width / piece.tp
+        ffn = dense_width(model) / piece.tp
+        return cls(float(model.hidden), local, query, key, ffn, heads)
+
+    @property
+    def has_ffn(self) -> float:
+        """1 if there is a feed-forward layer that every token uses, else 0."""
+        return 1.0 if self.ffn else 0.0
+
+
+class Product(NamedTuple):
+    """A product of a block with a weight, in the order of the forward pass."""
+
+    result: float
+    """features of its result"""
+    stored: float = 0.0
+    """features of it that autograd keeps if nothing is recomputed"""
+
+
+class StoredParts(NamedTuple):
+    """Bytes per token that a block keeps if nothing is recomputed."""
+
+    norm: float
+    feeds_attention: float
+    """what the products of attention read"""
+    feeds_ffn: float
+    """what the first products of the feed-forward layer read; 0 in a sparse block without shared experts"""
+    qk_norms: float
+    dropped: float
+    """masks of dropout"""
+    exchanged: float
+    """attention's result in the other arrangement of an all-to-all"""
+    core: float
+    inner: float
+    """between the products of the feed-forward layer"""
+    low_rank: float
+    """what A of LoRA's updates B A x returns"""
+
+
+def stored_per_token(
+    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software, lora: Lora
+) -> StoredParts:
+    """Return what one block keeps, routed experts apart."""
+    width = Widths.of(model, piece)
+    exchanges = parallel.cp > 1 and parallel.cp_method == "ulysses"
+    feeds = 2.0 * width.local
+    if software.keeps_gathered:
+        feeds = 2.0 * width.hidden
+    fused_norm = fuses_norm(model, kernels)
     qk_norms = 0.0
     if model.qk_norm != "none":
-        qk_norms = (2.0 if fused_qk_norm else 8.0) * (wide + narrow)  # as `norm`, of q and of k
-    attention = norm + feeds + dropped + qk_norms + 2 * (wide + 2 * narrow) + 2 * wide + exchanged + of_core
-    inner = (6.0 if kernels.compiled else 8.0) * ffn if gated else 4.0 * ffn
-    gates = 4.0 * ffn if gated else 2.0 * ffn
-    shared = 2 * narrow + 2 * wide + gates + 4 * model.heads / piece.tp
-    if model.qk_norm != "none" and fused_qk_norm:
-        shared += qk_norms  # results of products, which the norms keep as their inputs
-    results = 2 * (wide + 2 * narrow) + 2 * hidden * (1 + has_dense) + gates
-    if software.keeps_every_other:  # of q, k, v, o, gate, up, down the first, third, ...
-        results = 2 * (wide + narrow) + 2 * hidden + gates / 2
-    half = 2 * narrow + 2 * hidden * (1 + (has_dense if model.experts else 0))  # k, o; down of shared experts
-    half_shared = 2 * wide + 4 * model.heads / piece.tp  # attention's result
-    if gated:
-        half += 2 * ffn  # up
-        half_shared += 2 * ffn
-    else:
-        half += 2 * hidden  # down
-    if model.qk_norm != "none" and fused_qk_norm:
-        half_shared += 2.0 * narrow  # k, which its norm keeps
-    if model.norm_position == "after" and fused_norm:  # results of o and down, which the norms keep as their inputs
-        shared += 4 * here
-        half_shared += 2 * here if gated else 4 * here
-    sent = 0.0  # under tensor parallelism it can make selective recomputation keep more than everything
-    if software.saves_collectives and piece.spread > 1:
-        sent = 4 * hidden + 4 * here  # gathered before attention and the feed-forward layer, scattered after them
-        shared += 4 * hidden * software.keeps_gathered
-        half_shared += 4 * hidden * software.keeps_gathered
-    elif software.saves_collectives and piece.tp > 1:
-        sent = 4 * hidden  # summed over the ranks
-    if software.saves_collectives and exchanged:
-        sent += 4 * (wide + narrow)  # q, k, v and the result of attention
-    read = 2 * hidden * (1 + has_dense) + 2 * wide + 2 * ffn
-    given = 2 * (wide + 2 * narrow) + 2 * hidden * (1 + has_dense) + gates
-    whole = attention + norm + has_dense * feeds + dropped + inner
-    of_norm = (4.0 if fused_norm else 20.0) * here + 2 * hidden
-    count = piece.tokens
-    weights = block_weights(model, piece)
-    after_unit = not model.experts  # the router, a unit of its own, is reduced before
-    own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
-    of_ffn = weights.ffn + weights.experts - own_unit
-    through_gates = Phase(
-        more=count * (2 * hidden + gates) - routed.whole,
-        gradients=weights.down + weights.experts - own_unit,
-        after_unit=after_unit,
-        freed=own_unit,
+        fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
+        qk_norms = _norm_bytes(fused_qk_norm) * (width.query + width.key)
+    inner = 4.0 * width.ffn
+    if model.features.gated_ffn:
+        inner = (6.0 if kernels.compiled else 8.0) * width.ffn
+    if not _is_trained(lora, "down_proj"):
+        inner -= 2.0 * width.ffn
+    reads_attention = _is_trained(lora, "q_proj", "k_proj", "v_proj")
+    reads_ffn = width.ffn > 0 and _is_trained(lora, "gate_proj", "up_proj")
+    dropped = width.local * software.dropout  # a mask of a byte
+    low_rank = 2.0 * lora.rank * len(lora.targets)
+    exchanged = 2.0 * width.query * exchanges
+    scores = core(model, piece, kernels, software)
+    return StoredParts(
+        norm=_norm_bytes(fused_norm) * width.local,
+        feeds_attention=feeds * reads_attention,
+        feeds_ffn=feeds * reads_ffn,
+        qk_norms=qk_norms,
+        dropped=dropped,
+        exchanged=exchanged,
+        core=scores,
+        inner=inner,
+        low_rank=low_rank,
     )
-    second_norm = Phase(
-        more=count * (of_norm - inner - has_dense * feeds) - routed.whole,
-        gradients=of_ffn,
-        after_unit=after_unit,
-        freed=own_unit,
+
+
+def attention_bytes(width: Widths, stored: StoredParts) -> float:
+    """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
+    heads = 4 * (width.query + width.key)
+    norms = stored.norm + stored.dropped + stored.qk_norms
+    products = stored.feeds_attention + stored.low_rank
+    return heads + norms + products + stored.exchanged + stored.core
+
+
+def fuses_norm(model: Model, kernels: Kernels) -> bool:
+    """Return whether a norm of the residual stream is one kernel, which keeps its input alone."""
+    return model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
+
+
+def _norm_bytes(fused: bool) -> float:
+    """Return the bytes per feature that a norm keeps: the input; or it, and its normalised self in float32."""
+    return 2.0 if fused else 8.0
+
+
+def _is_trained(lora: Lora, *layers: str) -> bool:
+    """Return whether one of these layers has a gradient, for which its input is stored."""
+    if not lora.is_on:
+        return True
+    return any(layer in lora.targets for layer in layers)
+
+
+def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[Product]:
+    """Return the products of a block, routed experts apart.
+
+    What is kept of q and k are the inputs of their norms, of o and down those of norms after them. With LoRA a layer is
+    three products, W x, A x and B A x; kept are A x and, of the others, the sum.
+    """
+    width = Widths.of(model, piece)
+    keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
+    keeps_sums = width.local * (model.norm_position == "after" and fuses_norm(model, kernels))
+    layers = {
+        "q_proj": Product(width.query, width.query * keeps_qk),
+        "k_proj": Product(width.key, width.key * keeps_qk),
+        "v_proj": Product(width.key, width.key),
+        "o_proj": Product(width.hidden, keeps_sums),
+    }
+    if model.experts:
+        layers["router"] = Product(0.0)  # `RoutedActivations` has its result
+    if width.ffn:
+        if model.features.gated_ffn:
+            layers["gate_proj"] = Product(width.ffn, width.ffn)
+        layers["up_proj"] = Product(width.ffn, width.ffn)
+        layers["down_proj"] = Product(width.hidden, keeps_sums)
+    products = []
+    for name, product in layers.items():
+        if lora.is_on and name in lora.targets:
+            products += [Product(product.result), Product(lora.rank, lora.rank), Product(product.result)]
+        else:
+            products.append(product)
+    return products
+
+
+class Selected(NamedTuple):
+    """Bytes per token of a selective recomputation."""
+
+    saved: float
+    """results that it keeps"""
+    shared: float
+    """part of it that is kept without recomputation too"""
+
+
+def selected_products(products: Sequence[Product]) -> Selected:
+    """Return the bytes per token of the results of some products, in 16 bits."""
+    return Selected(
+        saved=2.0 * sum(product.result for product in products),
+        shared=2.0 * sum(product.stored for product in products),
     )
-    first_norm = Phase(
-        more=count * (of_norm - whole) - routed.whole,
-        gradients=weights.attention + of_ffn,
-        reduced=weights.attention + of_ffn,
-        after_unit=after_unit,
-        freed=own_unit,
-    )
-    phases = [*routed_phases(model, piece, routed, weights.experts), second_norm, first_norm]
-    if has_dense:
-        phases.append(through_gates)
-    if of_core > 4.0 * model.heads / piece.tp:  # matrices of scores have gradients as large
-        of_scores = SCORES * model.heads / piece.tp * piece.keys
-        more = count * (of_scores - inner - norm - has_dense * feeds) - routed.whole
-        phases.append(second_norm._replace(more=more))
+
+
+def saved_collectives(model: Model, piece: Piece, parallel: Parallel, software: Software) -> Selected:
+    """Return the results of collectives that selective recomputation keeps.
+
+    Under tensor parallelism they can make it keep more than no recomputation does.
+    """
+    width = Widths.of(model, piece)
+    if not software.saves_collectives:
+        return Selected(0.0, 0.0)
+    saved = shared = 0.0
+    if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
+        saved = 4 * width.hidden + 4 * width.local
+        shared = 4 * width.hidden * software.keeps_gathered
+    elif piece.tp > 1:  # summed over the ranks
+        saved = 4 * width.hidden
+    if parallel.cp > 1 and parallel.cp_method == "ulysses":  # q, k, v and the result of attention
+        saved += 4 * (width.query + width.key)
+    return Selected(saved, shared)
+
+
+def block_activations(
+    model: Model,
+    piece: Piece,
+    parallel: Parallel,
+    kernels: Kernels,
+    software: Software,
+    lora: Lora = WITHOUT_LORA,
+) -> BlockActivations:
+    """Return what one block keeps; of a sparse block where a model has experts."""
+    width = Widths.of(model, piece)
+    stored = stored_per_token(model, piece, parallel, kernels, software, lora)
+    routed = routed_activations(model, piece, kernels)
+    attention = attention_bytes(width, stored)
+    residual = stored.norm + stored.feeds_ffn + stored.dropped
+
+    products = block_products(model, piece, kernels, lora)
+    every_second = selected_products(products[1::2])
+    selected = selected_products(products)
+    if software.keeps_every_other:
+        selected = selected_products(products[::2])
+    collectives = saved_collectives(model, piece, parallel, software)
+    # attention's own result, and the float32 sums of its kernel
+    of_attention = 2 * width.query + 4 * width.heads
+    always = 2 * width.local + of_attention + collectives.saved
+    always_shared = of_attention + collectives.shared
+
+    deferred = 0.0  # gradients of low-rank updates are computed at once
+    if not lora.is_on:
+        deferred = deferred_bytes(model, width)
+    phases = backward_phases(model, piece, kernels, stored, routed)
+    tokens = piece.tokens
     return BlockActivations(
-        count * norm,
-        count * 2 * here,
-        count * attention,
-        count * of_core,
-        count * inner + routed.whole,
-        count * (norm + has_dense * feeds + dropped),
-        count * (2 * here + results + 2 * wide + sent + 4 * model.heads / piece.tp) + routed.products,
-        count * shared + routed.shared,
-        count * (2 * here + half + 2 * wide + sent + 4 * model.heads / piece.tp) + routed.half,
-        count * half_shared + routed.half_shared,
-        count * (read + given),
-        tuple(phases),
+        norm=tokens * stored.norm,
+        entry=tokens * 2 * width.local,
+        attention=tokens * attention,
+        core=tokens * stored.core,
+        ffn=tokens * stored.inner + routed.whole,
+        residual=tokens * residual,
+        products=tokens * (always + selected.saved) + routed.products,
+        shared=tokens * (always_shared + selected.shared) + routed.shared,
+        half=tokens * (always + every_second.saved) + routed.half,
+        half_shared=tokens * (always_shared + every_second.shared) + routed.half_shared,
+        deferred=tokens * deferred,
+        phases=tuple(phases),
     )
+
+
+def gate_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the results of the first products of the feed-forward layer."""
+    products = 2 if model.features.gated_ffn else 1
+    return 2.0 * products * width.ffn
+
+
+def deferred_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
+    hidden = 2 * width.hidden * (1 + width.has_ffn)
+    inputs = hidden + 2 * width.query + 2 * width.ffn
+    heads = 2 * (width.query + 2 * width.key)
+    return inputs + heads + hidden + gate_bytes(model, width)
 
 
 class BlockWeights(NamedTuple):
@@ -184,7 +338,45 @@ def block_weights(model: Model, piece: Piece) -> BlockWeights:
     if not model.experts:
         return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)
     down = model.hidden * dense_width(model) / piece.tp
-    return BlockWeights(attention, 3 * down, down, expert_parameters(model, piece.ep if piece.ep > 1 else piece.tp))
+    sharing = piece.ep if piece.ep > 1 else piece.tp
+    experts = expert_parameters(model, sharing)
+    return BlockWeights(attention, 3 * down, down, experts)
+
+
+def backward_phases(
+    model: Model, piece: Piece, kernels: Kernels, stored: StoredParts, routed: RoutedActivations
+) -> list[Phase]:
+    """Return the moments of a block's backward; the reduction of its gradients is the last."""
+    width = Widths.of(model, piece)
+    weights = block_weights(model, piece)
+    own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
+    of_ffn = weights.ffn + weights.experts - own_unit
+    unit = weights.attention + of_ffn
+    per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
+    of_norm = per_feature * width.local + 2 * width.hidden
+    freed_by_ffn = stored.inner + stored.feeds_ffn
+    whole = attention_bytes(width, stored) + stored.norm + stored.dropped + freed_by_ffn
+    second_norm = Phase(
+        working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
+        gradients=of_ffn,
+        after_unit=not model.experts,  # the router, a unit of its own, is reduced before
+        freed=own_unit,
+    )
+    at_first_norm = piece.tokens * (of_norm - whole) - routed.whole
+    first_norm = second_norm._replace(working=at_first_norm, gradients=unit)
+    reduction = first_norm._replace(reduced=unit, after_unit=False, freed=own_unit + unit)
+    phases = [*routed_phases(model, piece, routed, weights.experts), second_norm]
+    if width.ffn:
+        at_gates = 2 * width.hidden + gate_bytes(model, width)
+        working = piece.tokens * at_gates - routed.whole
+        of_down = weights.down + weights.experts - own_unit
+        phases.append(second_norm._replace(working=working, gradients=of_down))
+    if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
+        of_scores = SCORES * width.heads * piece.keys
+        freed = freed_by_ffn + stored.norm
+        working = piece.tokens * (of_scores - freed) - routed.whole
+        phases.append(second_norm._replace(working=working))
+    return [*phases, first_norm, reduction]
 
 
 def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts: float) -> list[Phase]:
@@ -195,12 +387,10 @@ def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts
     if not model.experts:
         return []
     out = 2.0 * piece.tokens * model.hidden
+    weighted_sum = out + 4 * routed.results
+    through_down = out + routed.rows - routed.results + routed.gates / 2
     through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
-    phases = [
-        Phase(out + 4 * routed.results, 0.0),  # the weighted sum
-        Phase(out + routed.rows - routed.results + routed.gates / 2, experts / 3),  # down
-        Phase(through_gates, experts),
-    ]
+    phases = [Phase(weighted_sum, 0.0), Phase(through_down, experts / 3), Phase(through_gates, experts)]
     if piece.ep > 1:
         phases.append(Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts))
     return phases
@@ -217,11 +407,11 @@ def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> fl
     result (Korthikanti et al., 5 a s / h); a plain one keeps it in float32 and in 16 bits. A flash kernel keeps a
     float32 per head and token.
     """
-    if kernels.attention in ("eager", "fused_softmax"):
-        each = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
-        each += 3.0 * software.dropout
-        return each * model.heads / piece.tp * piece.keys
-    return 4.0 * model.heads / piece.tp
+    heads = model.heads / piece.tp
+    if kernels.attention not in ("eager", "fused_softmax"):
+        return 4.0 * heads
+    per_score = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
+    return (per_score + 3.0 * software.dropout) * heads * piece.keys
 
 
 class StageActivations(NamedTuple):
@@ -229,33 +419,41 @@ class StageActivations(NamedTuple):
 
     held: float
     """bytes that are kept until the backward"""
-    again: float
+    recomputed: float
     """bytes that the backward recomputes, for one block (or segment) at a time"""
 
 
 def stage_activations(
-    model: Model, blocks: int, recompute: Recompute, one: BlockActivations, software: Software
+    model: Model, blocks: int, recompute: Recompute, block: BlockActivations, software: Software
 ) -> StageActivations:
     """Return what `blocks` blocks keep."""
     if not blocks:
         return StageActivations(0.0, 0.0)
+    interval = recompute_interval(recompute, model.layers)
     match recompute.mode:
         case "full":
-            return StageActivations(blocks * one.entry, one.whole)
+            return StageActivations(blocks * block.entry, block.whole)
         case "segment":
-            size = min(blocks, recompute_interval(recompute, model.layers))
-            return StageActivations(-(-blocks // size) * one.entry, size * one.whole)
-        case "every_k":
-            again = -(-blocks // recompute_interval(recompute, model.layers))
-            return StageActivations(again * one.entry + (blocks - again) * one.whole, one.whole)
+            size = min(blocks, interval)
+            return StageActivations(math.ceil(blocks / size) * block.entry, size * block.whole)
+        case "every_k":  # the first of each k; those behind the last of them are freed before anything is recomputed
+            recomputed_blocks = math.ceil(blocks / interval)
+            ends_with_recomputed = (blocks - 1) % interval == 0
+            held = recomputed_blocks * block.entry + (blocks - recomputed_blocks) * block.whole
+            return StageActivations(held, block.whole * ends_with_recomputed)
         case "ffn":
-            return StageActivations(blocks * (one.whole - one.ffn), one.ffn)
+            return StageActivations(blocks * (block.whole - block.ffn), block.ffn)
         case "selective" if software.recomputes_attention_only:
-            return StageActivations(blocks * (one.whole - one.core), one.core)
+            return StageActivations(blocks * (block.whole - block.core), block.core)
         case "selective":
-            products = one.products if software.saves_collectives else min(one.products, one.whole)
-            return StageActivations(blocks * products, max(0.0, one.whole - one.shared))
+            return _selective(blocks, block.whole, block.products, block.shared, software)
         case "selective_half":
-            half = one.half if software.saves_collectives else min(one.half, one.whole)
-            return StageActivations(blocks * half, max(0.0, one.whole - one.half_shared))
-    return StageActivations(blocks * one.whole, 0.0)
+            return _selective(blocks, block.whole, block.half, block.half_shared, software)
+    return StageActivations(blocks * block.whole, 0.0)
+
+
+def _selective(blocks: int, whole: float, saved: float, shared: float, software: Software) -> StageActivations:
+    """Return what blocks keep that save some results. shared: part of `saved` that is kept without recomputation."""
+    if not software.saves_collectives:
+        saved = min(saved, whole)
+    return StageActivations(blocks * saved, max(0.0, whole - shared))

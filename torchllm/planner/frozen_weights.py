@@ -17,6 +17,8 @@ ROWWISE = ("o_proj", "down_proj")
 """targets whose inputs are cut over tp; of the others the outputs are"""
 FROZEN = 2.0
 """bytes of a frozen weight"""
+WEIGHT, MOMENTS = 4.0, 8.0
+"""bytes of a trained weight, or of its gradient, and of its two moments"""
 
 
 def with_frozen_weights(software: Software, model: Model, lora: Lora) -> Software:
@@ -32,6 +34,19 @@ def with_frozen_weights(software: Software, model: Model, lora: Lora) -> Softwar
         gradients=software.gradients * trained,
         temporary_gradients=software.temporary_gradients * trained,
     )
+
+
+def uncut_elements(model: Model, lora: Lora, tp: int) -> float:
+    """Return the elements of a block's low-rank updates that a rank has beyond 1 / tp of all.
+
+    tp cuts the factor at the side where it cuts the matrix, and the other is whole on every rank.
+    """
+    shapes = target_shapes(model)
+    beyond = 0.0
+    for target in lora.targets:
+        outputs, inputs = shapes[target]
+        beyond += (outputs if target in ROWWISE else inputs) * (1 - 1 / tp)
+    return lora.rank * beyond
 
 
 class UpdateSeconds(NamedTuple):

@@ -13,16 +13,18 @@ worst of a few named moments:
 The schedule decides how many micro batches are in flight then (`moments.py`).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import mul
+from operator import add
 from typing import NamedTuple
 
-from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.config import Lora, Model, Parallel, Recompute, Training
 from torchllm.planner.activations import BlockActivations, StageActivations, block_activations, stage_activations
 from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import expert_parameters, without_experts
-from torchllm.planner.moments import Moment, totals
-from torchllm.spec.flops import head_size, matrices, recomputes_logits
+from torchllm.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
+from torchllm.planner.moments import Moment, Total, totals
+from torchllm.spec.flops import WITHOUT_LORA, head_size, matrices, recomputes_logits
 from torchllm.spec.schedules import Kind
 from torchllm.spec.software import Software
 
@@ -51,6 +53,10 @@ class Memory(NamedTuple):
         """The sum over all purposes."""
         return sum(self)
 
+    def plus(self, added: "Memory") -> "Memory":
+        """Return the sum, purpose by purpose."""
+        return Memory(*map(add, self, added))
+
     @property
     def under_way(self) -> float:
         """The part that comes and goes within a step."""
@@ -63,8 +69,17 @@ class Memory(NamedTuple):
 
 
 def counted(memory: Memory, software: Software) -> float:
-    """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL."""
-    return memory.live if software.peaks_allocated else memory.live + memory.allocator
+    """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL.
+
+    Reserved bytes also have what the moments broke up. torch's optimizers make them at the end of the first step, in
+    segments that its activations have left; the second step finds no room there, and reserves as much again. Of FSDP2
+    runs of Llama 3 8B that torchtitan publishes (d9bdfbb206), that is 7.6 GiB on 8 GPUs, whose moments are 7.5 GiB, and
+    1.0 on 64, with 0.9. Where memory is short the allocator frees such segments, so that `Memory.total` has none.
+    """
+    if software.peaks_allocated:
+        return memory.live
+    broken_up = min(memory.optimizer, memory.under_way) if software.fsdp else 0.0
+    return memory.live + max(memory.allocator, broken_up)
 
 
 class StageSize(NamedTuple):
@@ -94,7 +109,8 @@ def block_matrices(model: Model, tp: int) -> float:
     if not model.experts:
         return (sizes.attention + sizes.ffn) / tp
     shared = 3 * model.hidden * dense_width(model)
-    return (sizes.attention + shared) / tp + model.hidden * model.experts + expert_parameters(model, tp)
+    router = model.hidden * model.experts
+    return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
 
 
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
@@ -105,29 +121,38 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
     """
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
-    found = (stage.blocks - stage.dense) * block_matrices(model, tp) + stage.blocks * 2 * norm
+    queries = model.heads * model.head_width / tp
+    keys = model.kv * model.head_width / tp
+    count = (stage.blocks - stage.dense) * block_matrices(model, tp)
+    count += stage.blocks * 2 * norm
     if stage.dense:
-        found += stage.dense * block_matrices(without_experts(model), tp)
+        count += stage.dense * block_matrices(without_experts(model), tp)
     if model.qk_norm == "head":
-        found += stage.blocks * 2 * model.head_width
+        count += stage.blocks * 2 * model.head_width
     if model.qk_norm == "width":
-        found += stage.blocks * (model.heads + model.kv) * model.head_width / tp
+        count += stage.blocks * (queries + keys)
     if model.has_qkv_bias:
-        found += stage.blocks * (model.heads + 2 * model.kv) * model.head_width / tp
+        count += stage.blocks * (queries + 2 * keys)
     if features.biases:  # those after a sum are whole on every rank
-        found += stage.blocks * (model.ffn / tp + 2 * model.hidden)
+        count += stage.blocks * (model.ffn / tp + 2 * model.hidden)
     table = head_size(model) / (tp if vocab_parallel else 1)
-    found += table * (stage.first + (stage.last and not (model.tied_embeddings and stage.first))) + stage.last * norm
-    return found + (stage.first and features.learned_positions) * model.max_sequence_length * model.hidden
+    if stage.first:
+        positions = features.learned_positions * model.max_sequence_length
+        count += table + positions * model.hidden
+    if stage.last:
+        is_first_too = model.tied_embeddings and stage.first
+        count += norm + table * (not is_first_too)
+    return count
 
 
 def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:
     """Return the parameters of a stage that a rank has once they are gathered: with ep all of its own experts."""
-    found = stage_parameters(model, stage, piece.tp, vocab_parallel)
+    count = stage_parameters(model, stage, piece.tp, vocab_parallel)
     if piece.ep > 1:
         sparse = stage.blocks - stage.dense
-        found += sparse * (expert_parameters(model, piece.ep) - expert_parameters(model, piece.tp))
-    return found
+        of_rank = expert_parameters(model, piece.ep)
+        count += sparse * (of_rank - expert_parameters(model, piece.tp))
+    return count
 
 
 class Rank(NamedTuple):
@@ -139,8 +164,9 @@ class Rank(NamedTuple):
     recompute: Recompute
     software: Software
     piece: Piece
-    one: BlockActivations
-    dense: BlockActivations
+    activations: BlockActivations
+    """of one block; with experts of a sparse one"""
+    dense_activations: BlockActivations
     """the same of the first, dense blocks of a model with experts"""
     zero: int
     """ZeRO stage in effect"""
@@ -148,15 +174,29 @@ class Rank(NamedTuple):
     sharded: float
     """parameters of the rank's stages, divided by the ranks that share them"""
     block: float
-    """parameters of a block on a tp rank"""
+    """parameters of a block on a tp rank, gathered"""
+    block_shard: float
+    """the same, divided by the ranks that share them"""
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
+    is_frozen: bool = False
+    """whether only low-rank updates are trained: the head and the embedding have no gradients"""
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share the weights that are not those of experts."""
+        return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero_stage else 1
 
     @property
     def root(self) -> float:
         """Elements gathered besides the blocks and an untied embedding: a tied embedding, and learned positions."""
         positions = self.model.max_sequence_length * self.model.hidden * self.model.features.learned_positions
         return positions + self.table * self.model.tied_embeddings
+
+    @property
+    def head(self) -> float:
+        """Elements of a head that is a unit of its own: 0 if it is tied to the embedding."""
+        return 0.0 if self.model.tied_embeddings else self.table
 
     @property
     def last_unit(self) -> float:
@@ -166,9 +206,25 @@ class Rank(NamedTuple):
         return self.block - expert_parameters(self.model, self.piece.ep)
 
     @property
-    def per_use(self) -> bool:
+    def gathers_per_use(self) -> bool:
         """Whether weights are gathered each time they are used."""
         return self.zero == 3
+
+    @property
+    def per_use(self) -> float:
+        """Bytes of a weight that is gathered for each use; 0 if weights are gathered once per step."""
+        return self.software.gathered * self.gathers_per_use
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of a weight that is gathered once per step; 0 if weights are gathered for each use.
+
+        Where every rank holds whole weights in the type of the computation, there is nothing to gather.
+        """
+        is_there = self.shards == 1 and self.software.shards == self.software.gathered
+        if is_there or self.gathers_per_use or not self.software.fsdp:
+            return 0.0
+        return self.software.gathered
 
     @property
     def has_gradients_in_forward(self) -> bool:
@@ -181,15 +237,36 @@ class Rank(NamedTuple):
         return 2.0 * self.piece.tokens * self.model.hidden
 
     @property
-    def reduces_at_once(self) -> bool:
-        """Whether gradients are reduced after every micro batch."""
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are reduced after every micro batch of several."""
         return self.zero >= 2 and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduces_in_only_backward(self) -> bool:
+        """Whether a step has one backward, which reduces gradients and frees weights as it goes."""
+        return self.micro_batches == 1 and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduces_sums(self) -> bool:
+        """Whether the last of several backwards reduces the gradients that were summed over all."""
+        is_last_of_several = self.micro_batches > 1 and self.zero < 2
+        return is_last_of_several and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduced_at_once(self) -> float:
+        """Bytes of a gradient that is reduced right after the backward of its unit, in the micro batch at hand."""
+        return self.software.gradients * (self.reduces_every_micro_batch or self.reduces_in_only_backward)
 
     @property
     def boundary(self) -> float:
         """Bytes of the hidden states that are sent to the next stage."""
         cut = self.piece.tp if self.parallel.sequence_parallel or self.parallel.scatter_gather else 1
         return 2.0 * self.piece.tokens * self.model.hidden / cut
+
+    def logits_per_token(self) -> float:
+        """Return the logits of a token on this rank."""
+        is_cut = self.software.vocab_parallel and not self.software.whole_logits
+        return self.model.vocab / (self.piece.tp if is_cut else 1)
 
 
 def rank_memory(
@@ -202,91 +279,187 @@ def rank_memory(
     piece: Piece,
     stages: Sequence[StageSize],
     moments: tuple[Moment, ...],
+    lora: Lora = WITHOUT_LORA,
 ) -> Memory:
-    """Return the peak of a rank that holds these stages. moments: from `moments.of_rank`, stages in the same order."""
+    """Return the peak of a rank that holds these stages. moments: from `moments.of_rank`, stages in the same order.
+
+    With lora `software` is `frozen_weights.with_frozen_weights` of it.
+    """
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
+    micro_batches = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
+    vocab_parallel = software.vocab_parallel
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
-    count = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
-    one = block_activations(model, piece, parallel, kernels, software)
-    dense = block_activations(without_experts(model), piece, parallel, kernels, software) if model.experts else one
-    table = model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1)
-    block_size = gathered_parameters(model, StageSize(1, False, False), piece, True)
+    sparse = block_activations(model, piece, parallel, kernels, software, lora)
+    dense = sparse
+    if model.experts:
+        dense = block_activations(without_experts(model), piece, parallel, kernels, software)
     sizes = list(dict.fromkeys(stages))
-    of_sizes = [gathered_parameters(model, size, piece, software.vocab_parallel) for size in sizes]
-    shards_of_sizes = [stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards for size in sizes]
     size_of = tuple(map(sizes.index, stages))
-    parameters = [of_sizes[at] for at in size_of]
-    sharded_parts = [shards_of_sizes[at] for at in size_of]
-    sharded = sum(sharded_parts)
+    parameters = []
+    for size in sizes:
+        whole = gathered_parameters(model, size, piece, vocab_parallel)
+        shard = stage_parameters(model, size, parallel.tp, vocab_parallel) / shards
+        parameters.append(StageParameters(whole, shard))
+    of_stages = [parameters[size] for size in size_of]
+    all_stages = sum_of_parameters(of_stages)
+    block = StageSize(1, first=False, last=False)
+    table = model.vocab * model.hidden / (parallel.tp if vocab_parallel else 1)
     rank = Rank(
-        model, training, parallel, recompute, software, piece, one, dense, zero, count, sharded, block_size, table
+        model,
+        training,
+        parallel,
+        recompute,
+        software,
+        piece,
+        sparse,
+        dense,
+        zero=zero,
+        micro_batches=micro_batches,
+        sharded=all_stages.shard,
+        block=gathered_parameters(model, block, piece, True),
+        block_shard=stage_parameters(model, block, parallel.tp, True) / shards,
+        table=table,
+        is_frozen=lora.is_on,
     )
-    standing = stands(rank, sum(parameters))
-    moments_of_sizes = totals(moments, size_of)
+    standing = standing_memory(rank, all_stages.whole)
+    if lora.is_on:
+        blocks = sum(stage.blocks for stage in stages)
+        standing = standing.plus(updates_memory(rank, lora, blocks))
     kinds = {moment.kind for moment in moments}
-    alike = [stage_memory(rank, stage, kinds) for stage in sizes]
-    # Bytes per stage of each size: activations and logits of a micro batch in flight, what a deferred one leaves, and
-    # gradients, which FSDP sums during a step only under a pipeline: whole, then sharded once they are reduced.
-    held = [stage.held for stage in alike]
-    logits = [stage.logits for stage in alike]
-    flying = [stage.held + stage.logits for stage in alike]
-    deferred = [stage.deferred for stage in alike]
-    gradient_bytes = software.gradients if software.fsdp and parallel.pp > 1 else 0.0
-    whole = [gradient_bytes * size for size in of_sizes]
-    reduced = [gradient_bytes * part for part in shards_of_sizes]
-    extra_bytes = [{kind: extra.total for kind, extra in stage.extra.items()} for stage in alike]
-    needs = []
-    for moment in moments_of_sizes:
-        counts = (*moment.flying, *moment.deferred, *moment.whole, *moment.reduced)
-        under_way = sum(map(mul, counts, (*flying, *deferred, *whole, *reduced)))
-        needs.append(under_way + extra_bytes[moment.size][moment.kind])
-    most = max(needs)
-    at_peak = moments_of_sizes[needs.index(most)]
-    extra = alike[at_peak.size].extra[at_peak.kind]
-    worst = extra._replace(
-        gradients=extra.gradients + sum(map(mul, (*at_peak.whole, *at_peak.reduced), (*whole, *reduced))),
-        activations=extra.activations + sum(map(mul, (*at_peak.flying, *at_peak.deferred), (*held, *deferred))),
-        logits=extra.logits + sum(map(mul, at_peak.flying, logits)),
-    )
+    stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
+    costs = [StageCosts.of(rank, *of_size) for of_size in zip(stage_memories, parameters, strict=True)]
+    peak = Memory()
+    highest = -math.inf
+    for moment in totals(moments, size_of):
+        extra = stage_memories[moment.size].extra[moment.kind]
+        under_way = extra.total + sum_of_stages(moment, costs)
+        if under_way > highest:
+            highest = under_way
+            peak = extra.plus(memory_of_stages(moment, costs))
     if software.fsdp and parallel.pp > 1:
-        reduction = reduces(rank, parameters[0], sum(sharded_parts[1:]), stages[0], shards)
-        if reduction.total > most:
-            worst = reduction
-    peak = Memory(*(a + b for a, b in zip(standing, worst, strict=True)))
+        later = sum_of_parameters(of_stages[1:])
+        reduction = pipeline_reduction(rank, stages[0], of_stages[0].whole, later)
+        if reduction.total > highest:
+            peak = reduction
+    peak = standing.plus(peak)
     if software.fsdp:
-        neighbours = sum((not stage.first) + (not stage.last) for stage in stages)
-        peak = peak._replace(buffers=count * rank.boundary * neighbours)
-    return peak._replace(allocator=(software.constants.allocator - 1) * peak.under_way, reserve=software.reserve)
+        ends = sum(stage.first + stage.last for stage in stages)
+        neighbours = 2 * len(stages) - ends
+        peak = peak._replace(buffers=micro_batches * rank.boundary * neighbours)
+    fragments = (software.constants.allocator - 1) * peak.under_way
+    return peak._replace(allocator=fragments, reserve=software.reserve)
 
 
-def reduces(rank: Rank, parameters: float, reduced: float, stage: StageSize, shards: int) -> Memory:
+class StageParameters(NamedTuple):
+    """Parameters of one or more stages."""
+
+    whole: float
+    """gathered"""
+    shard: float
+    """divided by the ranks that share them"""
+
+
+def sum_of_parameters(stages: Sequence[StageParameters]) -> StageParameters:
+    """Return the parameters of several stages together."""
+    whole = sum([stage.whole for stage in stages])
+    shard = sum([stage.shard for stage in stages])
+    return StageParameters(whole, shard)
+
+
+class StageCosts(NamedTuple):
+    """Bytes that a stage has because of what is under way in it, whichever stage of the rank computes."""
+
+    activations: float
+    """of each micro batch in flight"""
+    logits: float
+    """of each micro batch in flight"""
+    deferred: float
+    """of each micro batch whose gradients of weights are put off"""
+    whole: float
+    """of its gradients, summed during a step"""
+    reduced: float
+    """of its gradients once they are reduced"""
+    freed: float
+    """of its weights that are gathered once per step, until its gradients are reduced"""
+    last_block: float
+    """of its last block's weights, which stay gathered from a forward to the following backward"""
+
+    @classmethod
+    def of(cls, rank: Rank, stage: "Stage", parameters: StageParameters) -> "StageCosts":
+        """Return the bytes of a stage. FSDP sums gradients of a stage, and frees its weights, under a pipeline only."""
+        gradient = freed = 0.0
+        if rank.software.fsdp and rank.parallel.pp > 1:
+            gradient = rank.software.gradients
+            freed = rank.per_step * parameters.whole
+        whole = gradient * parameters.whole
+        reduced = gradient * parameters.shard
+        last_block = rank.per_use * rank.block * rank.parallel.keep_last_block
+        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block)
+
+
+def sum_of_stages(moment: Total, costs: Sequence[StageCosts]) -> float:
+    """Return the total of `memory_of_stages`, in fewer operations."""
+    total = 0.0
+    for size, stage in enumerate(costs):
+        total += moment.flying[size] * (stage.activations + stage.logits)
+        total += moment.deferred[size] * stage.deferred
+        total += moment.whole[size] * stage.whole
+        total += moment.reduced[size] * (stage.reduced - stage.freed)
+        total += moment.waiting[size] * stage.last_block
+    return total
+
+
+def memory_of_stages(moment: Total, costs: Sequence[StageCosts]) -> Memory:
+    """Return what all stages of a rank have under way at a moment."""
+    memory = Memory()
+    for size, stage in enumerate(costs):
+        flying, reduced = moment.flying[size], moment.reduced[size]
+        activations = flying * stage.activations + moment.deferred[size] * stage.deferred
+        gradients = moment.whole[size] * stage.whole + reduced * stage.reduced
+        gathered = moment.waiting[size] * stage.last_block - reduced * stage.freed
+        logits = flying * stage.logits
+        of_stage = Memory(gradients=gradients, gathered=gathered, activations=activations, logits=logits)
+        memory = memory.plus(of_stage)
+    return memory
+
+
+def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: StageParameters) -> Memory:
     """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, largest first.
 
-    parameters: of that stage; reduced: of the other stages, on this shard.
+    parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
     unit = max(rank.block, rank.table * (stage.first or stage.last))
-    of = rank.software.gradients
-    gradients = of * (parameters + reduced + unit / shards)
-    return Memory(
-        gradients=gradients, gathered=-rank.software.gathered * unit * (not rank.per_use), temporary=of * unit
-    )
+    bytes_per_gradient = rank.software.gradients
+    gradients = bytes_per_gradient * (parameters + later.shard + unit / rank.shards)
+    gathered = -rank.per_step * (unit + later.whole)
+    return Memory(gradients=gradients, gathered=gathered, temporary=bytes_per_gradient * unit)
 
 
-def stands(rank: Rank, parameters: float) -> Memory:
+def standing_memory(rank: Rank, parameters: float) -> Memory:
     """Return the memory that is held all step long. parameters: of the rank's stages, gathered."""
     software, zero, parallel = rank.software, rank.zero, rank.parallel
     if software.fsdp:
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
             gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
-        whole = 0.0 if rank.per_use else software.gathered * parameters
-        moments = software.states - software.shards
-        return Memory(software.shards * rank.sharded, gradients, moments * rank.sharded, whole)
+        weights = software.shards * rank.sharded
+        moments = (software.states - software.shards) * rank.sharded
+        return Memory(weights, gradients, moments, gathered=rank.per_step * parameters)
     weights = software.weights * (rank.sharded if zero >= 3 else parameters)
     gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
-    copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)
     states = software.states * (rank.sharded if zero >= 1 else parameters)
+    copies = software.gradient_copies * parameters * (parallel.data_ranks > 1)
     return Memory(weights, gradients, states, temporary=copies)
+
+
+def updates_memory(rank: Rank, lora: Lora, blocks: int) -> Memory:
+    """Return what low-rank updates need beyond their share of all parameters: tp cuts one factor of each alone."""
+    beyond = blocks * uncut_elements(rank.model, lora, rank.piece.tp)
+    in_shards = beyond / rank.shards
+    gradients = 0.0
+    if rank.micro_batches > 1 and rank.parallel.pp == 1:
+        gradients = WEIGHT * (in_shards if rank.zero >= 2 else beyond)
+    return Memory(WEIGHT * in_shards, gradients, MOMENTS * in_shards)
 
 
 class Stage(NamedTuple):
@@ -306,50 +479,61 @@ class Stage(NamedTuple):
 def activations_of_stage(rank: Rank, stage: StageSize) -> StageActivations:
     """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
     model, recompute, software = rank.model, rank.recompute, rank.software
-    usual = stage_activations(model, stage.blocks - stage.dense, recompute, rank.one, software)
+    sparse = stage_activations(model, stage.blocks - stage.dense, recompute, rank.activations, software)
     if not stage.dense:
-        return usual
-    dense = stage_activations(model, stage.dense, recompute, rank.dense, software)
-    again = dense.again if stage.dense == stage.blocks else max(dense.again, usual.again)
-    return StageActivations(usual.held + dense.held, again)
+        return sparse
+    dense = stage_activations(model, stage.dense, recompute, rank.dense_activations, software)
+    if stage.dense == stage.blocks:
+        return dense
+    return StageActivations(sparse.held + dense.held, max(dense.recomputed, sparse.recomputed))
 
 
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Return what one stage adds; its actions are of `kinds`."""
-    model, piece, software = rank.model, rank.piece, rank.software
+    model, tokens, software = rank.model, rank.piece.tokens, rank.software
     blocks = activations_of_stage(rank, stage)
-    held, ends, logits = blocks.held, 0.0, 0.0
-    deferred = (stage.blocks - stage.dense) * rank.one.deferred + stage.dense * rank.dense.deferred
-    of_head = software.temporary_gradients * rank.table * (stage.last and rank.has_gradients_in_forward)
+    held, ends, logits, of_head = blocks.held, 0.0, 0.0, 0.0
+    deferred = (stage.blocks - stage.dense) * rank.activations.deferred
+    deferred += stage.dense * rank.dense_activations.deferred
     if not model.features.learned_positions:
-        held += piece.tokens * 8.0 * model.head_width  # cosine and sine, each as wide as a head
+        held += tokens * 8.0 * model.rotary_width  # cosine and sine in float32
     if stage.last:
-        ends = rank.one.norm + piece.tokens * 2.0 * model.hidden + of_head
-        rows = model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
-        whole = rank.training.loss_chunk == 0
-        logits = software.kept_logits * piece.tokens * rows * whole
-        deferred += piece.tokens * (2.0 * model.hidden + 2.0 * rows)
+        if rank.has_gradients_in_forward and not rank.is_frozen:
+            of_head = software.temporary_gradients * rank.table
+        ends = rank.activations.norm + of_head
+        if rank.training.loss_chunk == 0:
+            logits = software.kept_logits * tokens * rank.logits_per_token()
+        if not rank.is_frozen:  # the head's input, for the gradient of its weight
+            ends += tokens * 2.0 * model.hidden
+            deferred += tokens * (2.0 * model.hidden + 2.0 * rank.logits_per_token())
     else:
         held += rank.boundary
     held += ends
-    of = Stage(held, ends, of_head, logits, deferred, {})
+    memory = Stage(held, ends, of_head, logits, deferred, {})
     for kind in kinds:
-        moments = _forward(rank, stage, held) if kind == "F" else _backward(rank, stage, of, blocks, kind)
-        of.extra[kind] = max(moments, key=lambda of: of.total)
-    return of
+        if kind == "F":
+            moments = _forward(rank, stage, held)
+        elif kind == "W":
+            moments = _weight_gradients(rank, stage)
+        else:
+            moments = _backward(rank, stage, memory, blocks, kind)
+        memory.extra[kind] = max(moments, key=lambda moment: moment.total)
+    return memory
 
 
-def _previous(rank: Rank) -> float:
+def _previous_reduction(rank: Rank) -> float:
     """Return the buffer of the last reduction of a micro batch, which FSDP keeps until the next one's first."""
-    return rank.software.gradients * rank.table * (rank.reduces_at_once and rank.micro_batches > 1)
+    if rank.micro_batches == 1 or not rank.reduces_every_micro_batch:
+        return 0.0
+    return rank.software.gradients * rank.table
 
 
-def _loss(rank: Rank, each: float) -> float:
-    """Return the bytes of the logits of a micro batch, or of a chunk of it; each: bytes per token and row."""
-    software, piece = rank.software, rank.piece
-    rows = rank.model.vocab / (piece.tp if software.vocab_parallel and not software.whole_logits else 1)
-    tokens = min(piece.tokens, rank.training.loss_chunk or piece.tokens)
-    return (each - (0 if rank.training.loss_chunk else software.kept_logits)) * tokens * rows
+def _loss(rank: Rank, bytes_per_logit: float) -> float:
+    """Return the bytes of the logits of a micro batch, or of a chunk of it, beyond those that a forward keeps."""
+    if rank.training.loss_chunk:
+        tokens = min(rank.piece.tokens, rank.training.loss_chunk)
+        return bytes_per_logit * tokens * rank.logits_per_token()
+    return (bytes_per_logit - rank.software.kept_logits) * rank.piece.tokens * rank.logits_per_token()
 
 
 def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
@@ -357,13 +541,13 @@ def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
 
     copies: 2 while the buffer that they are gathered in exists too. has_block: whether the block is gathered.
     """
-    return rank.software.gathered * (copies * rank.table + rank.block * has_block) * rank.per_use
+    return rank.per_use * (copies * rank.table + rank.block * has_block)
 
 
 def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
     """Yield the moments of a forward pass, at whose end a micro batch keeps `held` bytes."""
     software = rank.software
-    previous = _previous(rank)
+    previous = _previous_reduction(rank)
     if stage.last:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
         gathered = _ends_gathered(rank, 1 if frees_buffer else 2, rank.parallel.keep_last_block)
@@ -372,60 +556,115 @@ def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
             logits = _loss(rank, software.logits_backward)
             yield Memory(gathered=gathered, temporary=previous + 2 * rows, logits=logits, activations=-rows)
         else:
-            yield Memory(gathered=gathered, temporary=previous, logits=_loss(rank, software.logits_forward))
+            logits = _loss(rank, software.logits_forward)
+            yield Memory(gathered=gathered, temporary=previous, logits=logits)
+            if not frees_buffer and (rank.micro_batches == 1 or rank.is_frozen):  # else sums of gradients are larger
+                yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
         yield Memory(gathered=_ends_gathered(rank, 2), temporary=previous, activations=-held)
-    gathered = (2 + rank.parallel.prefetch) * software.gathered * rank.block * rank.per_use
-    yield Memory(gathered=gathered, temporary=previous)
+    units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
+    yield Memory(gathered=rank.per_use * units * rank.block, temporary=previous)
 
 
-def _backward(rank: Rank, stage: StageSize, of: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
-    """Yield the moments of a backward pass, of both gradients (B), of those of inputs (I) or of weights (W).
+def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
+    """Yield the moment at which deferred gradients of weights are computed."""
+    units = min(stage.blocks, 2)
+    gathered = rank.per_use * units * rank.block
+    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * rank.block)
+
+
+def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
+    """Yield the moments of a backward pass, of both gradients (B) or of those of inputs (I).
 
     What a micro batch has kept is freed as its backward proceeds, its logits first.
     """
-    software, block, tied = rank.software, rank.block, rank.model.tied_embeddings
+    gradient = rank.software.temporary_gradients * (kind == "B")
+    if stage.last:
+        yield from _loss_backward(rank, memory, gradient)
+    for finished in sorted({0, 1, stage.blocks - 1}):
+        if 0 <= finished < stage.blocks:
+            yield from _block_backward(rank, stage, memory, blocks, gradient, finished)
+    if rank.reduces_sums:
+        yield _last_reduction(rank, memory, blocks, stage)
+    if stage.first:
+        yield _embedding_backward(rank, stage, memory, gradient)
+
+
+def _loss_backward(rank: Rank, memory: Stage, gradient: float) -> Iterator[Memory]:
+    """Yield the moments of the backward of loss and head. gradient: bytes of a weight's."""
+    previous = _previous_reduction(rank)
+    gathered = _ends_gathered(rank, 1)
+    of_weight = 0.0 if rank.is_frozen else gradient * rank.table
+    if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
+        yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
+    else:
+        of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
+        yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.software.logits_backward))
+    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
+        of_weight += rank.software.gradients * rank.head
+    gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
+    yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=-memory.of_head)
+
+
+def _block_backward(
+    rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivations, gradient: float, finished: int
+) -> Iterator[Memory]:
+    """Yield the moments of a block's backward. gradient: bytes of a weight's. finished: blocks whose is over."""
+    tied = rank.model.tied_embeddings
     root = rank.root * (stage.first or (tied and stage.last))
     waiting = rank.table * (tied and stage.last)  # a tied embedding's gradient is that of both its uses
-    if kind == "W":
-        yield Memory(
-            gathered=2 * software.gathered * block * rank.per_use, temporary=software.temporary_gradients * block
-        )
-        return
-    gradient = software.temporary_gradients * (kind == "B")
-    reduced = software.gradients * (software.fsdp and rank.parallel.pp == 1)
-    at_once = reduced * (rank.zero >= 2)
+    head = rank.head * stage.last
+    ahead = min(rank.parallel.prefetch, stage.blocks - 1 - finished)
+    gathered = rank.per_use * ((1 + ahead) * rank.block + root)
+    gradients = 0.0
+    if rank.reduces_in_only_backward:
+        gathered -= rank.per_step * (finished * rank.block + head)
+        gradients = rank.software.gradients * (finished * rank.block_shard + head / rank.shards)
+    freeing = rank.per_use + rank.per_step * rank.reduces_in_only_backward
+    at_once = rank.reduced_at_once
     previous = at_once * rank.last_unit
-    if stage.last:
-        gathered = _ends_gathered(rank, 1)
-        before = _previous(rank)
-        if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
-            yield Memory(gathered=gathered, temporary=before + gradient * rank.table + rank.hidden_states)
-        else:
-            of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
-            yield Memory(gathered=of_loss, temporary=before, logits=_loss(rank, software.logits_backward))
-        later = 0.0 if tied else reduced
-        temporary = before + (gradient + later) * rank.table
-        if not tied:  # freed before its gradient is reduced
-            gathered -= software.gathered * rank.table * rank.per_use
-        yield Memory(gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.of_head)
-        previous = at_once * (0 if tied else rank.table)
-    gathered = software.gathered * ((1 + rank.parallel.prefetch) * block + root) * rank.per_use
-    for phase in rank.one.phases:
-        more = phase.more + blocks.again
-        temporary = max(0.0, more) + gradient * (phase.gradients + waiting) + at_once * phase.reduced
-        left = gathered - software.gathered * phase.freed * rank.per_use
-        seen = min(0.0, more) - of.ends
-        before = previous * phase.after_unit
-        yield Memory(gathered=left, temporary=temporary + before, logits=-of.logits, activations=seen)
-        if stage.blocks > 1:
-            seen -= blocks.held / stage.blocks
-            before = at_once * rank.last_unit * phase.after_unit
-            yield Memory(gathered=left, temporary=temporary + before, logits=-of.logits, activations=seen)
-    if stage.first:
-        gathered = software.gathered * (block + root) * rank.per_use
-        shards = rank.parallel.dp_shard * rank.parallel.cp
-        of_input = 2.0 * rank.piece.tokens * rank.model.hidden
-        temporary = (gradient + reduced) * rank.table + at_once * rank.last_unit + of_input
-        new = reduced * (rank.sharded - rank.table / shards) * (rank.micro_batches == 1)
-        yield Memory(0.0, new, gathered=gathered, temporary=temporary, logits=-of.logits, activations=-of.held)
+    if stage.last and finished == 0:
+        previous = at_once * head
+    freed = finished * blocks.held / stage.blocks
+    for phase in rank.activations.phases:
+        working = phase.working + blocks.recomputed
+        reduced = phase.reduced * (1 + 1 / rank.shards)  # what is sent, and what comes back
+        temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
+        temporary += at_once * reduced
+        temporary += previous * phase.after_unit
+        activations = min(0.0, working) - memory.ends - freed
+        still_gathered = gathered - freeing * phase.freed
+        yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
+
+
+def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
+    """Return the moment at which the last block's gradients, summed over a step's micro batches, are reduced.
+
+    They are copied to be sent, and what comes back is memory of its own. The weights are no longer gathered.
+    """
+    first_norm = rank.activations.phases[-1].working + blocks.recomputed
+    head = rank.head * stage.last
+    in_shards = 1 / rank.shards
+    reduced = rank.software.gradients * rank.last_unit * (1 + in_shards)
+    gradients = -rank.software.gradients * head * (1 - in_shards)
+    gathered = -rank.per_step * (rank.last_unit + head)
+    activations = min(0.0, first_norm) - memory.ends
+    temporary = max(0.0, first_norm) + reduced
+    return Memory(0.0, gradients, 0.0, gathered, activations, -memory.logits, temporary=temporary)
+
+
+def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
+    """Return the moment at which the embedding's gradient is reduced. gradient: bytes of a weight's."""
+    of_weight = gradient
+    if rank.software.fsdp and rank.parallel.pp == 1:
+        of_weight += rank.software.gradients
+    gathered = rank.per_use * rank.root
+    gradients = 0.0
+    if rank.reduces_in_only_backward:
+        head = rank.head * stage.last
+        gathered -= rank.per_step * (stage.blocks * rank.block + head)
+        gradients = rank.software.gradients * (rank.sharded - rank.table / rank.shards)
+    temporary = rank.reduced_at_once * rank.last_unit + rank.hidden_states
+    if not rank.is_frozen:
+        temporary += of_weight * rank.table
+    return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)

@@ -24,6 +24,8 @@ class Moment(NamedTuple):
     """micro batches whose gradients of weights are still to come"""
     graded: tuple[int, ...]
     """whether there are gradients, summed over the micro batches before: NONE, WHOLE, or REDUCED after the last"""
+    waiting: tuple[bool, ...] = (False,)
+    """whether the last action before this one was a forward, of stages that do not compute"""
 
 
 NONE, WHOLE, REDUCED = range(3)
@@ -45,17 +47,25 @@ def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
     if schedule in LIMITS:
         flying = min(micro_batches, LIMITS[schedule] * pp)
         return tuple(moment._replace(flying=(flying,)) for moment in ONE_STAGE)
-    few = micro_batches
+    count = micro_batches
     if schedule not in ("GPipe", "LoopedBFS"):  # they keep all
         round = micro_batches // max(1, micro_batches // pp)
-        few = min(micro_batches, ROUNDS * round + micro_batches % round)
-    return _of_few(schedule, pp, stages_per_rank, few, rank)
+        count = min(micro_batches, ROUNDS * round + micro_batches % round)
+    return _of_few(schedule, pp, stages_per_rank, count, rank)
 
 
 @cache
 def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
     parallel = Parallel(pp=pp, schedule=schedule, virtual_stages=stages_per_rank)  # type: ignore[arg-type]  # a schedule's name
     return tuple(_worst(rank_order(parallel, micro_batches, rank)))
+
+
+class Candidate(NamedTuple):
+    """A moment that may be the worst of its kind of action."""
+
+    measure: tuple[int, ...]
+    """sums of what is under way, of which the largest counts, in order"""
+    moment: Moment
 
 
 def _worst(order: Iterable[Entry]) -> list[Moment]:
@@ -66,34 +76,59 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
     flight, and the last stage also has logits.
     """
     actions = list(flat(order))
-    left = Counter(action.stage for action in actions if action.kind in "WB")
-    place = {stage: at for at, stage in enumerate(sorted(left))}
-    flying, deferred, graded = [0] * len(place), [0] * len(place), [NONE] * len(place)
-    all_flying = all_deferred = whole = 0
-    worst: dict[tuple[int, Kind], list[tuple[tuple[int, ...], Moment]]] = {}
+    backwards_left = Counter(action.stage for action in actions if action.kind in "WB")
+    position_of = {stage: at for at, stage in enumerate(sorted(backwards_left))}
+    stage_count = len(position_of)
+    flying = [0] * stage_count
+    deferred = [0] * stage_count
+    graded = [NONE] * stage_count
+    last_kinds = [""] * stage_count
+    all_flying = 0
+    all_deferred = 0
+    whole = 0
+    worst: dict[tuple[int, Kind], list[Candidate]] = {}
     for kind, stage, _ in actions:
-        at = place[stage]
-        flying[at] += kind == "F"
-        all_flying += kind == "F"
+        at = position_of[stage]
+        if kind == "F":
+            flying[at] += 1
+            all_flying += 1
         measures = (
             (all_flying, all_deferred, whole),
             (all_flying + all_deferred, whole),
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
         )
-        most = worst.setdefault((at, kind), [((), IDLE[0])] * len(measures))
+        nothing = Candidate((), IDLE[0])
+        highest = worst.setdefault((at, kind), [nothing] * len(measures))
         for which, measure in enumerate(measures):
-            if measure > most[which][0]:
-                most[which] = measure, Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded))
-        flying[at] -= kind in "IB"
-        all_flying -= kind in "IB"
-        deferred[at] += (kind == "I") - (kind == "W")
-        all_deferred += (kind == "I") - (kind == "W")
+            if measure > highest[which].measure:
+                waiting = [last == "F" for last in last_kinds]
+                waiting[at] = False
+                moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), tuple(waiting))
+                highest[which] = Candidate(measure, moment)
+        last_kinds[at] = kind
+        if kind in "IB":
+            flying[at] -= 1
+            all_flying -= 1
+        if kind == "I":
+            deferred[at] += 1
+            all_deferred += 1
+        if kind == "W":
+            deferred[at] -= 1
+            all_deferred -= 1
         if kind in "WB":
-            left[stage] -= 1
-            whole += (left[stage] > 0) - (graded[at] == WHOLE)
-            graded[at] = WHOLE if left[stage] else REDUCED
-    return list(dict.fromkeys(moment for most in worst.values() for _, moment in most))
+            backwards_left[stage] -= 1
+            if graded[at] == WHOLE:
+                whole -= 1
+            graded[at] = REDUCED
+            if backwards_left[stage]:
+                graded[at] = WHOLE
+                whole += 1
+    distinct: dict[Moment, None] = {}  # a set that keeps its order
+    for candidates in worst.values():
+        for candidate in candidates:
+            distinct[candidate.moment] = None
+    return list(distinct)
 
 
 class Total(NamedTuple):
@@ -110,6 +145,8 @@ class Total(NamedTuple):
     """stages of each size whose gradients are WHOLE"""
     reduced: tuple[int, ...]
     """stages of each size whose gradients are REDUCED"""
+    waiting: tuple[int, ...] = (0,)
+    """stages of each size that do not compute, and whose last action was a forward"""
 
 
 @cache
@@ -129,13 +166,10 @@ def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]
 
     distinct: dict[Total, None] = {}  # a set that keeps its order
     for moment in moments:
-        total = Total(
-            size_of[moment.stage],
-            moment.kind,
-            flying=sums(moment.flying),
-            deferred=sums(moment.deferred),
-            whole=sums([state == WHOLE for state in moment.graded]),
-            reduced=sums([state == REDUCED for state in moment.graded]),
-        )
+        whole = [state == WHOLE for state in moment.graded]
+        reduced = [state == REDUCED for state in moment.graded]
+        under_way = sums(moment.flying), sums(moment.deferred)
+        gradients = sums(whole), sums(reduced)
+        total = Total(size_of[moment.stage], moment.kind, *under_way, *gradients, sums(moment.waiting))
         distinct[total] = None
     return list(distinct)

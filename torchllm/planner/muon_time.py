@@ -47,14 +47,21 @@ def orthogonalization_flops(shape: MatrixShape) -> int:
     return ITERATIONS * sum(product.flops for product in iteration_products(shape))
 
 
+def products_seconds(shape: MatrixShape, hardware: Hardware) -> float:
+    """Return the seconds of the products of one iteration."""
+    return sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
+
+
 @lru_cache(maxsize=1024)
 def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
     shapes = sorted(matrix_shapes(model), key=orthogonalization_flops, reverse=True)
-    each = [sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes]
+    seconds_of_shape = [
+        sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes
+    ]
     seconds = 0.0
     for first in range(0, blocks * len(shapes), owners):
-        seconds += ITERATIONS * each[first // blocks]  # as many matrices as blocks have each shape
+        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # as many matrices as blocks have each shape
     return seconds
 
 
@@ -75,8 +82,8 @@ def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -
     if not model.experts:
         return 0.0
     shape = MatrixShape(model.expert_width, model.hidden)
-    one = ITERATIONS * sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
-    return blocks * 3 * math.ceil(model.experts / owners) * one
+    per_expert = ITERATIONS * products_seconds(shape, hardware)
+    return blocks * 3 * math.ceil(model.experts / owners) * per_expert
 
 
 def expert_exchange_seconds(case: Case, blocks: int) -> float:
@@ -90,14 +97,18 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
     shards = case.group([SHARD, CP] if parallel.zero_stage else [])
     tp = case.group([TP])
     owners = shards.size * tp.size
-    cutting = [] if parallel.ep > 1 else [tp]
+    cutting = [tp]
     if parallel.ep > 1:
+        cutting = []
         shards = expert_shards(case.mesh, parallel.ep, case.hardware, case.software)
-    if model.experts // parallel.ep % shards.size and model.hidden % shards.size == 0:
+    experts_per_rank = model.experts // parallel.ep
+    if experts_per_rank % shards.size and model.hidden % shards.size == 0:
         cutting.append(shards)
     stacks = 3 * blocks
-    held = blocks * expert_parameters(model, owners)
-    return 2 * stacks * sum(group.exchange(SENT * held / stacks) for group in cutting)
+    elements = blocks * expert_parameters(model, owners)
+    sent = SENT * elements / stacks
+    one_way = sum(group.exchange(sent) for group in cutting)
+    return 2 * stacks * one_way
 
 
 def muon_seconds(case: Case, blocks: int) -> float:
@@ -113,8 +124,11 @@ def muon_seconds(case: Case, blocks: int) -> float:
     owners = over_shards.size * over_tp.size
     shapes = matrix_shapes(case.model)
     rounds = math.ceil(blocks * len(shapes) / owners)
-    held = blocks * sum(math.prod(shape) for shape in shapes) / owners
-    one_way = over_shards.exchange(SENT * held / rounds) + over_tp.exchange(SENT * held / rounds)
-    shared_out = iteration_seconds(case.model, blocks, owners, case.hardware) + 2 * rounds * one_way
-    of_experts = expert_seconds(case.model, blocks, owners, case.hardware) + expert_exchange_seconds(case, blocks)
-    return shared_out + of_experts
+    elements = sum(math.prod(shape) for shape in shapes)
+    sent = SENT * blocks * elements / owners / rounds
+    one_way = over_shards.exchange(sent) + over_tp.exchange(sent)
+    seconds = 2 * rounds * one_way
+    seconds += iteration_seconds(case.model, blocks, owners, case.hardware)
+    seconds += expert_seconds(case.model, blocks, owners, case.hardware)
+    seconds += expert_exchange_seconds(case, blocks)
+    return seconds

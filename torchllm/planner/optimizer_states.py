@@ -25,8 +25,8 @@ def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer
             in_matrices += sizes.attention + sizes.ffn
         if model.experts:  # all experts, and not the router
             sparse = model.layers - model.dense_layers
-            others = 3 * (model.experts - model.top_k) * model.expert_width - model.experts
-            in_matrices += sparse * model.hidden * others
+            elements_beyond = 3 * (model.experts - model.top_k) * model.expert_width - model.experts
+            in_matrices += sparse * model.hidden * elements_beyond
         entries = -in_matrices / parameter_count(model)
     if optimizer.ema_decay:
         entries += 1.0

@@ -320,4 +320,4 @@ def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
     stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
     model, training, recompute = case.model, case.training, case.recompute
     kernels, software, piece = case.kernels, case.software, case.piece
-    return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments)
+    return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments, case.lora)

@@ -181,6 +181,7 @@ class KempnerForge(Software):
     gradients: float = 2.0
     states: float = 6.0
     shards: float = 2.0
+    peaks_allocated: bool = True  # metrics/memory.py: peak_gb is torch.cuda.max_memory_allocated
     attention: AttentionKernel = "flash2"
     # distributed/tensor_parallel.py: norms of a shard of the sequence and a loss of gathered logits
     default_sequence_parallel: bool = True

@@ -340,7 +340,7 @@ def _forwards_of(case: Case, stages: Sequence[StageSize]) -> list[Forward]:
 
 def _activations_of_blocks(case: Case) -> tuple[BlockActivations, BlockActivations]:
     """Return what a block keeps, and what a dense block of a model with experts keeps."""
-    arguments = case.piece, case.parallel, case.kernels, case.software
+    arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
     usual = block_activations(case.model, *arguments)
     if not case.model.experts:
         return usual, usual
