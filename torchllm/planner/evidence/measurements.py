@@ -65,7 +65,8 @@ class MeasuredRow(NamedTuple):
         """Measured step time; None if the row has none."""
         if self.cells.get("status", "ok") not in ("", "ok"):
             return None
-        return float(self.cells["step_time_s"]) if self.cells.get("step_time_s") else None
+        text = self.cells.get("step_time_s")
+        return float(text) if text else None
 
     @property
     def out_of_memory(self) -> bool | None:
@@ -82,7 +83,8 @@ def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
         raise ValueError(unknown)
     with open(file, newline="") as opened:
         reader = csv.DictReader(opened)
-        if not reader.fieldnames or not {"hidden", "layers", "gpus"} <= set(reader.fieldnames):
+        columns = set(reader.fieldnames or ())
+        if not columns >= {"hidden", "layers", "gpus"}:
             raise ValueError(f"{file}: no columns hidden, layers and gpus: not a table of layouts")
         rows = []
         for line in reader:
@@ -103,6 +105,7 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
 
 
 def _case(cells: Cells) -> Case:
+    """Return what a row is predicted from. ValueError or UserError says why it cannot be."""
     if "RL trainer step" in cells.text("note"):
         raise ValueError("the step of a reinforcement learner: its loss is another one")
     hardware = _hardware(cells)
@@ -126,25 +129,35 @@ def _imbalance(cells: Cells, model: Model) -> float:
 def _software(cells: Cells, hardware: Hardware) -> Software:
     """Return the framework of a row, with what the row says of it."""
     software = stack_of(cells.text("stack"), cells.assumed)
-    if not software.fsdp and cells.number_or("zero_stage", 0) == 3:  # which Megatron has not
+    if not software.fsdp and cells.number_or("zero_stage", 0) == 3:  # Megatron has no ZeRO 3
         software = STACKS["deepspeed-zero3-2021"]
     if software.name == "torchllm":  # whose constants are the machine's, once they are fitted there
         software = replace(software, constants=hardware.constants)
-    overlap = cells.text("tp_overlap")
-    if overlap not in ("", "none", "async"):
-        raise ValueError(f"tp_overlap {overlap!r} is unknown (none, async)")
-    if overlap == "async":
-        software = replace(software, overlaps_products=True)
-    elif overlap == "none":
-        software = replace(software, overlaps_products=False, overlaps_tensor_parallel=False)
     if "fp8 all-gather" in cells.text("precision"):
         software = replace(software, gathered=1.0)
-    dispatcher = cells.text("dispatcher")
-    if dispatcher not in ("", *DISPATCHERS):
+    software = _with_overlap(software, cells.text("tp_overlap"))
+    return _with_dispatcher(software, cells.text("dispatcher"))
+
+
+def _with_overlap(software: Software, overlap: str) -> Software:
+    """Return a framework whose tensor parallelism overlaps with products as a row says; "": as usual."""
+    match overlap:
+        case "":
+            return software
+        case "async":
+            return replace(software, overlaps_products=True)
+        case "none":
+            return replace(software, overlaps_products=False, overlaps_tensor_parallel=False)
+    raise ValueError(f"tp_overlap {overlap!r} is unknown (none, async)")
+
+
+def _with_dispatcher(software: Software, dispatcher: str) -> Software:
+    """Return a framework whose rows travel to their experts as a row says; "": as usual."""
+    if not dispatcher:
+        return software
+    if dispatcher not in DISPATCHERS:
         raise ValueError(f"dispatcher {dispatcher!r} is unknown ({', '.join(DISPATCHERS)})")
-    if dispatcher:
-        software = replace(software, sends_tokens_once=dispatcher != "alltoall")
-    return software
+    return replace(software, sends_tokens_once=dispatcher != "alltoall")
 
 
 def cluster_of_row(cells: dict[str, str]) -> str:
@@ -160,10 +173,13 @@ def cluster_of_row(cells: dict[str, str]) -> str:
 
 
 def _hardware(cells: Cells) -> Hardware:
+    """Return the cluster of a row. That of its GPU is assumed if the row's own is unknown and its network counts."""
     name = cluster_of_row(dict(cells.texts))
     hardware = _read_cluster(name)
     named = cells.text("cluster")
-    if CLUSTER_ALIASES.get(named, named) != name and cells.number("gpus") > hardware.gpus_per_node:
+    is_assumed = CLUSTER_ALIASES.get(named, named) != name
+    uses_network = cells.number("gpus") > hardware.gpus_per_node
+    if is_assumed and uses_network:
         cells.assume(f"cluster {named!r} is unknown: the network of {name}, for its GPU")
     return hardware
 

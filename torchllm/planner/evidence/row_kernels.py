@@ -89,6 +89,7 @@ def measured_kernels(cells: Cells, software: Software) -> Kernels:
 
 
 def _attention(cells: Cells, software: Software) -> AttentionKernel:
+    """Return the attention kernel of a row, or that of its framework. ValueError if its name is unknown."""
     word = cells.text("attn_impl").lower()
     if not word:
         cells.assume(f"attention {software.attention}")
@@ -109,9 +110,9 @@ def _float8_share(cells: Cells, software: Software) -> float:
         return 0.0
     if NO_FLOAT8.fullmatch(word):
         return 0.0
-    if FLOAT8.fullmatch(word):
-        recipes = [recipe for recipe in FLOAT8_SHARES if recipe in word.split()]
-        if recipes:
-            return FLOAT8_SHARES[recipes[0]]
-        return TENSORWISE if software.fsdp else TRANSFORMER_ENGINE
-    raise ValueError(f"precision {word!r} is unknown, or not that of all products")
+    if not FLOAT8.fullmatch(word):
+        raise ValueError(f"precision {word!r} is unknown, or not that of all products")
+    for recipe, share in FLOAT8_SHARES.items():
+        if recipe in word.split():
+            return share
+    return TENSORWISE if software.fsdp else TRANSFORMER_ENGINE
