@@ -26,6 +26,7 @@ from torchllm.planner.experts import (
 )
 from torchllm.planner.memory import gathered_parameters, sizes_of_split, stage_parameters
 from torchllm.planner.predict import Prediction, predict
+from torchllm.planner.stage import expert_parallel
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.software import Software
 
@@ -116,6 +117,18 @@ def test_a_token_that_is_sent_once_travels_to_each_node_and_rank_once() -> None:
     assert other_places(8, 1) == pytest.approx(7 / 8)
 
 
+def test_shared_experts_hide_a_part_of_both_exchanges() -> None:
+    """Gate computes on the way to the experts, up and down on the way back, and twice as long in the backward."""
+    layout = case(GLM, ep=64)
+    constants = layout.software.constants
+    exchange = exchange_seconds(GLM, layout.piece, layout.mesh, layout.hardware)
+    nothing, little, much = (expert_parallel(layout, shared) for shared in (0.0, 0.3 * exchange, 30 * exchange))
+    hidden = 1 - constants.exposed
+    assert nothing.forward - little.forward == pytest.approx(0.3 * exchange * hidden)
+    assert nothing.backward - little.backward == pytest.approx(0.6 * exchange * hidden)
+    assert nothing.forward - much.forward == pytest.approx(2 * exchange * hidden)
+
+
 def test_frameworks_differ_in_what_they_send_and_move() -> None:
     usual = case(ep=64)
     terms = predict(usual).terms
@@ -129,9 +142,9 @@ def test_products_of_experts_are_faster_in_float8() -> None:
     hardware, rows = cluster("dgx_h100"), RoutedRows(32768, 32768, 4, 4096)
     for seconds in (grouped_seconds, grouped_gradient_seconds):
         assert seconds(rows, 4096, 4096, hardware, 0.8) == pytest.approx(seconds(rows, 4096, 4096, hardware) / 1.6)
-    usual = case(hardware=hardware, micro=8)
-    fast = predict(replace(usual, kernels=usual.kernels._replace(float8=0.8)))
-    assert fast.terms["matmul"] < 0.75 * predict(usual).terms["matmul"]
+    usual = replace(case(batch=64), hardware=hardware)
+    fast = replace(usual, kernels=usual.kernels._replace(float8=0.8))
+    assert predict(fast).terms["matmul"] < 0.9 * predict(usual).terms["matmul"]  # half waits for memory, or the router
 
 
 def test_groups_are_the_innermost_ranks() -> None:

@@ -192,10 +192,12 @@ def _is_trained(lora: Lora, *layers: str) -> bool:
 
 
 def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[Product]:
-    """Return the products of a block, routed experts apart.
+    """Return the products of a block in the order of their use (`spec.flops.product_sizes`).
 
-    What is kept of q and k are the inputs of their norms, of o and down those of norms after them. With LoRA a layer is
-    three products, W x, A x and B A x; kept are A x and, of the others, the sum.
+    Of a sparse block `RoutedActivations` has the results of router and routed experts, which are empty here: they stand
+    between the first product of the shared experts and the other two. What is kept of q and k are the inputs of their
+    norms, of o and down those of norms after them. With LoRA a layer is three products, W x, A x and B A x; kept are
+    A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
     keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
@@ -207,10 +209,13 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> 
         "o_proj": Product(width.hidden, keeps_sums),
     }
     if model.experts:
-        layers["router"] = Product(0.0)  # `RoutedActivations` has its result
+        layers["router"] = Product(0.0)
+    if width.ffn and model.features.gated_ffn:
+        layers["gate_proj"] = Product(width.ffn, width.ffn)
+    if model.experts:
+        for matrix in ("gate", "up", "down"):
+            layers[f"routed {matrix}"] = Product(0.0)
     if width.ffn:
-        if model.features.gated_ffn:
-            layers["gate_proj"] = Product(width.ffn, width.ffn)
         layers["up_proj"] = Product(width.ffn, width.ffn)
         layers["down_proj"] = Product(width.hidden, keeps_sums)
     products = []

@@ -310,20 +310,29 @@ ROUTER_WAITS, ROUTER_WAITS_BACKWARD = 3, 2
 """collectives over ep that wait for the slowest rank: numbers of rows, rows, results; gradients of the last two"""
 
 
+GATE_SHARE = 1 / 3
+"""share of the shared experts' products that compute while rows travel to the routed experts: gate; on the way back: up
+and down (`torchllm/models/experts.py`)"""
+
+
 def expert_parallel(case: Case, shared: float) -> PassSeconds:
     """Return the seconds of a block's all-to-alls over ep, forward and backward, recomputation included.
 
-    There are two per pass: rows to their experts, behind which the shared experts compute (`shared` seconds), and
-    results back, which nothing hides. Both wait for the slowest rank, as the host waits for the number of rows.
+    There are two per pass: rows to their experts, and results back. The shared experts compute meanwhile (`shared`
+    seconds). Both wait for the slowest rank, as the host waits for the number of rows.
     """
     software, constants = case.software, case.software.constants
     exchange = exchange_seconds(case.model, case.piece, case.mesh, case.hardware, software.sends_tokens_once)
     if not exchange:
         return NO_WAIT
-    rows = exposed(exchange, shared, constants.exposed)
-    forward = rows + exchange + ROUTER_WAITS * constants.wait
-    row_gradients = exposed(exchange, 2 * shared, constants.exposed)
-    backward = row_gradients + exchange + ROUTER_WAITS_BACKWARD * constants.wait
+    gate, up_and_down = GATE_SHARE * shared, (1 - GATE_SHARE) * shared
+    there = exposed(exchange, gate, constants.exposed)
+    back = exposed(exchange, up_and_down, constants.exposed)
+    forward = there + back + ROUTER_WAITS * constants.wait
+    # The gradients of a product are two products; they go the same ways in the other order.
+    gradients_there = exposed(exchange, 2 * up_and_down, constants.exposed)
+    gradients_back = exposed(exchange, 2 * gate, constants.exposed)
+    backward = gradients_there + gradients_back + ROUTER_WAITS_BACKWARD * constants.wait
     backward += forward * repeated_share(case.recompute, of_ffn=1.0)
     return PassSeconds(forward, backward)
 

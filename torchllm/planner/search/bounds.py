@@ -18,7 +18,7 @@ from torchllm.planner.activations import BlockActivations, block_activations, st
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import without_experts
-from torchllm.planner.memory import StageSize, gathered_parameters
+from torchllm.planner.memory import StageSize, gathered_parameters, stage_parameters
 from torchllm.planner.moments import WHOLE, of_rank
 from torchllm.planner.predict import memory_of, stage_sizes, tail
 from torchllm.planner.search.layouts import Job, Layout
@@ -278,10 +278,18 @@ class Bounds:
             if layout.zero_stage < 3:
                 for size in pipeline.first_rank:
                     standing += case.software.gathered * self.parameters(layout, size)
-            if sums_gradients:
-                standing += memory.gradients
+            if sums_gradients:  # `memory.gradients` lacks what is freed before its peak
+                for size in pipeline.first_rank:
+                    standing += case.software.gradients * self.summed_gradients(layout, size)
             self._standing[key] = standing
         return self._standing[key]
+
+    def summed_gradients(self, layout: Layout, size: StageSize) -> float:
+        """Return the parameters of a stage whose gradients a rank sums over a step's micro batches."""
+        if layout.zero_stage < 2:
+            return self.parameters(layout, size)
+        whole = stage_parameters(self.job.model, size, layout.tp, self.job.software.vocab_parallel)
+        return whole / (layout.dp_shard * layout.cp)
 
     def parameters(self, layout: Layout, size: StageSize) -> float:
         """Return the parameters of a stage, gathered."""
