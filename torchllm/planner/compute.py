@@ -58,7 +58,7 @@ NO_TIME = Seconds()
 """what nothing takes"""
 
 
-class Gradients(NamedTuple):
+class BackwardSeconds(NamedTuple):
     """Times of a backward."""
 
     inputs: Seconds
@@ -180,7 +180,9 @@ def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Softwa
     return Seconds(matmul=matmul, kernels=len(shapes)).plus(core).plus(elementwise_work)
 
 
-def block_backward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Gradients:
+def block_backward(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
+) -> BackwardSeconds:
     """Return the times of the gradient of a block's input and of the gradient of its weights.
 
     Frozen weights (LoRA) have no gradient.
@@ -196,7 +198,7 @@ def block_backward(model: Model, piece: Piece, kernels: Kernels, software: Softw
     elementwise_work = elementwise(model, piece, kernels, software, hardware, backward=True)
     inputs_time = Seconds(matmul=of_inputs, kernels=len(shapes)).plus(core).plus(elementwise_work)
     if software.trained < 1:
-        return Gradients(inputs_time, NO_TIME)
+        return BackwardSeconds(inputs_time, NO_TIME)
     added = gradient_traffic(software) * elements
     kernels_per_product = 2 if added else 1
     weights_time = Seconds(
@@ -204,7 +206,7 @@ def block_backward(model: Model, piece: Piece, kernels: Kernels, software: Softw
         elementwise=memory_seconds(added, hardware),
         kernels=kernels_per_product * len(shapes),
     )
-    return Gradients(inputs_time, weights_time)
+    return BackwardSeconds(inputs_time, weights_time)
 
 
 def gradient_traffic(software: Software) -> float:

@@ -23,7 +23,7 @@ from torchllm.planner.compute import (
     MULTIPLY_ADD,
     NO_TIME,
     TILE,
-    Gradients,
+    BackwardSeconds,
     Kernels,
     PerPass,
     Piece,
@@ -54,13 +54,13 @@ own it reads and writes"""
 COMBINED_BYTES, COMBINED_BYTES_FUSED = PerPass(10.0, 20.0), PerPass(2.0, 6.0)
 """bytes per element of the results that their weighted sum moves: in float32 tensors, and in the registers of one
 kernel"""
-SCORE_BYTES = PerPass(100.0, 60.0)
+ROUTER_SCORE_BYTES = PerPass(100.0, 60.0)
 """bytes per token and expert that scores, their sort, and the record of the choices move"""
 ROUTER_INPUT_BYTES = 6.0
 """bytes per element of the router's input: 16 bits read, float32 written"""
 ROUTED_KERNELS = PerPass(45.0, 60.0)
 """kernels of router and routed experts; the gradients of their weights come on top"""
-WEIGHT_GRADIENT_KERNELS = 8.0
+ROUTED_GRADIENT_KERNELS = 8.0
 """kernels of the gradients of their weights, and of adding them to the step's"""
 
 INDEX_BYTES = 8.0
@@ -158,10 +158,12 @@ def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Softw
     return Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.forward)
 
 
-def routed_backward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Gradients:
+def routed_backward(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
+) -> BackwardSeconds:
     """Return the times of the gradients of what goes into router and experts, and of their weights."""
     if not model.experts:
-        return Gradients(NO_TIME, NO_TIME)
+        return BackwardSeconds(NO_TIME, NO_TIME)
     routed = routed_rows(model, piece)
     width, hidden = routed.width, model.hidden
     router = _router_seconds(model, routed, hardware)
@@ -179,8 +181,8 @@ def routed_backward(model: Model, piece: Piece, kernels: Kernels, software: Soft
     matmul += router
     added = gradient_traffic(software) * MATRICES * routed.experts * width * hidden
     adding = memory_seconds(added, hardware)
-    weights = Seconds(matmul, elementwise=adding, kernels=WEIGHT_GRADIENT_KERNELS)
-    return Gradients(inputs, weights)
+    weights = Seconds(matmul, elementwise=adding, kernels=ROUTED_GRADIENT_KERNELS)
+    return BackwardSeconds(inputs, weights)
 
 
 def _router_seconds(model: Model, routed: RoutedRows, hardware: Hardware) -> float:
@@ -203,7 +205,7 @@ def _elementwise_seconds(
     bytes_per_element = permutations * permuted.of(backward)
     bytes_per_element += combined.of(backward)
     bytes_per_token = ROUTER_INPUT_BYTES * model.hidden
-    bytes_per_token += SCORE_BYTES.of(backward) * model.experts
+    bytes_per_token += ROUTER_SCORE_BYTES.of(backward) * model.experts
 
     routed = routed_rows(model, piece)
     moved = routed.rows * model.hidden * bytes_per_element

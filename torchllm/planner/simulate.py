@@ -328,7 +328,7 @@ def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferr
     return peak
 
 
-class Held(NamedTuple):
+class HeldMicroBatches(NamedTuple):
     """What a rank holds after an action, in micro batches per stage."""
 
     action: Action
@@ -342,11 +342,11 @@ DEFERRED = {"F": 0, "I": 1, "W": -1, "B": 0}
 """micro batches whose gradient of weights it puts off"""
 
 
-def _held(order: Iterable[Entry]) -> Iterator[Held]:
+def _held(order: Iterable[Entry]) -> Iterator[HeldMicroBatches]:
     """Yield each action with what is held after it. The counters are always the same objects."""
     in_flight = Counter[int]()
     deferred = Counter[int]()
     for action in flat(order):
         in_flight[action.stage] += IN_FLIGHT[action.kind]
         deferred[action.stage] += DEFERRED[action.kind]
-        yield Held(action, in_flight, deferred)
+        yield HeldMicroBatches(action, in_flight, deferred)
