@@ -32,7 +32,7 @@ class Constants:
     `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
     """
 
-    launch: float = 8.7e-6
+    launch: float = 8.5e-6
     """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
     host: float = 7.7e-5
     """seconds that the host needs to start a kernel: with small ones the device waits for it"""

@@ -18,6 +18,7 @@ TITAN = STACKS["torchtitan"]
         ("selective", "selective", False),
         ("selective op", "selective", False),
         ("selective (core_attn)", "selective", True),
+        ("selective (layernorm, moe_act)", "selective", False),
         ("selective layer (every other)", "every_k", False),
     ],
 )

@@ -29,10 +29,13 @@ RECOMPUTATION = {
     "disabled": "none",
     "every_layer": "full",
     "selective op": "selective",
+    "selective (layernorm, moe_act)": "selective",
     "selective (core_attn)": "selective",
     "selective layer (every other)": "every_k",
 }
 """what is recomputed, by its other names"""
+ELEMENTWISE = ("selective op", "selective (layernorm, moe_act)")
+"""names of what recomputes elementwise work, whatever a framework usually selects"""
 NO_FLOAT8 = re.compile(r"auto|(amp_)?(bf16|bfloat16|fp16|float16|float32)( .*)?")
 FLOAT8 = re.compile(
     r"(amp_)?(mx)?(float8|fp8)(-\w+|_cublas|_cublas_rceil)?( dynamic| nocompile)*"
@@ -74,7 +77,7 @@ def recompute_of(cells: Cells, software: Software) -> Recomputed:
     if mode not in modes:
         raise ValueError(f"act_ckpt {word!r} is unknown ({', '.join([*modes, *RECOMPUTATION])})")
     if mode == "selective" and word != "selective":  # the words say which of the two selections it is
-        software = replace(software, recomputes_attention_only=word != "selective op")
+        software = replace(software, recomputes_attention_only=word not in ELEMENTWISE)
     return Recomputed(Recompute(mode=mode), software)  # type: ignore[arg-type]  # checked above
 
 

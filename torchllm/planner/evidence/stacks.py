@@ -259,16 +259,19 @@ FACTS: dict[str, Software] = {
 }
 SPEEDS = {
     "megatron-2021": 0.945,
-    "megatron-zero-bubble-2023": 0.927,
-    "megatron-deepspeed-2023": 0.981,
-    "aleph-alpha-megatron-2023": 0.94,
-    "nanotron-2025": 0.985,
-    "llm-foundry-2023": 0.992,
-    "torchtitan": 0.988,
+    "megatron-zero-bubble-2023": 0.935,
+    "megatron-deepspeed-2023": 0.982,
+    "aleph-alpha-megatron-2023": 0.942,
+    "nanotron-2025": 1.005,
+    "llm-foundry-2023": 0.999,
+    "torchtitan": 0.98,
     "deepspeed-zero3-2021": 0.945,
-    "kempnerforge": 0.987,
-    "fms-fsdp": 1.059,
-    "internevo": 0.921,
+    "megatron-core": 0.976,
+    "nemo": 0.976,
+    "kempnerforge": 0.978,
+    "fms-fsdp": 1.057,
+    "internevo": 0.932,
+    "prime-rl": 0.923,
 }
 """`Constants.speed` of the frameworks whose rows `evidence.fit` fits"""
 ALLOCATORS = {"nanotron-2025": 1.06}
