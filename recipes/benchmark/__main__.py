@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is found beside it
-from benchmark.settings import FIRST_HOUR, BenchmarkConfig, read_arguments
+from benchmark.settings import EXPERTS, FIRST_HOUR, Request, read_arguments
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     REQUEST = read_arguments(sys.argv[1:])
@@ -17,15 +17,19 @@ from benchmark.tools import Tables, environment, print_tables
 from torchllm.runtime.process import start_runtime
 
 
-def main(name: str, config: BenchmarkConfig) -> None:
+def main(request: Request) -> None:
     """Run one benchmark; rank 0 prints."""
+    name, config = request.name, request.config
     runtime = start_runtime(config.run, [config])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     facts = environment(config, runtime)
     module = importlib.import_module(f"benchmark.{name}")  # only this one: each needs other packages
     benchmark = getattr(module, name)
-    tables: Tables = benchmark(config, runtime)
+    if name == EXPERTS:
+        tables: Tables = benchmark(config, runtime, request.overrides)
+    else:
+        tables = benchmark(config, runtime)
     if runtime.is_main and config.benchmark.json:
         print(json.dumps({"benchmark": name, "environment": facts, **tables}))
     elif runtime.is_main:
@@ -39,4 +43,4 @@ if __name__ == "__main__":
 
         first_hour(REQUEST.config, REQUEST.config_file)
     else:
-        main(REQUEST.name, REQUEST.config)
+        main(REQUEST)

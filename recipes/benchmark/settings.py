@@ -18,6 +18,8 @@ NAME is one of
     scale        what the costs beside a step are at 64, 1,024 and 16,384 ranks, by counts; on one process
     kernels      the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
     weights      whether this device makes a CPU's initial weights, to the last bit
+    experts      validation loss and time of moe_debug.toml beside debug.toml, whole runs with the same tokens, for
+                 `benchmark.rounds` seeds, of which 3 are enough; on one process, no config, overrides are of all runs
     titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.2.2
     first_hour   all that must be known of a machine before a long run on it, in stages of at most 8 minutes, and a page
                  of what was found; on one process, which starts jobs on one GPU and on all
@@ -28,14 +30,18 @@ so that other work on the machine slows both; figures are medians. --benchmark.j
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, Natural, Positive, Run
+from torchllm.config.arguments import parse_arguments
 from torchllm.config.help import print_help
 from torchllm.resources import resource
 from torchllm.start import load_configs
 
+EXPERTS = "experts"
+"""takes no config, for it has two, but the overrides, for the runs that it starts"""
 NAMES = (
     "matmul",
     "step",
@@ -48,9 +54,10 @@ NAMES = (
     "scale",
     "kernels",
     "weights",
+    EXPERTS,
     "titan",
 )
-"""each is a function (config, runtime) of this name in the file NAME.py of this folder"""
+"""each is a function (config, runtime) of this name in the file NAME.py of this folder; experts has a third argument"""
 FIRST_HOUR = "first_hour"
 """runs others, as processes"""
 
@@ -61,6 +68,8 @@ class Request(NamedTuple):
     name: str
     config_file: str
     config: "BenchmarkConfig"
+    overrides: Mapping[str, str]
+    """"section.key" to the text of its value"""
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,13 @@ def read_arguments(arguments: list[str]) -> Request:
     if name not in names:
         print(f"benchmark: the first argument is one of {', '.join(names)}, not {name!r}", file=sys.stderr)
         raise SystemExit(2)
-    files = [word for word in rest if word.endswith(".toml")] or [str(resource("train_configs/debug.toml"))]
+    files = [word for word in rest if word.endswith(".toml")]
+    if name == EXPERTS and files:
+        print(f"benchmark: {EXPERTS} takes no config, only overrides of its two, not {files[0]!r}", file=sys.stderr)
+        raise SystemExit(2)
+    files = files or [str(resource("train_configs/debug.toml"))]
     if files[0] not in rest:
         rest.insert(0, files[0])
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
-    return Request(name, files[0], load_configs(rest, BenchmarkConfig)[0])
+    config = load_configs(rest, BenchmarkConfig)[0]
+    return Request(name, files[0], config, parse_arguments(rest, []).overrides)

@@ -144,13 +144,16 @@ def measure_layout(
     return row
 
 
-def run_job(arguments: list[str], processes: int, timeout: float, log: Path) -> int | None:
-    """Start run_train.sh and wait for it. Return its exit status, or None if it ran longer than `timeout` seconds."""
+def run_job(arguments: list[str], processes: int, timeout: float | None, log: Path) -> int | None:
+    """Start run_train.sh and wait for it. Return its exit status, or None if it ran longer than `timeout` seconds.
+
+    Without a timeout it may run as long as it takes.
+    """
     command = ["bash", str(resource("run_train.sh")), *arguments]
     return run_command(command, {"NPROC": str(processes), "PYTHON": sys.executable}, timeout, log)
 
 
-def run_command(command: list[str], environment: Mapping[str, str], timeout: float, log: Path) -> int | None:
+def run_command(command: list[str], environment: Mapping[str, str], timeout: float | None, log: Path) -> int | None:
     """Run a command with more `environment` and its output in `log`. Return its exit status, or None as `run_job`."""
     variables = {**os.environ, **environment}
     with open(log, "w") as output:
