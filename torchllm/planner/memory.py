@@ -99,7 +99,8 @@ def sizes_of_split(model: Model, split: Sequence[int]) -> list[StageSize]:
     for stage, blocks in enumerate(split):
         dense = min(blocks, dense_left)
         dense_left -= dense
-        sizes.append(StageSize(blocks, stage == 0, stage == len(split) - 1, dense))
+        is_last = stage == len(split) - 1
+        sizes.append(StageSize(blocks, stage == 0, is_last, dense))
     return sizes
 
 
@@ -190,8 +191,11 @@ class Rank(NamedTuple):
     @property
     def root(self) -> float:
         """Elements gathered besides the blocks and an untied embedding: a tied embedding, and learned positions."""
-        positions = self.model.max_sequence_length * self.model.hidden * self.model.features.learned_positions
-        return positions + self.table * self.model.tied_embeddings
+        model = self.model
+        root = self.table if model.tied_embeddings else 0.0
+        if model.features.learned_positions:
+            root += model.max_sequence_length * model.hidden
+        return root
 
     @property
     def head(self) -> float:
@@ -327,7 +331,9 @@ def rank_memory(
         standing = standing.plus(updates_memory(rank, lora, blocks))
     kinds = {moment.kind for moment in moments}
     stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
-    costs = [StageCosts.of(rank, *of_size) for of_size in zip(stage_memories, parameters, strict=True)]
+    costs = []
+    for stage, of_size in zip(stage_memories, parameters, strict=True):
+        costs.append(StageCosts.of(rank, stage, of_size))
     peak = Memory()
     highest = -math.inf
     for moment in totals(moments, size_of):
@@ -428,7 +434,9 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
 
     parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
-    unit = max(rank.block, rank.table * (stage.first or stage.last))
+    unit = rank.block
+    if stage.first or stage.last:
+        unit = max(unit, rank.table)
     bytes_per_gradient = rank.software.gradients
     gradients = bytes_per_gradient * (parameters + later.shard + unit / rank.shards)
     gathered = -rank.per_step * (unit + later.whole)
@@ -479,7 +487,8 @@ class Stage(NamedTuple):
 def activations_of_stage(rank: Rank, stage: StageSize) -> StageActivations:
     """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
     model, recompute, software = rank.model, rank.recompute, rank.software
-    sparse = stage_activations(model, stage.blocks - stage.dense, recompute, rank.activations, software)
+    sparse_blocks = stage.blocks - stage.dense
+    sparse = stage_activations(model, sparse_blocks, recompute, rank.activations, software)
     if not stage.dense:
         return sparse
     dense = stage_activations(model, stage.dense, recompute, rank.dense_activations, software)
@@ -533,7 +542,8 @@ def _loss(rank: Rank, bytes_per_logit: float) -> float:
     if rank.training.loss_chunk:
         tokens = min(rank.piece.tokens, rank.training.loss_chunk)
         return bytes_per_logit * tokens * rank.logits_per_token()
-    return (bytes_per_logit - rank.software.kept_logits) * rank.piece.tokens * rank.logits_per_token()
+    beyond = bytes_per_logit - rank.software.kept_logits
+    return beyond * rank.piece.tokens * rank.logits_per_token()
 
 
 def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
@@ -645,12 +655,13 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     first_norm = rank.activations.phases[-1].working + blocks.recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
-    reduced = rank.software.gradients * rank.last_unit * (1 + in_shards)
-    gradients = -rank.software.gradients * head * (1 - in_shards)
+    # Sums of the head are gone by then. `gradients` stays what is held all step long, which `search.bounds` reads.
+    reduced = rank.last_unit * (1 + in_shards) - head * (1 - in_shards)
+    sent = rank.software.gradients * max(0.0, reduced)
     gathered = -rank.per_step * (rank.last_unit + head)
     activations = min(0.0, first_norm) - memory.ends
-    temporary = max(0.0, first_norm) + reduced
-    return Memory(0.0, gradients, 0.0, gathered, activations, -memory.logits, temporary=temporary)
+    temporary = max(0.0, first_norm) + sent
+    return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
 
 
 def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
