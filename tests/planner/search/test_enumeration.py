@@ -42,7 +42,7 @@ def random_job(seed: int) -> Job:
     draw = random.Random(seed)
     model = random_model(draw)
     training = Training(global_batch_size=draw.choice([1, 2, 4, 6]), sequence_length=draw.choice([512, 2048, 8192]))
-    hardware = small_nodes(memory=draw.choice([4e9, 8e9, 12e9, 20e9, 80e9]))
+    hardware = small_nodes(memory=draw.choice([2e9, 4e9, 8e9, 12e9, 20e9, 80e9]))
     gpus = draw.choice([1, 2, 3, 4, 4, 6])
     fixed = {key: draw.choice(values) for key, values in OPEN.items() if draw.random() < 0.1}
     if draw.random() < 0.7:

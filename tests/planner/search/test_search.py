@@ -244,7 +244,7 @@ def test_a_pipeline_is_bounded_by_groups_of_ranks_as_by_each_rank() -> None:
     pipelines = [layout for layout in all_layouts(job) if layout.pp > 2]
     for layout in random.Random(3).sample(pipelines, 400):
         case = job.case(layout)
-        stages = bounds.pipeline(layout).stages
+        stages = bounds.stage_split(layout).stages
         costs = bounds.costs(layout, stages)
         seconds, _ = at_least(case, [costs[stage].times for stage in stages], boundary(case))
         assert bounds.scheduled(layout) == pytest.approx(seconds, rel=1e-12), layout
@@ -264,7 +264,7 @@ def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
     for layout in layouts[:400]:
         case = job.case(layout)
         alone = Bounds(job)
-        stages = alone.pipeline(layout).stages
+        stages = alone.stage_split(layout).stages
         costs = bounds.costs(layout, stages)
         for stage in stages:
             assert costs[stage] == stage_cost(case, stage), layout

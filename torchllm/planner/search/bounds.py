@@ -70,7 +70,7 @@ class RankGroup(NamedTuple):
     """number of stages of each size on each rank"""
 
 
-class Pipeline(NamedTuple):
+class StageSplit(NamedTuple):
     """How a schedule spreads the blocks over the ranks of a pipeline."""
 
     stages: list[StageSize]
@@ -114,7 +114,7 @@ class Bounds:
         self._in_flight: dict[Layout, float] = {}
         self._computed: dict[tuple[Piece, Kernels], tuple[Computed, Computed]] = {}
         self._costs: dict[Key, StageCosts] = {}
-        self._pipelines: dict[Key, Pipeline] = {}
+        self._splits: dict[Key, StageSplit] = {}
         self._transfers: dict[Key, float] = {}
         self._tails: dict[Key, float] = {}
         self._needed: dict[Layout, float] = {}
@@ -141,13 +141,13 @@ class Bounds:
         """Return `at_least` of the layout. It is computed per group of ranks, as a pipeline has few kinds of ranks."""
         if layout in self._scheduled:
             return self._scheduled[layout]
-        pipeline = self.pipeline(layout)
-        costs = self.costs(layout, pipeline.sizes)
+        split = self.stage_split(layout)
+        costs = self.costs(layout, split.sizes)
         transfer = self.transfer(layout)
         splits_backward = SCHEDULES[layout.schedule].splits_backward
         micro_batches = self.micro_batches(layout)
         step = waits = 0.0
-        for group in pipeline.groups:
+        for group in split.groups:
             passage = _passage(costs[group.entry].times, transfer, splits_backward)
             seconds = 0.0
             for size, number in group.stages.items():
@@ -197,10 +197,10 @@ class Bounds:
             dense_cost = cost_of_block(case.of_dense_blocks, dense)
         return StageCosts(cost, dense_cost, {})
 
-    def pipeline(self, layout: Layout) -> Pipeline:
+    def stage_split(self, layout: Layout) -> StageSplit:
         """Return how the blocks are spread over the ranks."""
         key = layout.pp, layout.schedule, layout.virtual_stages
-        if key not in self._pipelines:
+        if key not in self._splits:
             case = self.job.case(layout)
             stages = stage_sizes(case)
             sizes = list(dict.fromkeys(stages))
@@ -211,8 +211,8 @@ class Bounds:
             for sizes_of_rank, alike in groupby(ranks):
                 number = len(list(alike))
                 groups.append(RankGroup(number, sizes_of_rank[0], Counter(sizes_of_rank)))
-            self._pipelines[key] = Pipeline(stages, sizes, ranks[0], groups)
-        return self._pipelines[key]
+            self._splits[key] = StageSplit(stages, sizes, ranks[0], groups)
+        return self._splits[key]
 
     def tail(self, layout: Layout) -> float:
         """Return the seconds at the end of a step, if a rank has no end of the model and its backward hides all."""
@@ -257,7 +257,7 @@ class Bounds:
         sharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks)
         if sharded not in self._needed:
             case = self.job.case(sharded)
-            stages = self.pipeline(sharded).stages
+            stages = self.stage_split(sharded).stages
             first = memory_of(case, stages, 0)
             last = memory_of(case, stages, layout.pp - 1) if layout.pp > 1 else first
             self._needed[sharded] = max(first.total, last.total)
@@ -267,16 +267,16 @@ class Bounds:
         """Return the bytes that the first rank holds all step long."""
         sums_gradients = layout.pp == 1 and self.micro_batches(layout) > 1  # a pipeline has them for a while
         shards = layout.dp_shard * layout.cp
-        split = layout.pp, layout.schedule, layout.virtual_stages, layout.tp, layout.ep
-        key = *split, shards, layout.zero_stage, sums_gradients
+        stages = layout.pp, layout.schedule, layout.virtual_stages
+        key = *stages, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
         if key not in self._standing:
             case = self.job.case(layout)
-            pipeline = self.pipeline(layout)
-            memory = memory_of(case, pipeline.stages, 0)
+            split = self.stage_split(layout)
+            memory = memory_of(case, split.stages, 0)
             # `memory.gathered` has what is gathered at its peak, too, which a micro batch decides.
             standing = memory.weights + memory.optimizer + memory.reserve
             if layout.zero_stage < 3:
-                for size in pipeline.first_rank:
+                for size in split.first_rank:
                     standing += case.software.gathered * self.parameters(layout, size)
             if sums_gradients:  # `memory.gradients` lacks what is freed before its peak
                 for size in pipeline.first_rank:
@@ -306,7 +306,7 @@ class Bounds:
         block_key = *tokens, layout.tp, layout.ep, compiled
         key = *block_key, layout.recompute
         bytes_of_size = self._kept_bytes.setdefault(key, {})
-        missing = [size for size in self.pipeline(layout).first_rank if size not in bytes_of_size]
+        missing = [size for size in self.stage_split(layout).first_rank if size not in bytes_of_size]
         if missing:
             case = self.job.case(layout)
             if block_key not in self._activations:
@@ -323,7 +323,7 @@ class Bounds:
         """Return the forwards at whose end the first rank may hold most."""
         key = layout.pp, layout.schedule, layout.virtual_stages, self.micro_batches(layout)
         if key not in self._forwards:
-            self._forwards[key] = _forwards_of(self.job.case(layout), self.pipeline(layout).first_rank)
+            self._forwards[key] = _forwards_of(self.job.case(layout), self.stage_split(layout).first_rank)
         return self._forwards[key]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torchllm.config.errors import UserError
 from torchllm.planner.search.explain import GIB
 from torchllm.planner.search.layouts import Job
-from torchllm.planner.search.search import Found, Point, Ranked
+from torchllm.planner.search.search import CloudPoint, Found, Ranked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +94,7 @@ def _draw_cloud(axes: "Axes", job: Job, outcome: Found) -> None:
     axes.legend(fontsize="small")
 
 
-def _draw_points(axes: "Axes", points: Sequence[Point], color: str, label: str) -> None:
+def _draw_points(axes: "Axes", points: Sequence[CloudPoint], color: str, label: str) -> None:
     if points:
         memory = [point.memory / GIB for point in points]
         mfu = [point.mfu for point in points]

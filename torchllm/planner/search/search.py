@@ -50,7 +50,7 @@ class Miss(NamedTuple):
     """missing bytes"""
 
 
-class Point(NamedTuple):
+class CloudPoint(NamedTuple):
     """A layout that was predicted, as a plot shows it."""
 
     memory: float
@@ -76,7 +76,7 @@ class Found:
     """number of these that were rejected, by reason"""
     refused: Counter[str] = field(default_factory=Counter)
     """number of meshes (pp x data x cp x tp) without a valid layout, by reason"""
-    cloud: list[Point] = field(default_factory=list)
+    cloud: list[CloudPoint] = field(default_factory=list)
     """layouts that were predicted one by one"""
     bounds: Bounds | None = None
     """what the search has computed, which makes another one of the same job faster"""
@@ -241,7 +241,7 @@ class Search:
             return
         prediction = predict(self.job.case(node.layout), at_least)
         if len(self.outcome.cloud) < CLOUD:
-            self.outcome.cloud.append(Point(prediction.memory.total, prediction.mfu, prediction.fits))
+            self.outcome.cloud.append(CloudPoint(prediction.memory.total, prediction.mfu, prediction.fits))
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
         else:
