@@ -15,7 +15,6 @@ from torchllm.planner.predict import predict
 from torchllm.spec.cluster import read_cluster
 from torchllm.spec.software import OF_A_MACHINE, PRIORS
 
-
 LARGE = {"hidden": "5120", "heads": "40", "ffn": "13824"}
 """widths at which the device does not wait for the host, so that speeds and waits can be told"""
 
