@@ -279,7 +279,7 @@ class Bounds:
                 for size in split.first_rank:
                     standing += case.software.gathered * self.parameters(layout, size)
             if sums_gradients:  # `memory.gradients` lacks what is freed before its peak
-                for size in pipeline.first_rank:
+                for size in split.first_rank:
                     standing += case.software.gradients * self.summed_gradients(layout, size)
             self._standing[key] = standing
         return self._standing[key]
