@@ -99,7 +99,7 @@ class Widths(NamedTuple):
         return 1.0 if self.ffn else 0.0
 
 
-class Product(NamedTuple):
+class BlockProduct(NamedTuple):
     """A product of a block with a weight, in the order of the forward pass."""
 
     result: float
@@ -191,7 +191,7 @@ def _is_trained(lora: Lora, *layers: str) -> bool:
     return any(layer in lora.targets for layer in layers)
 
 
-def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[Product]:
+def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`spec.flops.product_sizes`).
 
     Of a sparse block `RoutedActivations` has the results of router and routed experts, which are empty here: they stand
@@ -203,25 +203,25 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> 
     keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
     keeps_sums = width.local * (model.norm_position == "after" and fuses_norm(model, kernels))
     layers = {
-        "q_proj": Product(width.query, width.query * keeps_qk),
-        "k_proj": Product(width.key, width.key * keeps_qk),
-        "v_proj": Product(width.key, width.key),
-        "o_proj": Product(width.hidden, keeps_sums),
+        "q_proj": BlockProduct(width.query, width.query * keeps_qk),
+        "k_proj": BlockProduct(width.key, width.key * keeps_qk),
+        "v_proj": BlockProduct(width.key, width.key),
+        "o_proj": BlockProduct(width.hidden, keeps_sums),
     }
     if model.experts:
-        layers["router"] = Product(0.0)
+        layers["router"] = BlockProduct(0.0)
     if width.ffn and model.features.gated_ffn:
-        layers["gate_proj"] = Product(width.ffn, width.ffn)
+        layers["gate_proj"] = BlockProduct(width.ffn, width.ffn)
     if model.experts:
         for matrix in ("gate", "up", "down"):
-            layers[f"routed {matrix}"] = Product(0.0)
+            layers[f"routed {matrix}"] = BlockProduct(0.0)
     if width.ffn:
-        layers["up_proj"] = Product(width.ffn, width.ffn)
-        layers["down_proj"] = Product(width.hidden, keeps_sums)
+        layers["up_proj"] = BlockProduct(width.ffn, width.ffn)
+        layers["down_proj"] = BlockProduct(width.hidden, keeps_sums)
     products = []
     for name, product in layers.items():
         if lora.is_on and name in lora.targets:
-            products += [Product(product.result), Product(lora.rank, lora.rank), Product(product.result)]
+            products += [BlockProduct(product.result), BlockProduct(lora.rank, lora.rank), BlockProduct(product.result)]
         else:
             products.append(product)
     return products
@@ -236,7 +236,7 @@ class Selected(NamedTuple):
     """part of it that is kept without recomputation too"""
 
 
-def selected_products(products: Sequence[Product]) -> Selected:
+def selected_products(products: Sequence[BlockProduct]) -> Selected:
     """Return the bytes per token of the results of some products, in 16 bits."""
     return Selected(
         saved=2.0 * sum(product.result for product in products),

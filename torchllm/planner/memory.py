@@ -333,7 +333,7 @@ def rank_memory(
     stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
     costs = []
     for stage, of_size in zip(stage_memories, parameters, strict=True):
-        costs.append(StageCosts.of(rank, stage, of_size))
+        costs.append(StageMemoryCosts.of(rank, stage, of_size))
     peak = Memory()
     highest = -math.inf
     for moment in totals(moments, size_of):
@@ -372,7 +372,7 @@ def sum_of_parameters(stages: Sequence[StageParameters]) -> StageParameters:
     return StageParameters(whole, shard)
 
 
-class StageCosts(NamedTuple):
+class StageMemoryCosts(NamedTuple):
     """Bytes that a stage has because of what is under way in it, whichever stage of the rank computes."""
 
     activations: float
@@ -391,7 +391,7 @@ class StageCosts(NamedTuple):
     """of its last block's weights, which stay gathered from a forward to the following backward"""
 
     @classmethod
-    def of(cls, rank: Rank, stage: "Stage", parameters: StageParameters) -> "StageCosts":
+    def of(cls, rank: Rank, stage: "Stage", parameters: StageParameters) -> "StageMemoryCosts":
         """Return the bytes of a stage. FSDP sums gradients of a stage, and frees its weights, under a pipeline only."""
         gradient = freed = 0.0
         if rank.software.fsdp and rank.parallel.pp > 1:
@@ -403,7 +403,7 @@ class StageCosts(NamedTuple):
         return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block)
 
 
-def sum_of_stages(moment: Total, costs: Sequence[StageCosts]) -> float:
+def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
     """Return the total of `memory_of_stages`, in fewer operations."""
     total = 0.0
     for size, stage in enumerate(costs):
@@ -415,7 +415,7 @@ def sum_of_stages(moment: Total, costs: Sequence[StageCosts]) -> float:
     return total
 
 
-def memory_of_stages(moment: Total, costs: Sequence[StageCosts]) -> Memory:
+def memory_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> Memory:
     """Return what all stages of a rank have under way at a moment."""
     memory = Memory()
     for size, stage in enumerate(costs):

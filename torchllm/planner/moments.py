@@ -60,7 +60,7 @@ def _of_few(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, ra
     return tuple(_worst(rank_order(parallel, micro_batches, rank)))
 
 
-class Candidate(NamedTuple):
+class PeakCandidate(NamedTuple):
     """A moment that may be the worst of its kind of action."""
 
     measure: tuple[int, ...]
@@ -86,7 +86,7 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
     all_flying = 0
     all_deferred = 0
     whole = 0
-    worst: dict[tuple[int, Kind], list[Candidate]] = {}
+    worst: dict[tuple[int, Kind], list[PeakCandidate]] = {}
     for kind, stage, _ in actions:
         at = position_of[stage]
         if kind == "F":
@@ -98,14 +98,14 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
         )
-        nothing = Candidate((), IDLE[0])
+        nothing = PeakCandidate((), IDLE[0])
         highest = worst.setdefault((at, kind), [nothing] * len(measures))
         for which, measure in enumerate(measures):
             if measure > highest[which].measure:
                 waiting = [last == "F" for last in last_kinds]
                 waiting[at] = False
                 moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), tuple(waiting))
-                highest[which] = Candidate(measure, moment)
+                highest[which] = PeakCandidate(measure, moment)
         last_kinds[at] = kind
         if kind in "IB":
             flying[at] -= 1

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.test_predict import LLAMA, case
 from torchllm.planner.evidence import residuals
 from torchllm.planner.evidence.residuals import ANY, LEVELS, NATIVE, RowClass, Spread, own_class
-from torchllm.planner.evidence.step_errors import EVERY_STEP, SELDOM_MEASURED, ErrorModel
+from torchllm.planner.evidence.step_errors import EVERY_STEP, RARELY_MEASURED, ErrorModel
 from torchllm.planner.memory import Memory
 from torchllm.planner.predict import predict
 from torchllm.planner.search import validity
@@ -45,7 +45,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let errors of known frameworks be 0.1 in 9 of 10 cases, times a factor, and those of unknown ones 0.5."""
-    deviations = {EVERY_STEP: 1.0, SELDOM_MEASURED: 2.0}
+    deviations = {EVERY_STEP: 1.0, RARELY_MEASURED: 2.0}
     for term in predict(case()).terms:
         deviations[term] = 0.0
     of_known = ErrorModel(deviations, {"llm-foundry-2023": 1.5}, {"A100": 20}, 0.1, 900, 50)

@@ -33,8 +33,8 @@ KNOWLEDGE: tuple[Knowledge, ...] = ("fold", "framework")
 EVERY_STEP = "every step"
 FLOAT8 = "float8"
 EXPERTS = "experts"
-SELDOM_MEASURED = "a GPU that is seldom measured"
-WHOLE_STEP = {EVERY_STEP: 0.03, FLOAT8: 0.2, EXPERTS: 0.5, SELDOM_MEASURED: 0.15}
+RARELY_MEASURED = "a GPU that is rarely measured"
+WHOLE_STEP = {EVERY_STEP: 0.03, FLOAT8: 0.2, EXPERTS: 0.5, RARELY_MEASURED: 0.15}
 """sources that are no term of a prediction, and the deviation that each may well have"""
 ACROSS_NODES = "tensor parallel across nodes"
 PRIOR_ACROSS_NODES = 1.0
@@ -42,8 +42,8 @@ PRIOR_OF_TERM = 0.3
 """deviation that a term of a prediction may well have: 30 % of its seconds"""
 PRIOR_ROWS = 1.0
 """rows, each the first of its fold, as which the prior of a source counts"""
-SELDOM_FOLDS = 6
-"""folds of a generation of GPUs below which it is seldom measured"""
+RARELY_FOLDS = 6
+"""folds of a generation of GPUs below which it is rarely measured"""
 DEGREES = 4.0
 """degrees of freedom of Student's t distribution: errors have heavier tails than a normal distribution's"""
 ROUNDS, CLOSE = 60, 1e-3
@@ -119,8 +119,8 @@ class ErrorModel(NamedTuple):
 
     def sources(self, shares: Mapping[str, float], gpu: str) -> dict[str, float]:
         """Return the shares with one for the GPU, if hardly any fold is of its generation."""
-        is_seldom = self.folds_of_gpu.get(gpu, 0) < SELDOM_FOLDS
-        return {**shares, SELDOM_MEASURED: 1.0} if is_seldom else dict(shares)
+        is_rarely = self.folds_of_gpu.get(gpu, 0) < RARELY_FOLDS
+        return {**shares, RARELY_MEASURED: 1.0} if is_rarely else dict(shares)
 
     def deviation(self, source: str) -> float:
         """Return the deviation of a source; of a term that no row has, its prior."""

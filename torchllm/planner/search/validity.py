@@ -21,7 +21,7 @@ from torchllm.planner.evidence.residuals import (
     read_spreads,
 )
 from torchllm.planner.evidence.step_errors import (
-    SELDOM_MEASURED,
+    RARELY_MEASURED,
     ErrorModels,
     StepInterval,
     generation,
@@ -105,7 +105,7 @@ def described(case: Case, interval: StepInterval) -> str:
     remarks = []
     if not is_measured(case):
         remarks.append(f"{case.software.name} is not measured on {gpu}")
-    if interval.widest == SELDOM_MEASURED:
+    if interval.widest == RARELY_MEASURED:
         remarks.append(f"few models are measured on {gpu}")
     else:
         remarks.append(f"what is known least is {interval.widest}")
