@@ -16,7 +16,7 @@ from torchllm.planner.evidence.step_errors import (
     EXPERTS,
     FLOAT8,
     PRIOR_OF_TERM,
-    SELDOM_MEASURED,
+    RARELY_MEASURED,
     WHOLE_STEP,
     ErrorModel,
     StepError,
@@ -57,7 +57,7 @@ def test_deviations_are_found_again() -> None:
 
 def test_without_errors_the_priors_are_all_that_is_known() -> None:
     interval = fit_errors([], with_factors=True).interval({EVERY_STEP: 1.0, "wait": 0.5}, "first", "H100")
-    whole = math.hypot(WHOLE_STEP[EVERY_STEP], WHOLE_STEP[SELDOM_MEASURED])
+    whole = math.hypot(WHOLE_STEP[EVERY_STEP], WHOLE_STEP[RARELY_MEASURED])
     assert interval.half == pytest.approx(1.64485 * math.hypot(whole, 0.5 * PRIOR_OF_TERM), rel=1e-4)
 
 
@@ -92,7 +92,7 @@ def test_a_framework_that_is_often_wrong_has_wider_intervals() -> None:
 def test_a_gpu_of_few_folds_is_a_source_of_its_own() -> None:
     model = fit_errors(drawn(folds=20, rows=5, deviation=0.6), with_factors=False)
     interval = model.interval({EVERY_STEP: 1.0}, "first", "B300")
-    assert interval.widest == SELDOM_MEASURED
+    assert interval.widest == RARELY_MEASURED
     assert interval.half > model.interval({EVERY_STEP: 1.0}, "first", "H100").half
 
 
@@ -172,7 +172,7 @@ def test_what_ships_knows_frameworks_and_gpus() -> None:
     assert not models["framework"].factors
     for model in models.values():
         assert isinstance(model, ErrorModel)
-        assert min(model.folds_of_gpu["A100"], model.folds_of_gpu["H100"]) > step_errors.SELDOM_FOLDS
+        assert min(model.folds_of_gpu["A100"], model.folds_of_gpu["H100"]) > step_errors.RARELY_FOLDS
     shares = {EVERY_STEP: 1.0, "matmul": 0.6}
     measured = models["fold"].interval(shares, "llm-foundry-2023", "A100")
     assert measured.half < models["framework"].interval(shares, "llm-foundry-2023", "A100").half
