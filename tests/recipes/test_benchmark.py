@@ -15,13 +15,13 @@ RECIPE = str(ROOT / "recipes" / "benchmark")
 SHORT = [*SMALL, "--benchmark.rounds=2", "--benchmark.steps=2", "--benchmark.warmup=1", "--benchmark.seconds=0.001"]
 
 
-def benchmark(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the recipe; `ranks` over 0: under torchrun."""
+def benchmark(*arguments: str, ranks: int = 0, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the recipe; `ranks` over 0: under torchrun. seconds: after which it is ended, and the test fails."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [RECIPE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
 def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[str, Any]:

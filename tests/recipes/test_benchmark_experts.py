@@ -28,11 +28,12 @@ def as_runtime(folder: Path) -> Any:
     return SimpleNamespace(world_size=1, is_main=True, folder=folder, barrier=lambda: None)
 
 
-def test_both_are_trained_with_the_overrides(tmp_path: Path) -> None:
+def test_both_are_trained_with_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of runs beside other tests wait for each other
     options = [word for word in SMALL if not word.startswith(SIZES)]
     options += ["--training.steps=3", "--evaluate.interval=3", "--run.seed=5", "--metrics.tensorboard=false"]
     options += ["--benchmark.rounds=1", "--benchmark.json=true", f"--run.folder={tmp_path}"]
-    done = benchmark("experts", *options)
+    done = benchmark("experts", *options, seconds=280)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "scratch").exists()
     result = json.loads(done.stdout)
