@@ -70,7 +70,9 @@ def test_added_axes() -> None:
 
 
 def test_quantiles_of_a_class() -> None:
-    table = {(spread.quantity, spread.of): spread for spread in spreads(made([number / 100 for number in range(99)]))}
+    table = {
+        (spread.quantity, spread.row_class): spread for spread in spreads(made([number / 100 for number in range(99)]))
+    }
     peaks = table["peak memory", RowClass("torchtitan", "data only", "A100")]
     assert (peaks.rows, peaks.folds) == (99, 3)
     assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
@@ -87,7 +89,9 @@ def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None
 
 
 def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
-    classes = {spread.of for spread in spreads(made([0.1] * 10, stack="torchllm")) if spread.quantity == "peak memory"}
+    classes = {
+        spread.row_class for spread in spreads(made([0.1] * 10, stack="torchllm")) if spread.quantity == "peak memory"
+    }
     assert classes == {RowClass("torchllm", ANY, ANY)}
 
 
@@ -109,7 +113,7 @@ def test_pairs_are_of_one_job() -> None:
         plain = made([0.1 * number], group=str(number))
         with_tp = made([0.1 * number + 0.2], group=str(number), tp="2", dp="4")
         rows += plain + with_tp if number % 2 else with_tp + plain
-    ratios = {spread.of: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
+    ratios = {spread.row_class: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
     added = ratios[RowClass(NATIVE, "+tp", ANY)]
     assert added.rows == 20
     assert added.quantiles == pytest.approx([0.2] * len(LEVELS))
@@ -129,7 +133,7 @@ def test_pairs_of_which_neither_is_simpler_count_both_ways(
     rows = []
     for residual in (*made([0.0] * 5, **first), *made([0.3] * 5, **second)):
         rows.append(residual._replace(fold="a"))
-    ratios = {spread.of.axes: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
+    ratios = {spread.row_class.axes: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
     assert axes <= set(ratios)
     both = ratios[ANY]
     assert both.interval[0] == -both.interval[1]
@@ -152,7 +156,9 @@ def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_spreads(str(tmp_path / "table.csv"), written)
     monkeypatch.setattr(residuals, "TABLE", tmp_path / "table.csv")
     read = list(read_spreads.__wrapped__().values())
-    assert [(spread.of, spread.rows) for spread in read] == [(spread.of, spread.rows) for spread in written]
+    assert [(spread.row_class, spread.rows) for spread in read] == [
+        (spread.row_class, spread.rows) for spread in written
+    ]
     for spread, original in zip(read, written, strict=True):
         assert spread.quantiles == pytest.approx(original.quantiles, abs=5e-4)  # three decimals
 

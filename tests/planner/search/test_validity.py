@@ -106,7 +106,7 @@ def test_a_closer_class_with_few_rows_widens_the_broader_one(table: Table, rows:
     row_class = RowClass(NATIVE, "data only", "A100")
     table["peak memory", "framework", row_class] = spread(rows, 0.9, row_class, folds=folds)
     widened = spread_of(case(), "peak memory")
-    assert widened.of == RowClass(ANY, ANY, ANY)
+    assert widened.row_class == RowClass(ANY, ANY, ANY)
     assert widened.interval == pytest.approx((-0.9, 0.9))
     table["peak memory", "framework", row_class] = spread(rows, 0.05, row_class, folds=folds)
     assert spread_of(case(), "peak memory").interval == pytest.approx((-0.1, 0.1))

@@ -25,18 +25,22 @@ FALL = 0.4
 """difference of two runs' shares, of at most 2, over which that correlation falls by the factor e"""
 
 
+Vector = Sequence[float]
+Shares = Mapping[str, float]
+"""of a step, by what its seconds are spent on"""
+
+
 class Candidate(NamedTuple):
     """A run that may be measured."""
 
     slopes: list[float]
     """derivative of the log of its step by the log of each constant that is calibrated"""
-    shares: Mapping[str, float]
-    """of its step, by what they are spent on"""
+    shares: Shares
     deviation: float
     """of its error, as a logarithm"""
 
 
-def candidates_of(near: Linear, shares: Sequence[Mapping[str, float]], deviations: Sequence[float]) -> list[Candidate]:
+def candidates_of(near: Linear, shares: Sequence[Shares], deviations: Vector) -> list[Candidate]:
     """Return runs near the constants from which calibration starts."""
     candidates = []
     for index, deviation in enumerate(deviations):
@@ -45,37 +49,50 @@ def candidates_of(near: Linear, shares: Sequence[Mapping[str, float]], deviation
     return candidates
 
 
-def unlike(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+def unlike(first: Shares, second: Shares) -> float:
     """Return how differently two steps are spent: the sum of the differences of their terms' shares, from 0 to 2."""
     total = 0.0
     for term in dict.fromkeys([*first, *second]):
-        total += abs(first.get(term, 0.0) - second.get(term, 0.0))
+        difference = first.get(term, 0.0) - second.get(term, 0.0)
+        total += abs(difference)
     return total
 
 
 def covariance(first: Candidate, second: Candidate) -> float:
     """Return the covariance of the errors of two runs, less the noise that each has of its own."""
     distance = unlike(first.shares, second.shares)
-    return ALIKE * math.exp(-distance / FALL) * first.deviation * second.deviation
+    correlation = ALIKE * math.exp(-distance / FALL)
+    return correlation * first.deviation * second.deviation
 
 
-def dot(first: Sequence[float], second: Sequence[float]) -> float:
+def dot(first: Vector, second: Vector) -> float:
     """Return the sum of products."""
-    return sum(x * y for x, y in zip(first, second, strict=True))
+    pairs = zip(first, second, strict=True)
+    return sum(x * y for x, y in pairs)
+
+
+def columns_of(rows: Sequence[Vector]) -> list[Vector]:
+    """Return the columns of a matrix."""
+    return list(zip(*rows, strict=True))
 
 
 class Design:
     """What calibrating to some of the candidates gains."""
 
-    def __init__(self, candidates: Sequence[Candidate], trusts: Sequence[float]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], trusts: Vector) -> None:
         """trusts: what the square of each constant's distance from its prior counts (`FitProblem.trust`)."""
         self.candidates = candidates
         self.trusts = trusts
         self.errors = self.error_covariances()
-        columns = list(zip(*(candidate.slopes for candidate in candidates), strict=True))
-        self.products = [[dot(column, row) for column in columns] for row in columns]
-        self.pulls = [[dot(errors, column) for column in columns] for errors in self.errors]
+        columns = columns_of([candidate.slopes for candidate in candidates])
+        self.products: list[Vector] = []
+        """of the slopes by each two constants, summed over the runs"""
+        for row in columns:
+            self.products.append([dot(column, row) for column in columns])
+        self.pulls: list[Vector] = []
         """covariance of a run's error with those of all runs, times their slopes"""
+        for errors in self.errors:
+            self.pulls.append([dot(errors, column) for column in columns])
 
     def error_covariances(self) -> list[list[float]]:
         """Return the covariances of the candidates' errors before any is measured."""
@@ -89,15 +106,16 @@ class Design:
     def gains(self, chosen: Sequence[int]) -> list[list[float]]:
         """Return how far the constants move against the error of each chosen run: the columns of K."""
         matrix: list[list[float]] = []
-        columns = list(zip(*(self.candidates[index].slopes for index in chosen), strict=True))
+        slopes_of_runs = [self.candidates[index].slopes for index in chosen]
+        columns = columns_of(slopes_of_runs)
         for row, trust in zip(columns, self.trusts, strict=True):
             information = [dot(row, column) / NOISE**2 for column in columns]
             information[len(matrix)] += trust
             matrix.append(information)
         gains = []
-        for index in chosen:
-            slopes = self.candidates[index].slopes
-            gains.append(solve(matrix, [slope / NOISE**2 for slope in slopes]))
+        for slopes in slopes_of_runs:
+            right = [slope / NOISE**2 for slope in slopes]
+            gains.append(solve(matrix, right))
         return gains
 
     def change(self, chosen: Sequence[int]) -> float:
@@ -107,8 +125,9 @@ class Design:
         for index, gain in zip(chosen, gains, strict=True):
             total -= 2 * dot(gain, self.pulls[index])
             moved = [dot(gain, row) for row in self.products]
+            errors = self.errors[index]
             for second_index, second_gain in zip(chosen, gains, strict=True):
-                total += self.errors[index][second_index] * dot(moved, second_gain)
+                total += errors[second_index] * dot(moved, second_gain)
         return total
 
 

@@ -145,7 +145,9 @@ def with_constants(case: Case, constants: Constants) -> Case:
 
 def log_step(case: Case, framework: str, point: Point) -> float:
     """Return the logarithm of the predicted seconds of a step."""
-    return math.log(predict(with_constants(case, constants_at(point, framework, case.software.constants))).step)
+    constants = constants_at(point, framework, case.software.constants)
+    prediction = predict(with_constants(case, constants))
+    return math.log(prediction.step)
 
 
 def log_error(row: Timed, point: Point) -> float:
@@ -221,8 +223,9 @@ def best_changes(
     matrix = information(problem, near.slopes, names, weights)
     right = []
     for name in names:
+        distance = problem.middle[name] - point[name]
         pull = sum_of_products(weights, near.slopes[name], errors)
-        right.append(problem.trust(name) * (problem.middle[name] - point[name]) - pull)
+        right.append(problem.trust(name) * distance - pull)
     return dict(zip(names, solve(matrix, right), strict=True))
 
 
@@ -240,7 +243,8 @@ def information(
 
 def sum_of_products(first: Sequence[float], second: Sequence[float], third: Sequence[float]) -> float:
     """Return the sum of the products of three values each."""
-    return sum(x * y * z for x, y, z in zip(first, second, third, strict=True))
+    triples = zip(first, second, third, strict=True)
+    return sum(x * y * z for x, y, z in triples)
 
 
 def solve(matrix: list[list[float]], right: list[float]) -> list[float]:

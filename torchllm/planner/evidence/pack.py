@@ -12,6 +12,24 @@ DATA = Path(__file__).parent / "data"
 """measurements that come with torchllm; data/SOURCES.md says where from"""
 
 
+README = """\
+# {name}
+
+{summary}
+
+- Command: `python recipes/sweep ...`
+- Machines (GPU and its power limit, network per node):
+- Software (commit of torchllm, torch, CUDA, driver):
+- What is unusual:
+
+I measured these rows and publish them under the licence of torchllm.
+
+Line of SOURCES.md:
+
+{line_of_sources}
+"""
+
+
 def own_measurements() -> list[str]:
     """Return the files of measurements that come with torchllm."""
     return [str(file) for file in sorted(DATA.glob("*.csv"))]
@@ -67,13 +85,10 @@ def row_problems(row: MeasuredRow) -> list[str]:
 
 def filled(cells: dict[str, str], name: str) -> dict[str, str]:
     """Return a row with what every row of the evidence has: data set, fold, software and source."""
-    framework, model = cells.get("stack", ""), cells.get("model", "")
-    defaults = {
-        "dataset": name,
-        "fold": f"{framework}/{model}".lower(),
-        "software": __version__,
-        "source": "recipes/sweep",
-    }
+    framework = cells.get("stack", "")
+    model = cells.get("model", "")
+    fold = f"{framework}/{model}".lower()
+    defaults = {"dataset": name, "fold": fold, "software": __version__, "source": "recipes/sweep"}
     row = dict(cells)
     for column, value in defaults.items():
         row[column] = cells.get(column) or value
@@ -87,20 +102,6 @@ def readme(name: str, rows: list[MeasuredRow]) -> str:
     timed = sum(row.seconds is not None for row in rows)
     gpus = {f"{row.cells['gpus']} x {row.cells['gpu']}" for row in rows}
     machines = ", ".join(sorted(gpus))
-    lines = [
-        f"# {name}",
-        "",
-        f"{len(rows)} layouts, {timed} timed, the others out of memory, on {machines}.",
-        "",
-        "- Command: `python recipes/sweep ...`",
-        "- Machines (GPU and its power limit, network per node):",
-        "- Software (commit of torchllm, torch, CUDA, driver):",
-        "- What is unusual:",
-        "",
-        "I measured these rows and publish them under the licence of torchllm.",
-        "",
-        "Line of SOURCES.md:",
-        "",
-        f"| `{name}.csv` | {len(rows)} | measured for torchllm by ... | {__version__} | BSD-3-Clause |",
-    ]
-    return "\n".join(lines) + "\n"
+    summary = f"{len(rows)} layouts, {timed} timed, the others out of memory, on {machines}."
+    line_of_sources = f"| `{name}.csv` | {len(rows)} | measured for torchllm by ... | {__version__} | BSD-3-Clause |"
+    return README.format(name=name, summary=summary, line_of_sources=line_of_sources)

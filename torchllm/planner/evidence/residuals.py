@@ -69,7 +69,7 @@ class Spread(NamedTuple):
     quantity: str
     left_out: str
     """what the constants were not fitted to: the row's fold, or its whole framework"""
-    of: RowClass
+    row_class: RowClass
     rows: int
     folds: int
     quantiles: tuple[float, ...]
@@ -132,9 +132,10 @@ def classes_of(case: Case) -> Iterator[RowClass]:
 
     The axes count most: rows of the same framework that do not use them say nothing of them.
     """
-    gpu, name = generation(case.hardware.gpu), case.software.name
-    for framework, generation_or_any in product((name, kind_of(case), ANY), (gpu, ANY)):
-        yield RowClass(framework, axes_of(case), generation_or_any)
+    frameworks = (case.software.name, kind_of(case), ANY)
+    gpus = (generation(case.hardware.gpu), ANY)
+    for framework, gpu in product(frameworks, gpus):
+        yield RowClass(framework, axes_of(case), gpu)
     yield RowClass(ANY, ANY, ANY)
 
 
@@ -145,7 +146,9 @@ def own_class(case: Case) -> RowClass:
 
 def classes_of_pair(simple: Case, complex: Case) -> Iterator[RowClass]:
     """Yield the classes of the step from one layout to another: which axes the second one has and the first has not."""
-    for framework, axes in product((kind_of(complex), ANY), (added_axes(simple, complex), ANY)):
+    frameworks = (kind_of(complex), ANY)
+    additions = (added_axes(simple, complex), ANY)
+    for framework, axes in product(frameworks, additions):
         yield RowClass(framework, axes, ANY)
 
 
@@ -277,9 +280,10 @@ def write_spreads(target: str, classes: Iterable[Spread]) -> None:
         writer = csv.writer(opened, lineterminator="\n")
         writer.writerow(HEADER)
         for spread in classes:
-            quantiles = [f"{quantile:.3f}" for quantile in spread.quantiles]
+            kind = [spread.quantity, spread.left_out, *spread.row_class]
             counts = [spread.rows, spread.folds]
-            writer.writerow([spread.quantity, spread.left_out, *spread.of, *counts, *quantiles])
+            quantiles = [f"{quantile:.3f}" for quantile in spread.quantiles]
+            writer.writerow([*kind, *counts, *quantiles])
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,8 @@ def measurement_of(config: Config, gpus: int) -> dict[str, str]:
     model = config.model
     cells: dict[str, Any] = {"dataset": "sweep", "stack": "torchllm", "software": __version__}
     cells["group"] = f"sweep/s{config.training.sequence_length}/{gpus}"
-    cells["fold"] = f"torchllm/{model.family}-{model.layers}x{model.hidden}"
+    shape = f"{model.layers}x{model.hidden}"
+    cells["fold"] = f"torchllm/{model.family}-{shape}"
     cells["cluster"] = config.cluster.name
     cells["gpus"] = gpus
     cells |= model_cells(model)
@@ -43,9 +44,10 @@ def mesh_cells(parallel: Parallel) -> dict[str, Any]:
     cells: dict[str, Any] = {"dp": parallel.data_ranks}
     for column in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"):
         cells[column] = getattr(parallel, column)
+    is_pipelined = parallel.pp > 1
     cells["cp_method"] = parallel.cp_method if parallel.cp > 1 else ""
-    cells["schedule"] = parallel.schedule if parallel.pp > 1 else ""
-    cells["interleave_v"] = parallel.stages_per_rank if parallel.pp > 1 else ""
+    cells["schedule"] = parallel.schedule if is_pipelined else ""
+    cells["interleave_v"] = parallel.stages_per_rank if is_pipelined else ""
     cells["seq_parallel"] = int(parallel.sequence_parallel)
     cells["tp_overlap"] = "none" if parallel.tp > 1 else ""
     return cells
@@ -54,10 +56,11 @@ def mesh_cells(parallel: Parallel) -> dict[str, Any]:
 def training_cells(config: Config) -> dict[str, Any]:
     """Return the cells of the batch, and of how its blocks are computed."""
     training = config.training
+    data_ranks = config.parallel.data_ranks
     is_compiled = config.compile.block is True
     cells: dict[str, Any] = {"seq_len": training.sequence_length}
     cells["micro_batch"] = training.micro_batch_size
-    cells["grad_accum"] = gradient_accumulation(training, config.parallel.data_ranks)
+    cells["grad_accum"] = gradient_accumulation(training, data_ranks)
     cells["global_batch_seqs"] = training.global_batch_size
     cells["act_ckpt"] = config.recompute.mode
     cells["loss_chunk"] = training.loss_chunk
@@ -72,14 +75,13 @@ def training_cells(config: Config) -> dict[str, Any]:
 
 def expert_cells(model: Model, parallel: Parallel) -> dict[str, Any]:
     """Return the cells of a mixture of experts; none of a dense model. etp: ranks that share a matrix of an expert."""
-    if not model.experts:
-        return {}
-    return {
-        "experts": model.experts,
-        "top_k": model.top_k,
-        "moe_ffn": model.expert_width,
-        "shared_experts": model.shared_experts,
-        "dense_layers": model.dense_layers,
-        "ep": parallel.ep,
-        "etp": parallel.tp if parallel.ep == 1 else 1,
-    }
+    cells: dict[str, Any] = {}
+    if model.experts:
+        cells["experts"] = model.experts
+        cells["top_k"] = model.top_k
+        cells["moe_ffn"] = model.expert_width
+        cells["shared_experts"] = model.shared_experts
+        cells["dense_layers"] = model.dense_layers
+        cells["ep"] = parallel.ep
+        cells["etp"] = parallel.tp if parallel.ep == 1 else 1
+    return cells

@@ -101,10 +101,11 @@ def _predicted(scored: Scored) -> dict[str, str]:
         return {"predicted_note": row.problem}
     low, high = verdict.seconds
     gib = counted(prediction.memory, row.case.software) / 2**30
+    note = "; ".join([verdict.evidence, *row.assumed])
     values = [f"{seconds:.6g}" for seconds in (prediction.step, low, high)]
     values += [f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)]
-    values += [f"{gib:.1f}", str(int(prediction.fits)), verdict.fits]
-    values.append("; ".join([verdict.evidence, *row.assumed]))
+    values += [f"{gib:.1f}", str(int(prediction.fits))]
+    values += [verdict.fits, note]
     return dict(zip(PREDICTED, values, strict=True))
 
 
@@ -119,7 +120,7 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
     scored = score_rows(rows)
     sets = {}
     for name, of_set in _by(scored, "dataset").items():
-        sets[name] = {**_summary(of_set), **_parts(of_set)}
+        sets[name] = _summary(of_set) | _parts(of_set)
     if as_json:
         return json.dumps(sets, indent=1)
     lines = [_HEADER]
@@ -128,7 +129,10 @@ def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
         for part in ("classes", "groups"):
             for title, part_summary in summary[part].items():
                 lines.append(_line(f"  {title}", part_summary))
-    lines += ["", *LEGEND, "", _share(scored), "", *_constants(scored), "", *_remarks(scored)]
+    lines += ["", *LEGEND]
+    lines += ["", _share(scored)]
+    lines += ["", *_constants(scored)]
+    lines += ["", *_remarks(scored)]
     return "\n".join(lines)
 
 
@@ -138,25 +142,30 @@ def _share(scored: Sequence[Scored]) -> str:
     if not timed:
         return "no row is timed"
     counts = Counter(row.row_class for row in timed)
-    share = 1 - counts["unscored"] / len(timed)
-    return (
-        f"{share:.1%} of the {len(timed):,} timed rows are scored: {counts['scored']:,}, and {counts['assumed']:,} "
-        f"under a stated assumption; {counts['unscored']:,} are not"
-    )
+    unscored = counts["unscored"]
+    share = 1 - unscored / len(timed)
+    sentence = f"{share:.1%} of the {len(timed):,} timed rows are scored"
+    classes = f"{counts['scored']:,}, and {counts['assumed']:,} under a stated assumption"
+    return f"{sentence}: {classes}; {unscored:,} are not"
 
 
 def _constants(scored: Sequence[Scored]) -> list[str]:
     """Return lines with the fitted constants of every framework in these rows."""
     constants = {}
     for row in scored:
-        if row.row.case is not None:
-            constants[row.row.cells.get("stack", "") or "-"] = row.row.case.software.constants
-    titles = {key.name: f"  {key.name}, {UNITS[key.name]}" for key in fields(Constants)}
+        case = row.row.case
+        if case is not None:
+            stack = row.row.cells.get("stack", "")
+            constants[stack or "-"] = case.software.constants
+    titles = {}
+    for field in fields(Constants):
+        titles[field.name] = f"  {field.name}, {UNITS[field.name]}"
     lines = [f"{'constants':34s}" + "".join(titles.values())]
     for stack, values in constants.items():
         line = f"{stack:34s}"
         for name, title in titles.items():
-            line += f"{getattr(values, name):{len(title)}.3g}"
+            value = getattr(values, name)
+            line += f"{value:{len(title)}.3g}"
         lines.append(line)
     return lines
 
@@ -199,9 +208,9 @@ def _summary(scored: Sequence[Scored]) -> dict[str, Any]:
         summary["layers"] = _errors(layer_errors)
     if memory_errors:
         summary["memory"] = _errors(memory_errors)
-    comparable = [row for row in scored if row.prediction and row.row.out_of_memory is not None]
-    if comparable:
-        summary["out_of_memory"] = _memory_verdicts(comparable)
+    verdicts = _memory_verdicts(scored)
+    if verdicts:
+        summary["out_of_memory"] = verdicts
     return summary
 
 
@@ -214,7 +223,7 @@ def _parts(scored: Sequence[Scored]) -> dict[str, dict[str, Any]]:
             classes[title] = _summary(of_class[row_class])
     groups = {}
     for name, rows in _by(scored, "group").items():
-        groups[name] = {**_summary(rows), **regret(rows)}
+        groups[name] = _summary(rows) | regret(rows)
     return {"classes": classes, "groups": groups}
 
 
@@ -231,9 +240,10 @@ def _time_errors(timed: Sequence[Scored]) -> dict[str, Any]:
     for row in timed:
         assert row.prediction is not None
         assert row.row.seconds is not None
-        predicted.append(row.prediction.step)
-        measured.append(row.row.seconds)
-        ratios.append(row.prediction.step / row.row.seconds)
+        step, seconds = row.prediction.step, row.row.seconds
+        predicted.append(step)
+        measured.append(seconds)
+        ratios.append(step / seconds)
     middle = median(ratios)
     summary: dict[str, Any] = _errors([ratio - 1 for ratio in ratios])
     scaled = _errors([ratio / middle - 1 for ratio in ratios])
@@ -251,15 +261,20 @@ def _memory_errors(scored: Scored) -> list[float]:
     return [predicted / 2**30 / float(peak) - 1]
 
 
-def _memory_verdicts(comparable: Sequence[Scored]) -> dict[str, float]:
-    """Count which rows were predicted to fit, and which ran out of memory."""
+def _memory_verdicts(scored: Sequence[Scored]) -> dict[str, float]:
+    """Count which rows were predicted to fit, and which ran out of memory; empty if no row tells."""
     verdicts = {"fits_ok": 0, "fits_oom": 0, "refused_ok": 0, "refused_oom": 0}
-    for row in comparable:
-        admitted = "fits" if row.prediction and row.prediction.fits else "refused"
+    for row in scored:
+        if row.prediction is None or row.row.out_of_memory is None:
+            continue
+        admitted = "fits" if row.prediction.fits else "refused"
         outcome = "oom" if row.row.out_of_memory else "ok"
         verdicts[f"{admitted}_{outcome}"] += 1
+    comparable = sum(verdicts.values())
+    if not comparable:
+        return {}
     right = verdicts["fits_ok"] + verdicts["refused_oom"]
-    return {**verdicts, "right": right / len(comparable)}
+    return {**verdicts, "right": right / comparable}
 
 
 def _layer_errors(scored: Scored) -> list[float]:
@@ -267,11 +282,10 @@ def _layer_errors(scored: Scored) -> list[float]:
     cells = scored.row.cells
     if scored.row.case is None or not cells.get("layer_fwd_ms"):
         return []
-    errors = []
-    columns = ("layer_fwd_ms", "layer_bwd_ms")
-    for seconds, column in zip(layer_seconds(scored.row.case), columns, strict=True):
-        errors.append(1e3 * seconds / float(cells[column]) - 1)
-    return errors
+    forward, backward = layer_seconds(scored.row.case)
+    forward_error = 1e3 * forward / float(cells["layer_fwd_ms"]) - 1
+    backward_error = 1e3 * backward / float(cells["layer_bwd_ms"]) - 1
+    return [forward_error, backward_error]
 
 
 def _errors(errors: Sequence[float]) -> dict[str, float]:
@@ -287,7 +301,8 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     middle = (len(first) + 1) / 2
     first_ranks = [rank - middle for rank in _ranks(first)]
     second_ranks = [rank - middle for rank in _ranks(second)]
-    covariance = sum(x * y for x, y in zip(first_ranks, second_ranks, strict=True))
+    pairs = zip(first_ranks, second_ranks, strict=True)
+    covariance = sum(x * y for x, y in pairs)
     first_variance = sum(rank**2 for rank in first_ranks)
     second_variance = sum(rank**2 for rank in second_ranks)
     deviations = math.sqrt(first_variance * second_variance)
@@ -307,9 +322,14 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     Chosen is the one predicted fastest per sequence among those predicted to fit. The result says if it ran out of
     memory.
     """
-    comparable = [row for row in scored if row.prediction and (row.row.seconds or row.row.out_of_memory)]
-    timed = [row for row in comparable if row.row.seconds]
-    admitted = [row for row in comparable if row.prediction and row.prediction.fits]
+    timed, admitted = [], []
+    for row in scored:
+        if row.prediction is None or not (row.row.seconds or row.row.out_of_memory):
+            continue
+        if row.row.seconds:
+            timed.append(row)
+        if row.prediction.fits:
+            admitted.append(row)
     if len(timed) < 2 or not admitted:
         return {}
     fastest = min(map(_predicted_seconds, admitted)) * (1 + 1e-9)
@@ -320,7 +340,8 @@ def regret(scored: Sequence[Scored]) -> dict[str, Any]:
     best = min(timed, key=_measured_seconds)
     slower = _measured_seconds(chosen) / _measured_seconds(best) - 1
     result: dict[str, Any] = {"chosen_ran_out_of_memory": False, "regret_seconds": slower}
-    best_mfu, chosen_mfu = best.row.cells.get("mfu_pct"), chosen.row.cells.get("mfu_pct")
+    best_mfu = best.row.cells.get("mfu_pct")
+    chosen_mfu = chosen.row.cells.get("mfu_pct")
     if best_mfu and chosen_mfu:
         result["regret_points"] = float(best_mfu) - float(chosen_mfu)
     return result
@@ -356,15 +377,20 @@ _HEADER = " " * 54 + "".join(f"{name:>9s}" for name in _COLUMNS)
 def _line(name: str, summary: dict[str, Any]) -> str:
     """Return one line: errors, shares and regret in percent."""
     errors = summary if "mean" in summary else summary.get("layers", {})
+    scaled = summary.get("scaled", {})
+    memory = summary.get("memory", {})
+    verdicts = summary.get("out_of_memory", {})
     rho = summary.get("spearman")
+    slower = _percent(summary.get("regret_seconds"))
     cells = [str(summary[key]) for key in ("rows", *CLASSES, "timed")]
     cells += [_percent(errors.get(key)) for key in ("median", "mean", "p90", "bias")]
-    cells.append(_percent(summary.get("scaled", {}).get("mean")))
+    cells.append(_percent(scaled.get("mean")))
     cells.append("-" if rho is None else f"{rho:.3f}")
-    cells.append(_percent(summary.get("memory", {}).get("mean")))
-    cells.append(_percent(summary.get("out_of_memory", {}).get("right")))
-    cells.append("OOM" if summary.get("chosen_ran_out_of_memory") else _percent(summary.get("regret_seconds")))
-    return f"{name:54s}" + "".join(f"{cell:>9s}" for cell in cells)
+    cells.append(_percent(memory.get("mean")))
+    cells.append(_percent(verdicts.get("right")))
+    cells.append("OOM" if summary.get("chosen_ran_out_of_memory") else slower)
+    columns = "".join(f"{cell:>9s}" for cell in cells)
+    return f"{name:54s}{columns}"
 
 
 def _percent(share: float | None) -> str:

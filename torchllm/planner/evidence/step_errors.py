@@ -113,9 +113,9 @@ class ErrorModel(NamedTuple):
         for source, share in sources.items():
             parts[source] = (share * self.deviation(source)) ** 2
         deviation = factor * math.sqrt(sum(parts.values()))
-        return StepInterval(
-            self.covering * deviation, deviation, self.rows, self.folds, factor, max(parts, key=parts.__getitem__)
-        )
+        half = self.covering * deviation
+        widest = max(parts, key=parts.__getitem__)
+        return StepInterval(half, deviation, self.rows, self.folds, factor, widest)
 
     def sources(self, shares: Mapping[str, float], gpu: str) -> dict[str, float]:
         """Return the shares with one for the GPU, if hardly any fold is of its generation."""
@@ -343,5 +343,6 @@ def error_model_of(lines: Iterable[Mapping[str, str]]) -> ErrorModel:
         of_part[cells["name"]] = float(cells["value"])
     folds_of_gpu = {gpu: int(folds) for gpu, folds in numbers["folds_of_gpu"].items()}
     covering = numbers["covering"][""]
-    rows, folds = int(numbers["rows"][""]), int(numbers["folds"][""])
+    rows = int(numbers["rows"][""])
+    folds = int(numbers["folds"][""])
     return ErrorModel(numbers["deviations"], numbers.get("factors", {}), folds_of_gpu, covering, rows, folds)

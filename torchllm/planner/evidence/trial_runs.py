@@ -81,31 +81,36 @@ def runs_at(rows: Sequence[Timed], point: Point) -> list[Timed]:
 
 def trial_of(fold: str, runs: Sequence[Timed]) -> FoldTrial:
     """Return the errors of a fold's rows, calibrated to the named runs and to random ones."""
-    uncalibrated = mean_error(log_error(run, problem_of(runs).middle) for run in runs)
+    start = problem_of(runs).middle
+    uncalibrated = mean_error(log_error(run, start) for run in runs)
     named = error_of_rest(runs, named_runs(runs))
     generator = random.Random(SEED)
     errors = []
     for _ in range(RANDOM_CHOICES):
-        errors.append(error_of_rest(runs, generator.sample(range(len(runs)), RUNS)))
+        chosen = generator.sample(range(len(runs)), RUNS)
+        errors.append(error_of_rest(runs, chosen))
     worse = sum(error > named for error in errors)
     return FoldTrial(fold, len(runs), uncalibrated, named, median(errors), worse / len(errors))
 
 
 def named_runs(runs: Sequence[Timed]) -> list[int]:
     """Return the indices of the runs to measure first, from predictions alone."""
-    problem = problem_of([run._replace(seconds=predict(run.case).step) for run in runs])
-    shares, deviations = [], []
+    as_predicted, shares, deviations = [], [], []
     for run in runs:
         prediction = predict(run.case)
+        as_predicted.append(run._replace(seconds=prediction.step))
         shares.append(shares_of(run.case, prediction))
         deviations.append(step_deviation(run.case, prediction))
-    candidates = candidates_of(linearize(problem.rows, problem.middle), shares, deviations)
+    problem = problem_of(as_predicted)
+    near = linearize(problem.rows, problem.middle)
+    candidates = candidates_of(near, shares, deviations)
     return most_telling(candidates, problem, RUNS)
 
 
 def error_of_rest(runs: Sequence[Timed], chosen: Sequence[int]) -> float:
     """Return the mean error of the runs that are not chosen, with constants calibrated to the chosen ones."""
-    near = fit_machine(problem_of([runs[index] for index in chosen]))
+    calibration = problem_of([runs[index] for index in chosen])
+    near = fit_machine(calibration)
     rest = [run for index, run in enumerate(runs) if index not in chosen]
     return mean_error(log_error(run, near.point) for run in rest)
 
@@ -123,7 +128,8 @@ def trial_lines(results: Sequence[FoldTrial]) -> list[str]:
     for trial in results:
         numbers = (trial.uncalibrated, trial.named, trial.random, trial.beaten)
         columns = "".join(f"{100 * number:8.1f}" for number in numbers)
-        lines.append(f"{trial.fold:48s}{trial.rows:6d}{columns}{'' if trial.is_better else '  not better'}")
+        remark = "" if trial.is_better else "  not better"
+        lines.append(f"{trial.fold:48s}{trial.rows:6d}{columns}{remark}")
     better = sum(trial.is_better for trial in results)
     if results:
         logs = [math.log(trial.named / trial.random) for trial in results]
