@@ -51,15 +51,21 @@ class TrainedRun(NamedTuple):
     data: dict[str, Any]
     """state of the data loader in the last checkpoint: which data, and how many sequences of them"""
 
+    @property
+    def seed(self) -> str:
+        """Seed of the run, as text."""
+        return str(self.config.run.seed)
+
     def facts(self) -> dict[str, Any]:
         """Return what both sides must have in common for their losses to be comparable."""
-        config = self.config
-        return {
-            "data": self.data,
-            "training": config.training,
-            "schedule": config.schedule,
-            "evaluate": config.evaluate,
-        }
+        facts: dict[str, Any] = {"data": self.data}
+        for section in ("training", "schedule", "evaluate"):
+            facts[section] = getattr(self.config, section)
+        return facts
+
+
+Runs = Sequence[TrainedRun]
+"""the runs of one side, one per seed"""
 
 
 def experts(config: "BenchmarkConfig", runtime: Runtime, overrides: Mapping[str, str]) -> Tables:
@@ -69,22 +75,37 @@ def experts(config: "BenchmarkConfig", runtime: Runtime, overrides: Mapping[str,
     if not config.evaluate.interval:
         raise UserError("benchmark experts: compares validation losses: set evaluate.interval over 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the run that goes on is ended too
-    build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(0, 1)).close()
-    given = {key: text for key, text in overrides.items() if not key.startswith("benchmark.")}
+    prepare_data(config)
+    of_training = {key: text for key, text in overrides.items() if not key.startswith("benchmark.")}
     with scratch(runtime) as folder:
         folder.mkdir(parents=True)
         sides = []
         for name in CONFIGS:
-            sides.append(partial(train_next, name, count(config.run.seed), given, folder))
+            seeds = count(config.run.seed)
+            sides.append(partial(train_next, name, seeds, of_training, folder))
         dense, sparse = take_turns(sides, config.benchmark.rounds)
     for pair in zip(dense, sparse, strict=True):
         check_alike(*pair)
+    return result_tables(dense, sparse)
+
+
+def prepare_data(config: Config) -> None:
+    """Prepare the data of all runs, so that no run's seconds have it."""
+    alone = DataRanks(0, 1)
+    loader = build_loader(config.data, config.training, config.model, config.run.seed, alone)
+    loader.close()
+
+
+def result_tables(dense: Runs, sparse: Runs) -> Tables:
+    """Return losses, times, and what the first run of each side was trained on."""
     seconds = ratio_row("experts / dense", seconds_of_runs(sparse), seconds_of_runs(dense))
+    seconds["target"] = TIME_TARGET
+    first_runs = [fact_row("dense", dense[0]), fact_row("experts", sparse[0])]
     return {
         "validation loss, nats per byte": loss_rows(dense, sparse),
         "seconds of each run": second_rows(dense, sparse),
-        "seconds, all seeds": [seconds | {"target": TIME_TARGET}],
-        "what both were trained on": [fact_row("dense", dense[0]), fact_row("experts", sparse[0])],
+        "seconds, all seeds": [seconds],
+        "what both were trained on": first_runs,
     }
 
 
@@ -93,47 +114,66 @@ def train_next(name: str, seeds: Iterator[int], overrides: Mapping[str, str], fo
     seed = next(seeds)
     run_folder = folder / f"{name}-{seed}"
     log = folder / f"{name}-{seed}.log"
-    of_this_run = {"run.seed": str(seed), "run.folder": str(run_folder), "generate.after_training": "false"}
-    words = [f"--{key}={text}" for key, text in (dict(overrides) | of_this_run).items()]
+    settings = dict(overrides)
+    settings["run.seed"] = str(seed)
+    settings["run.folder"] = str(run_folder)
+    settings["generate.after_training"] = "false"
+    words = [str(resource(CONFIGS[name]))]
+    for key, text in settings.items():
+        words.append(f"--{key}={text}")
     start = time.perf_counter()
-    status = run_job([str(resource(CONFIGS[name])), *words], 1, None, log)
+    status = run_job(words, 1, None, log)
     seconds = time.perf_counter() - start
     if status != 0:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
-        what = f"{CONFIGS[name]}, seed {seed}, ended with exit status {status}"
-        raise UserError(f"benchmark experts: {what}; the end of {log}:\n{end}")
+        failure = f"{CONFIGS[name]}, seed {seed}, ended with exit status {status}"
+        raise UserError(f"benchmark experts: {failure}; the end of {log}:\n{end_of(log)}")
     run = read_run(run_folder, seconds)
-    print(f"seed {seed}, {name}: loss {run.loss:.4f}, {run.seconds:.0f} s", file=sys.stderr)
+    line = f"seed {seed}, {name}: loss {run.loss:.4f}, {seconds:.0f} s"
+    print(line, file=sys.stderr)
     return run
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a log."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-LINES:])
 
 
 def read_run(folder: Path, seconds: float) -> TrainedRun:
     """Return what a run that took `seconds` has left in its folder."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["validation_loss"] for record in records if "validation_loss" in record]
+    metrics = (folder / "metrics.jsonl").read_text()
+    losses = []
+    for line in metrics.splitlines():
+        record = json.loads(line)
+        if "validation_loss" in record:
+            losses.append(record["validation_loss"])
     config = load_config([str(folder / "config.toml")])
     newest = step_folders(folder / "checkpoints")[0]
-    return TrainedRun(config, losses[-1], seconds, read_manifest(newest).data)
+    manifest = read_manifest(newest)
+    return TrainedRun(config, losses[-1], seconds, manifest.data)
 
 
 def check_alike(dense: TrainedRun, sparse: TrainedRun) -> None:
     """UserError if two runs were not trained on the same tokens in the same batches, or not evaluated alike."""
-    theirs = sparse.facts()
-    for name, fact in dense.facts().items():
-        if fact != theirs[name]:
-            raise UserError(f"benchmark experts: the runs do not have the same {name}: {fact} and {theirs[name]}")
+    sparse_facts = sparse.facts()
+    for name, dense_fact in dense.facts().items():
+        sparse_fact = sparse_facts[name]
+        if dense_fact != sparse_fact:
+            problem = f"the runs do not have the same {name}: {dense_fact} and {sparse_fact}"
+            raise UserError(f"benchmark experts: {problem}")
 
 
-def seconds_of_runs(runs: Sequence[TrainedRun]) -> list[float]:
+def seconds_of_runs(runs: Runs) -> list[float]:
     """Return the seconds of each run."""
     return [run.seconds for run in runs]
 
 
-def loss_rows(dense: Sequence[TrainedRun], sparse: Sequence[TrainedRun]) -> list[TableRow]:
+def loss_rows(dense: Runs, sparse: Runs) -> list[TableRow]:
     """Return both losses for each seed, then their means."""
     rows = []
-    for one, other in zip(dense, sparse, strict=True):
-        rows.append(loss_row(str(one.config.run.seed), one.loss, other.loss, None))
+    for dense_run, sparse_run in zip(dense, sparse, strict=True):
+        row = loss_row(dense_run.seed, dense_run.loss, sparse_run.loss, None)
+        rows.append(row)
     dense_mean = mean(run.loss for run in dense)
     sparse_mean = mean(run.loss for run in sparse)
     return [*rows, loss_row("mean", dense_mean, sparse_mean, LOSS_TARGET)]
@@ -141,16 +181,19 @@ def loss_rows(dense: Sequence[TrainedRun], sparse: Sequence[TrainedRun]) -> list
 
 def loss_row(seed: str, dense: float, sparse: float, target: float | None) -> TableRow:
     """Return one row of losses; `target`: of the difference."""
-    return {"seed": seed, "dense": dense, "experts": sparse, "difference": sparse - dense, "target": target}
+    difference = sparse - dense
+    return {"seed": seed, "dense": dense, "experts": sparse, "difference": difference, "target": target}
 
 
-def second_rows(dense: Sequence[TrainedRun], sparse: Sequence[TrainedRun]) -> list[TableRow]:
+def second_rows(dense: Runs, sparse: Runs) -> list[TableRow]:
     """Return both times for each seed."""
-    rows: list[TableRow] = []
-    for one, other in zip(dense, sparse, strict=True):
-        ratio = other.seconds / one.seconds
-        seed = str(one.config.run.seed)
-        rows.append({"seed": seed, "dense_s": one.seconds, "experts_s": other.seconds, "ratio": ratio})
+    rows = []
+    for dense_run, sparse_run in zip(dense, sparse, strict=True):
+        row: TableRow = {"seed": dense_run.seed}
+        row["dense_s"] = dense_run.seconds
+        row["experts_s"] = sparse_run.seconds
+        row["ratio"] = sparse_run.seconds / dense_run.seconds
+        rows.append(row)
     return rows
 
 
@@ -158,14 +201,13 @@ def fact_row(name: str, run: TrainedRun) -> TableRow:
     """Return the sizes of a run's model, and its tokens."""
     training = run.config.training
     sequences = run.data["sequences"]
-    fingerprints = [fingerprint for fingerprint, _ in run.data["fingerprint"]["sources"]]
-    return {
-        "run": name,
-        "active_parameters": active_parameter_count(run.config.model),
-        "parameters": parameter_count(run.config.model),
-        "steps": training.steps,
-        "global_batch_size": training.global_batch_size,
-        "sequence_length": training.sequence_length,
-        "tokens": sequences * training.sequence_length,
-        "data": " ".join(fingerprint[:16] for fingerprint in fingerprints),
-    }
+    sources = run.data["fingerprint"]["sources"]
+    row: TableRow = {"run": name}
+    row["active_parameters"] = active_parameter_count(run.config.model)
+    row["parameters"] = parameter_count(run.config.model)
+    row["steps"] = training.steps
+    row["global_batch_size"] = training.global_batch_size
+    row["sequence_length"] = training.sequence_length
+    row["tokens"] = sequences * training.sequence_length
+    row["data"] = " ".join(fingerprint[:16] for fingerprint, _ in sources)
+    return row

@@ -22,6 +22,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 KERNEL_MULTIPLE = 8
 """of the sizes that the kernel takes: rows of 16 bytes in bfloat16"""
+MatrixShape = tuple[int, int]
+StackShape = tuple[int, int, int]
+"""of one matrix per group"""
 
 
 @torch.library.custom_op("torchllm::grouped_linear", mutates_args=())
@@ -29,9 +32,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by the transposed matrix of its group: x (T, M), weight (E, N, M) -> (T, N)."""
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    out = x.new_empty(x.shape[0], weight.shape[1])
+    out = _empty_rows(x, weight, ends)
     for group, rows in enumerate(_groups(ends)):
-        torch.mm(x[rows], weight[group].t(), out=out[rows])
+        matrix = weight[group].t()
+        torch.mm(x[rows], matrix, out=out[rows])
     return out
 
 
@@ -40,22 +44,26 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
     """Return the gradient of the weights of `grouped_linear`: gradient (T, N), x (T, M) -> (E, N, M)."""
     if _has_kernel(gradient, x):
         return F.grouped_mm(gradient.t(), x, offs=ends)
-    out = x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+    out = _empty_matrices(gradient, x, ends)
     for group, rows in enumerate(_groups(ends)):
-        torch.mm(gradient[rows].t(), x[rows], out=out[group])
+        columns = gradient[rows].t()
+        torch.mm(columns, x[rows], out=out[group])
     return out
 
 
-def _has_kernel(left: Tensor, right: Tensor) -> bool:
+def _has_kernel(first: Tensor, second: Tensor) -> bool:
     """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8.
 
     Rows there must be: with expert parallelism a rank may get none.
     """
-    if not left.is_cuda or left.dtype != torch.bfloat16 or not len(left):
+    has_rows = len(first) > 0
+    is_kernels_type = first.is_cuda and first.dtype == torch.bfloat16
+    if not has_rows or not is_kernels_type:
         return False
-    widths = (*left.shape[1:], *right.shape[1:])
-    fits = all(width % KERNEL_MULTIPLE == 0 for width in widths)
-    return fits and torch.cuda.get_device_capability() >= (8, 0)
+    for width in (*first.shape[1:], *second.shape[1:]):
+        if width % KERNEL_MULTIPLE != 0:
+            return False
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _groups(ends: Tensor) -> Iterator[slice]:
@@ -66,14 +74,17 @@ def _groups(ends: Tensor) -> Iterator[slice]:
         start = end
 
 
-@grouped_linear.register_fake
-def _rows_like(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
+def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return a tensor for the result of `grouped_linear`."""
+    rows, width = x.shape[0], weight.shape[1]
+    return x.new_empty(rows, width)
 
 
-@grouped_weight_gradient.register_fake
-def _weights_like(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
+def _empty_matrices(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return a tensor for the result of `grouped_weight_gradient`."""
+    groups = ends.shape[0]
+    height, width = gradient.shape[1], x.shape[1]
+    return x.new_empty(groups, height, width)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -82,24 +93,34 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
+    needs_d_x, needs_d_weight, _ = ctx.needs_input_grad
     gradient = gradient.contiguous()  # a sum's gradient is one number, expanded
-    d_x = grouped_linear(gradient, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    d_weight = grouped_weight_gradient(gradient, x, ends) if ctx.needs_input_grad[1] else None
+    d_x = d_weight = None
+    if needs_d_x:
+        d_x = grouped_linear(gradient, weight.transpose(1, 2), ends)
+    if needs_d_weight:
+        d_weight = grouped_weight_gradient(gradient, x, ends)
     return d_x, d_weight, None
 
 
+grouped_linear.register_fake(_empty_rows)
+grouped_weight_gradient.register_fake(_empty_matrices)
 grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
 for device_type in ("cpu", "cuda"):  # as torch's own products are, so that torch.autocast does not leave out experts
     grouped_linear.register_autocast(device_type, torch.bfloat16)
 
 
 @register_flop_formula(torch.ops.torchllm.grouped_linear)
-def _linear_flops(x: tuple[int, int], weight: tuple[int, int, int], *_: Any, **__: Any) -> int:
+def _linear_flops(x: MatrixShape, weight: StackShape, *_: Any, **__: Any) -> int:
     """Return the operations of `grouped_linear` by the shapes of its inputs."""
-    return 2 * x[0] * weight[1] * weight[2]
+    rows, input_width = x
+    output_width = weight[1]
+    return 2 * rows * input_width * output_width
 
 
 @register_flop_formula(torch.ops.torchllm.grouped_weight_gradient)
-def _weight_gradient_flops(gradient: tuple[int, int], x: tuple[int, int], *_: Any, **__: Any) -> int:
+def _weight_gradient_flops(gradient: MatrixShape, x: MatrixShape, *_: Any, **__: Any) -> int:
     """Return the operations of `grouped_weight_gradient` by the shapes of its inputs."""
-    return 2 * gradient[0] * gradient[1] * x[1]
+    rows, output_width = gradient
+    input_width = x[1]
+    return 2 * rows * input_width * output_width
