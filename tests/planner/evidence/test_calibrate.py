@@ -1,14 +1,16 @@
 """Constants are found again from times that they made; a written cluster file holds them."""
 
-import csv
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.planner.evidence.tables import case_of, with_cells, write_rows
 from tests.planner.evidence.test_score import ROW, row
 from torchllm.planner.evidence.calibrate import calibrate, calibrate_file
+from torchllm.planner.evidence.fit import with_constants
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import score_files
 from torchllm.planner.predict import predict
@@ -22,17 +24,17 @@ LARGE = {"hidden": "5120", "heads": "40", "ffn": "13824"}
 def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) -> list[MeasuredRow]:
     """A sweep whose times are those of other constants."""
     rows = []
-    for micro in (1, 2, 4):
-        for tp in (1, 2, 4):
-            for mode in ("none", "full"):
-                cells = {**ROW, **LARGE, "micro_batch": str(micro), "tp": str(tp), "dp": str(8 // tp), "act_ckpt": mode}
-                cells |= {"cluster": cluster, "gpu": gpu}
-                plain = read_row(cells)
-                assert plain.case
-                software = plain.case.software
-                software_then = replace(software, constants=replace(software.constants, **constants))
-                step = predict(replace(plain.case, software=software_then)).step
-                rows.append(read_row({**cells, "step_time_s": repr(step)}))
+    for micro_batch, tp, mode in product((1, 2, 4), (1, 2, 4), ("none", "full")):
+        cells = {**ROW, **LARGE, "cluster": cluster, "gpu": gpu}
+        cells["micro_batch"] = str(micro_batch)
+        cells["tp"] = str(tp)
+        cells["dp"] = str(8 // tp)
+        cells["act_ckpt"] = mode
+        case = case_of(read_row(cells))
+        changed = replace(case.software.constants, **constants)
+        prediction = predict(with_constants(case, changed))
+        cells["step_time_s"] = repr(prediction.step)
+        rows.append(read_row(cells))
     return rows
 
 
@@ -49,8 +51,7 @@ def test_constants_are_found_again() -> None:
 def test_what_a_machine_does_not_tell_is_left_alone() -> None:
     """These rows have no pipeline, and one node: no message between stages, no fall over nodes."""
     rows = made(speed=0.9, launch=1.4e-5)
-    assert rows[0].case is not None
-    constants = rows[0].case.software.constants
+    constants = case_of(rows[0]).software.constants
     fitted = calibrate(rows).constants
     for name in ("launch", "traffic", "message", "fall"):
         assert getattr(fitted, name) == pytest.approx(getattr(constants, name))
@@ -67,10 +68,12 @@ def test_a_cpus_waits_have_no_bounds() -> None:
 
 def test_the_error_is_of_rows_that_were_not_fitted() -> None:
     """One of five rows is odd. A fit follows it a little; left out it is missed by what it is odd by."""
-    rows = made()[:4]
-    odd = rows[3]._replace(cells={**rows[3].cells, "step_time_s": repr(2 * float(rows[3].cells["step_time_s"]))})
-    calibrated = calibrate([*rows[:3], odd])
-    assert (calibrated.left_out or 0) >= 0.125  # half of a quarter of the rows
+    *usual, last = made()[:4]
+    seconds = float(last.cells["step_time_s"])
+    odd = with_cells(last, step_time_s=repr(2 * seconds))
+    calibrated = calibrate([*usual, odd])
+    assert calibrated.left_out is not None
+    assert calibrated.left_out >= 0.125  # half of a quarter of the rows
 
 
 def test_a_single_run_has_no_error_that_was_left_out() -> None:
@@ -85,15 +88,14 @@ def test_what_fits_is_left_alone() -> None:
     assert calibrated.before < 1e-9
     assert calibrated.left_out is not None
     assert calibrated.left_out < 1e-6
-    assert rows[0].case is not None
+    constants = case_of(rows[0]).software.constants
     for name in OF_A_MACHINE:
-        assert getattr(calibrated.constants, name) == pytest.approx(getattr(rows[0].case.software.constants, name))
+        fitted = getattr(calibrated.constants, name)
+        assert fitted == pytest.approx(getattr(constants, name))
 
 
 def test_peaks_move_the_allocator() -> None:
-    plain = row(1.0)
-    assert plain.case
-    memory = predict(plain.case).memory
+    memory = predict(case_of(row(1.0))).memory
     peak = (memory.live + 0.3 * memory.under_way) / 2**30
     calibrated = calibrate([row(1.0, peak_memory_gib=repr(peak))])
     assert calibrated.constants.allocator == pytest.approx(1.3)
@@ -105,32 +107,25 @@ def test_nothing_timed_is_an_error() -> None:
 
 
 def test_the_file_is_a_cluster(tmp_path: Path) -> None:
-    rows = made(speed=0.85)
-    with open(tmp_path / "sweep.csv", "w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(rows[0].cells))
-        writer.writeheader()
-        writer.writerows(row.cells for row in rows)
+    sweep = write_rows(tmp_path / "sweep.csv", made(speed=0.85))
     target = tmp_path / "mine.toml"
     for cluster in ("dgx_a100", ""):  # the rows say so
-        printed = calibrate_file(str(tmp_path / "sweep.csv"), str(target), cluster)
+        printed = calibrate_file(sweep, str(target), cluster)
         assert "before" in printed
     problems: list[str] = []
     hardware = read_cluster(str(target), problems)
     assert hardware is not None, problems
     assert hardware.constants.speed == pytest.approx(0.85, rel=0.02)
     assert hardware.gpu == "A100-SXM4-80GB"
-    printed_again = calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "again.toml"), str(target))
-    # with the fitted file, before is what was after
-    assert float(printed_again.split()[7].rstrip("%")) < 1.0, printed_again
-    scored = json.loads(score_files([str(tmp_path / "sweep.csv")], True, str(target)))
-    assert [summary["mean"] < 0.01 for summary in scored.values()] == [True]
+    printed_again = calibrate_file(sweep, str(tmp_path / "again.toml"), str(target))
+    error_before = printed_again.split()[7]
+    assert float(error_before.rstrip("%")) < 1.0, printed_again  # what was after, as the file holds what was fitted
+    scores = json.loads(score_files([sweep], True, str(target)))
+    (summary,) = scores.values()
+    assert summary["mean"] < 0.01
 
 
 def test_a_cluster_that_there_is_not_is_an_error(tmp_path: Path) -> None:
-    (only,) = [row(1.0)]
-    with open(tmp_path / "sweep.csv", "w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(only.cells))
-        writer.writeheader()
-        writer.writerow(only.cells)
+    sweep = write_rows(tmp_path / "sweep.csv", [row(1.0)])
     with pytest.raises(ValueError, match=r'did you mean "dgx_a100"\?'):
-        calibrate_file(str(tmp_path / "sweep.csv"), str(tmp_path / "mine.toml"), "dgx_a10")
+        calibrate_file(sweep, str(tmp_path / "mine.toml"), "dgx_a10")

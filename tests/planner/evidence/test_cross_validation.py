@@ -1,11 +1,11 @@
 """What is left out is not fitted to."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.planner.evidence.tables import case_of, with_cells, write_rows
 from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.cross_validation import cross_validate, leave_out, left_out_residuals, step_errors
 from torchllm.planner.evidence.fit import fold_of
@@ -15,96 +15,114 @@ from torchllm.planner.predict import predict
 
 
 def named(rows: list[MeasuredRow], fold: str) -> list[MeasuredRow]:
-    return [row._replace(cells={**row.cells, "fold": fold}) for row in rows]
+    return [with_cells(row, fold=fold) for row in rows]
 
 
 def test_a_fold_is_predicted_from_the_others_of_its_framework() -> None:
     """All were made with one slow framework, of which the other fold's times tell."""
-    rows = named(made(speed=0.85), "ours/one") + named(made(speed=0.85), "ours/two")
-    errors = leave_out(rows, "fold")
-    assert [(error.name, error.rows) for error in errors] == [
-        ("ours/one", 18),
-        ("ours/two", 18),
-        ("ours, all folds", 36),
-    ]
-    assert all(error.mean < 0.02 for error in errors)
+    first = named(made(speed=0.85), "ours/one")
+    second = named(made(speed=0.85), "ours/two")
+    errors = leave_out(first + second, "fold")
+    rows_by_name = {error.name: error.rows for error in errors}
+    assert list(rows_by_name) == ["ours/one", "ours/two", "ours, all folds"]
+    assert list(rows_by_name.values()) == [18, 18, 36]
+    assert max(error.mean for error in errors) < 0.02
 
 
 def test_a_framework_that_is_left_out_has_speed_one() -> None:
-    rows = named(made(), "ours/one") + named(made(speed=0.85), "slow/two")
-    _, slow = leave_out(rows, "framework")
-    assert slow.fitted < 0.03 < 0.1 < slow.mean
+    usual_rows = named(made(), "ours/one")
+    slow_rows = named(made(speed=0.85), "slow/two")
+    _, slow = leave_out(usual_rows + slow_rows, "framework")
+    assert slow.fitted < 0.03
+    assert slow.mean > 0.1
     assert slow.bias == pytest.approx(-slow.mean)
 
 
 def test_a_row_under_an_assumption_is_not_fitted() -> None:
     rows = named(made(), "ours/one")
-    assumed = [row._replace(cells={**row.cells, "assumed": "recompute none"}) for row in named(made(), "ours/two")]
-    assert [error.name for error in leave_out(rows + assumed, "fold")] == ["ours/one", "ours, all folds"]
+    for row in named(made(), "ours/two"):
+        rows.append(with_cells(row, assumed="recompute none"))
+    errors = leave_out(rows, "fold")
+    assert [error.name for error in errors] == ["ours/one", "ours, all folds"]
 
 
 def test_it_is_a_table(tmp_path: Path) -> None:
-    rows = [*named(made(), "ours/one"), *named(made(), "ours/two")]
-    with open(tmp_path / "rows.csv", "w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(rows[0].cells))
-        writer.writeheader()
-        writer.writerows(row.cells for row in rows)
-    header, *lines = cross_validate([str(tmp_path / "rows.csv")], "fold", as_json=False).splitlines()
+    rows = named(made(), "ours/one") + named(made(), "ours/two")
+    file = write_rows(tmp_path / "rows.csv", rows)
+    text = cross_validate([file], "fold", as_json=False)
+    header, *lines = text.splitlines()
     assert header.split() == ["left", "out", "rows", "fitted", "mean", "median", "bias"]
-    assert [line.split()[:2] for line in lines] == [["ours/one", "18"], ["ours/two", "18"], ["ours,", "all"]]
+    first_words = [line.split()[:2] for line in lines]
+    assert first_words == [["ours/one", "18"], ["ours/two", "18"], ["ours,", "all"]]
 
 
 def test_a_residual_is_of_constants_that_were_not_fitted_to_its_fold() -> None:
     """Of three folds two have the planner's own times; what they give away is wrong for the third."""
-    rows = [*named(made(), fold="a/one"), *named(made(), fold="a/two"), *named(made(launch=2.5e-4), fold="b/three")]
+    alike = named(made(), fold="a/one") + named(made(), fold="a/two")
+    rows = alike + named(made(launch=2.5e-4), fold="b/three")
     residuals = left_out_residuals(rows)
-    assert [residual.row for residual in residuals] == [*rows, *rows]
-    assert [residual.left_out for residual in residuals] == ["fold"] * len(rows) + ["framework"] * len(rows)
-    times = [residual.time for residual in residuals if residual.fold == "b/three" and residual.time is not None]
+    without_fold, without_framework = residuals[: len(rows)], residuals[len(rows) :]
+    for kind, knowledge in ((without_fold, "fold"), (without_framework, "framework")):
+        assert [residual.row for residual in kind] == rows
+        assert {residual.left_out for residual in kind} == {knowledge}
+    times = []
+    for residual in residuals:
+        if residual.fold == "b/three" and residual.time is not None:
+            times.append(residual.time)
     assert max(times) > 0.3  # measured is more than predicted
 
 
 def test_a_row_that_is_not_fitted_has_a_residual_of_constants_without_its_fold() -> None:
     """The assumed row is the first one of the slow fold, which is predicted too fast from the other fold."""
     slow = made(speed=0.85)
-    assumed = slow[0]._replace(cells={**slow[0].cells, "assumed": "act_ckpt=none"})
-    rows = [*named(made(), "ours/one"), *named(slow, "ours/two"), *named([assumed], "ours/two")]
+    assumed = with_cells(slow[0], assumed="act_ckpt=none")
+    rows = named(made(), "ours/one") + named([*slow, assumed], "ours/two")
     residuals = left_out_residuals(rows)
     first, last = residuals[18], residuals[36]
-    assert (first.is_fitted, last.is_fitted) == (True, False)
+    assert first.is_fitted
+    assert not last.is_fitted
     assert first.time is not None
     assert last.time == pytest.approx(first.time)
     assert last.time > 0.05
 
 
 def test_errors_of_steps_are_of_one_kind_and_know_what_is_left_out_with_them() -> None:
-    residuals = left_out_residuals([*named(made()[:2], "ours/one"), *named(made()[:1], "ours/two")])
-    assert [error.unit for error in step_errors(residuals, "fold")] == ["ours/one", "ours/one", "ours/two"]
-    assert [error.unit for error in step_errors(residuals, "framework")] == ["ours"] * 3
-    assert step_errors(residuals, "fold")[0].gpu == "A100"
+    first, second, *_ = made()
+    rows = named([first, second], "ours/one") + named([first], "ours/two")
+    residuals = left_out_residuals(rows)
+    errors = step_errors(residuals, "fold")
+    assert [error.unit for error in errors] == ["ours/one", "ours/one", "ours/two"]
+    assert errors[0].gpu == "A100"
+    errors = step_errors(residuals, "framework")
+    assert [error.unit for error in errors] == ["ours"] * 3
 
 
 def test_a_residual_of_memory_is_a_share_of_the_gpu() -> None:
     row = made()[0]
-    assert row.case
-    peak = counted(predict(row.case).memory, row.case.software)
-    fuller = row._replace(cells={**row.cells, "peak_memory_gib": repr((peak + 0.1 * row.case.hardware.memory) / 2**30)})
+    case = case_of(row)
+    memory = predict(case).memory
+    capacity = case.hardware.memory
+    peak = counted(memory, case.software) + 0.1 * capacity
+    fuller = with_cells(row, peak_memory_gib=repr(peak / 2**30))
     residual, _ = left_out_residuals([fuller])
     assert residual.peak == pytest.approx(0.1)
-    assert residual.memory_share == pytest.approx(predict(row.case).memory.total / row.case.hardware.memory)
+    assert residual.memory_share == pytest.approx(memory.total / capacity)
 
 
 def test_peaks_in_float8_are_no_evidence() -> None:
-    row = made(cluster="dgx_h100", gpu="H100-80GB")[0]
-    assert row.case
-    float8 = replace(row.case, kernels=row.case.kernels._replace(float8=True))
-    cells = {**row.cells, "peak_memory_gib": "50"}
-    for case, is_evidence in ((row.case, True), (float8, False)):
-        residual, _ = left_out_residuals([row._replace(case=case, cells=cells)])
-        assert (residual.peak is not None) == is_evidence
+    first, *_ = made(cluster="dgx_h100", gpu="H100-80GB")
+    row = with_cells(first, peak_memory_gib="50")
+    residual, _ = left_out_residuals([row])
+    assert residual.peak is not None
+    case = case_of(row)
+    kernels = case.kernels._replace(float8=True)
+    float8 = row._replace(case=replace(case, kernels=kernels))
+    residual, _ = left_out_residuals([float8])
+    assert residual.peak is None
 
 
 def test_a_fold_is_framework_and_model_where_none_is_said() -> None:
     row = made()[0]
-    assert fold_of(row) == f"{row.cells['stack']}/{row.cells['model']}"
-    assert fold_of(row._replace(cells={**row.cells, "fold": "a/b"})) == "a/b"
+    stack, model = row.cells["stack"], row.cells["model"]
+    assert fold_of(row) == f"{stack}/{model}"
+    assert fold_of(with_cells(row, fold="a/b")) == "a/b"

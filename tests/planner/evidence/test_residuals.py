@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.planner.evidence.tables import case_of, write_cells
 from tests.planner.evidence.test_score import ROW
 from tests.planner.test_predict import case
 from torchllm.planner.evidence import residuals
@@ -40,11 +41,34 @@ EVEN = tuple(2 * level - 1 for level in LEVELS)
 def made(values: list[float], left_out: Knowledge = "framework", **cells: str) -> list[Residual]:
     """One residual each, on one layout."""
     row = read_row({**ROW, "stack": "torchtitan", **cells})
-    assert row.case, row.problem
-    rows = []
+    case = case_of(row)
+    made_up = []
     for number, value in enumerate(values):
-        rows.append(Residual(row, row.case, f"fold {number % 3}", left_out, value, True, {}, value, 0.5))
-    return rows
+        fold = f"fold {number % 3}"
+        residual = Residual(
+            row, case, fold, left_out, time=value, is_fitted=True, shares={}, peak=value, memory_share=0.5
+        )
+        made_up.append(residual)
+    return made_up
+
+
+def spreads_of(rows: list[Residual], quantity: str) -> dict[RowClass, Spread]:
+    """Return the quantiles of a quantity, by class."""
+    by_class = {}
+    for spread in spreads(rows):
+        if spread.quantity == quantity:
+            by_class[spread.row_class] = spread
+    return by_class
+
+
+def quantities(rows: list[Residual]) -> set[str]:
+    """Return which quantities have a class."""
+    return {spread.quantity for spread in spreads(rows)}
+
+
+HUNDREDTHS = [number / 100 for number in range(99)]
+EVERYTHING = RowClass(ANY, ANY, ANY)
+RATIO = "ratio of two layouts"
 
 
 def test_classes_have_the_same_axes_first() -> None:
@@ -52,15 +76,18 @@ def test_classes_have_the_same_axes_first() -> None:
     assert first == RowClass("torchllm", "tp+pp", "A100")
     assert RowClass(NATIVE, "tp+pp", ANY) in rest
     assert all(row_class.axes == "tp+pp" for row_class in rest)
-    assert last == RowClass(ANY, ANY, ANY)
-    assert next(iter(classes_of(case(stack="megatron-2021")))).axes == "data only"
-    assert RowClass(MEGATRON, "data only", ANY) in classes_of(case(stack="megatron-2021"))
+    assert last == EVERYTHING
+    classes = list(classes_of(case(stack="megatron-2021")))
+    assert classes[0].axes == "data only"
+    assert RowClass(MEGATRON, "data only", ANY) in classes
 
 
 def test_experts_are_a_class_of_their_own() -> None:
-    sparse = replace(case(), model=replace(case().model, experts=8))
+    dense = case()
+    sparse = replace(dense, model=replace(dense.model, experts=8))
     assert {row_class.axes for row_class in classes_of(sparse)} == {"experts", ANY}
-    assert added_axes(sparse, replace(sparse, parallel=replace(sparse.parallel, ep=2))) == "+ep"
+    expert_parallel = replace(sparse, parallel=replace(sparse.parallel, ep=2))
+    assert added_axes(sparse, expert_parallel) == "+ep"
 
 
 def test_added_axes() -> None:
@@ -70,39 +97,38 @@ def test_added_axes() -> None:
 
 
 def test_quantiles_of_a_class() -> None:
-    table = {
-        (spread.quantity, spread.row_class): spread for spread in spreads(made([number / 100 for number in range(99)]))
-    }
-    peaks = table["peak memory", RowClass("torchtitan", "data only", "A100")]
-    assert (peaks.rows, peaks.folds) == (99, 3)
+    rows = made(HUNDREDTHS)
+    peaks = spreads_of(rows, "peak memory")[RowClass("torchtitan", "data only", "A100")]
+    assert peaks.rows == 99
+    assert peaks.folds == 3
     assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
-    times = table["step time", RowClass("torchtitan", ANY, "A100")]
+    times = spreads_of(rows, "step time")[RowClass("torchtitan", ANY, "A100")]
     assert times.quantiles == peaks.quantiles
 
 
 def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None:
-    residual = made([0.1])[0]
-    float8 = replace(residual.case, kernels=residual.case.kernels._replace(float8=1.0))
-    for odd in (residual._replace(is_fitted=False), residual._replace(case=float8)):
-        quantities = {spread.quantity for spread in spreads([odd] * 10)}
-        assert quantities == {"peak memory", "repeated peak"}
+    (residual,) = made([0.1])
+    kernels = residual.case.kernels._replace(float8=1.0)
+    unfitted = residual._replace(is_fitted=False)
+    float8 = residual._replace(case=replace(residual.case, kernels=kernels))
+    assert quantities([unfitted] * 10) == {"peak memory", "repeated peak"}
+    assert quantities([float8] * 10) == {"peak memory", "repeated peak"}
 
 
 def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
-    classes = {
-        spread.row_class for spread in spreads(made([0.1] * 10, stack="torchllm")) if spread.quantity == "peak memory"
-    }
-    assert classes == {RowClass("torchllm", ANY, ANY)}
+    classes = spreads_of(made([0.1] * 10, stack="torchllm"), "peak memory")
+    assert list(classes) == [RowClass("torchllm", ANY, ANY)]
 
 
 def test_a_class_of_few_rows_is_not_shown() -> None:
-    assert "step time" not in {spread.quantity for spread in spreads(made([0.1] * 9))}
-    assert "step time" in {spread.quantity for spread in spreads(made([0.1] * 10))}
+    assert "step time" not in quantities(made([0.1] * 9))
+    assert "step time" in quantities(made([0.1] * 10))
 
 
 def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
     fold = [residual._replace(fold="a") for residual in made([0.1, 0.2, 0.4])]
-    assert [point.value for point in repeated_peaks(fold)] == pytest.approx([-0.1, 0.0, 0.2])
+    distances = [point.value for point in repeated_peaks(fold)]
+    assert distances == pytest.approx([-0.1, 0.0, 0.2])
     assert not list(repeated_peaks(fold[:1]))
 
 
@@ -110,37 +136,47 @@ def test_pairs_are_of_one_job() -> None:
     """Two layouts of each of 20 jobs: tp was slower than predicted by 0.2 each time, whatever the job's own error."""
     rows = []
     for number in range(20):
-        plain = made([0.1 * number], group=str(number))
-        with_tp = made([0.1 * number + 0.2], group=str(number), tp="2", dp="4")
+        group = str(number)
+        error = 0.1 * number
+        plain = made([error], group=group)
+        with_tp = made([error + 0.2], group=group, tp="2", dp="4")
         rows += plain + with_tp if number % 2 else with_tp + plain
-    ratios = {spread.row_class: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
+    ratios = spreads_of(rows, RATIO)
     added = ratios[RowClass(NATIVE, "+tp", ANY)]
     assert added.rows == 20
     assert added.quantiles == pytest.approx([0.2] * len(LEVELS))
     assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "axes"),
-    [
-        ({}, {"micro_batch": "2"}, {SAME}),
-        ({"tp": "2", "dp": "4"}, {"pp": "2", "dp": "4"}, {"+tp", "+pp"}),
-    ],
-)
-def test_pairs_of_which_neither_is_simpler_count_both_ways(
-    first: dict[str, str], second: dict[str, str], axes: set[str]
-) -> None:
-    rows = []
-    for residual in (*made([0.0] * 5, **first), *made([0.3] * 5, **second)):
-        rows.append(residual._replace(fold="a"))
-    ratios = {spread.row_class.axes: spread for spread in spreads(rows) if spread.quantity == "ratio of two layouts"}
-    assert axes <= set(ratios)
-    both = ratios[ANY]
-    assert both.interval[0] == -both.interval[1]
+def ratios_of_pairs(first: list[Residual], second: list[Residual]) -> dict[str, Spread]:
+    """Return the ratios of layouts of one job, by the axes that are added."""
+    rows = [residual._replace(fold="a") for residual in first + second]
+    ratios = {}
+    for row_class, spread in spreads_of(rows, RATIO).items():
+        ratios[row_class.axes] = spread
+    return ratios
+
+
+def test_pairs_of_which_neither_adds_an_axis_count_both_ways() -> None:
+    usual = made([0.0] * 5)
+    larger = made([0.3] * 5, micro_batch="2")
+    ratios = ratios_of_pairs(usual, larger)
+    assert SAME in ratios
+    low, high = ratios[ANY].interval
+    assert low == -high
+
+
+def test_pairs_of_which_both_add_an_axis_count_both_ways() -> None:
+    with_tp = made([0.0] * 5, tp="2", dp="4")
+    with_pp = made([0.3] * 5, pp="2", dp="4")
+    ratios = ratios_of_pairs(with_tp, with_pp)
+    assert {"+tp", "+pp"} <= set(ratios)
+    low, high = ratios[ANY].interval
+    assert low == -high
 
 
 def test_the_share_above() -> None:
-    spread = Spread("peak memory", "fold", RowClass(ANY, ANY, ANY), 100, 5, EVEN)
+    spread = Spread("peak memory", "fold", EVERYTHING, rows=100, folds=5, quantiles=EVEN)
     for value in (-0.85, -0.3, 0.0, 0.4, 0.89):
         assert spread.share_above(value) == pytest.approx((1 - value) / 2)
     assert spread.share_above(EVEN[-1]) == pytest.approx(0.05)
@@ -148,56 +184,63 @@ def test_the_share_above() -> None:
     assert 0 < spread.share_above(2.0) < 0.01
     assert spread.mean == pytest.approx(0, abs=1e-12)
     constant = spread._replace(quantiles=(0.1,) * len(LEVELS))
-    assert constant.share_above(0.2) < 1e-6 < 0.999999 < constant.share_above(0.0)
+    assert constant.share_above(0.2) < 1e-6
+    assert constant.share_above(0.0) > 0.999999
 
 
 def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = spreads(made([number / 100 for number in range(99)]))
-    write_spreads(str(tmp_path / "table.csv"), written)
-    monkeypatch.setattr(residuals, "TABLE", tmp_path / "table.csv")
-    read = list(read_spreads.__wrapped__().values())
-    assert [(spread.row_class, spread.rows) for spread in read] == [
-        (spread.row_class, spread.rows) for spread in written
-    ]
-    for spread, original in zip(read, written, strict=True):
+    file = tmp_path / "table.csv"
+    written = spreads(made(HUNDREDTHS))
+    write_spreads(str(file), written)
+    monkeypatch.setattr(residuals, "TABLE", file)
+    table = read_spreads.__wrapped__()
+    for spread, original in zip(table.values(), written, strict=True):
+        assert spread.row_class == original.row_class
+        assert spread.rows == original.rows
         assert spread.quantiles == pytest.approx(original.quantiles, abs=5e-4)  # three decimals
 
 
 def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit, [oom] = made([0.0] * 99), made([0.0], status="oom", step_time_s="")
-    table = list(outcomes([*fit, oom, *made([0.0], left_out="fold")]))
-    [low] = [outcome for outcome in table if outcome.rows]
-    assert (low.framework, low.share_from, low.rows, low.ran_out) == ("torchtitan", 0.0, 100, 1)
+    fit = made([0.0] * 99)
+    (oom,) = made([0.0], status="oom", step_time_s="")
+    without_fold = made([0.0], left_out="fold")
+    table = list(outcomes([*fit, oom, *without_fold]))
+    (low,) = [outcome for outcome in table if outcome.rows]
+    assert low.framework == "torchtitan"
+    assert low.share_from == 0.0
+    assert low.rows == 100
+    assert low.ran_out == 1
     assert low.risk == pytest.approx(2 / 102)
-    assert list(outcomes([*fit, *fit])) == []  # nobody says what did not fit
-    assert list(outcomes([*fit[1:], oom])) == []  # too few
-    write_outcomes(str(tmp_path / "outcomes.csv"), table)
-    monkeypatch.setattr(residuals, "OUTCOMES", tmp_path / "outcomes.csv")
-    assert read_outcomes.__wrapped__() == table
     assert table[-1] == Outcomes("torchtitan", 1.5, math.inf, 0, 0)
+    assert list(outcomes(fit + fit)) == []  # nobody says what did not fit
+    assert list(outcomes([*fit[1:], oom])) == []  # too few
+    file = tmp_path / "outcomes.csv"
+    write_outcomes(str(file), table)
+    monkeypatch.setattr(residuals, "OUTCOMES", file)
+    assert read_outcomes.__wrapped__() == table
 
 
 def test_the_command_writes_three_tables(tmp_path: Path) -> None:
     folder, target = tmp_path / "measured", tmp_path / "tables"
     folder.mkdir()
     target.mkdir()
-    cells = {**ROW, "stack": "torchtitan", "step_time_s": "1.0", "peak_memory_gib": "20"}
-    lines = [",".join(cells)]
-    for seconds in range(1, 11):
-        lines.append(",".join({**cells, "step_time_s": str(seconds)}.values()))
-    (folder / "rows.csv").write_text("\n".join(lines))
+    cells = {**ROW, "stack": "torchtitan", "peak_memory_gib": "20"}
+    rows = [cells | {"step_time_s": str(seconds)} for seconds in range(1, 11)]
+    write_cells(folder / "rows.csv", rows)
     (folder / "notes.csv").write_text("a,b\n1,2\n")
     printed = write_residuals([str(folder)], str(target))
     assert "rows.csv: 10 rows" in printed
     assert "skipped: " in printed
     assert "errors of 10 steps" in printed
-    assert sorted(file.name for file in target.iterdir()) == ["out_of_memory.csv", "residuals.csv", "step_errors.csv"]
+    names = {file.name for file in target.iterdir()}
+    assert names == {"out_of_memory.csv", "residuals.csv", "step_errors.csv"}
     assert "fold,rows,,10" in (target / "step_errors.csv").read_text()
 
 
 def test_what_ships_has_a_class_for_everything_and_none_of_few_rows() -> None:
     table = read_spreads()
-    for quantity in ("peak memory", "ratio of two layouts"):
-        assert (quantity, "framework", RowClass(ANY, ANY, ANY)) in table
-    assert min(spread.rows for spread in table.values()) >= residuals.SHOWN_FROM
-    assert all(list(spread.quantiles) == sorted(spread.quantiles) for spread in table.values())
+    for quantity in ("peak memory", RATIO):
+        assert (quantity, "framework", EVERYTHING) in table
+    for spread in table.values():
+        assert spread.rows >= residuals.SHOWN_FROM
+        assert list(spread.quantiles) == sorted(spread.quantiles)

@@ -1,13 +1,13 @@
 """Scores of made-up rows, whose errors are known."""
 
-import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.planner.evidence.tables import case_of, read_table, write_cells
+from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import predict_file, regret, score_files, score_rows, spearman
 from torchllm.planner.memory import counted
@@ -43,30 +43,39 @@ ROW = {
 
 def row(factor: float | None, **cells: str) -> MeasuredRow:
     """A row whose measured time is `factor` of the predicted one; None: it ran out of memory."""
-    plain = read_row({**ROW, **cells})
-    assert plain.case is not None, plain.problem
+    cells = ROW | cells
+    plain = read_row(cells)
+    step = predict(case_of(plain)).step
     if factor is None:
-        return read_row({**ROW, **cells, "status": "oom"})
-    return read_row({**ROW, **cells, "step_time_s": repr(predict(plain.case).step * factor)})
+        return read_row({**cells, "status": "oom"})
+    return read_row({**cells, "step_time_s": repr(step * factor)})
 
 
-def table(file: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str], ...] = ()) -> str:
-    names = list(dict.fromkeys(name for scored_row in rows for name in scored_row.cells))
-    with open(file, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, names, restval="")
-        writer.writeheader()
-        writer.writerows([*(scored_row.cells for scored_row in rows), *extra])
-    return str(file)
+def table(file: Path, rows: list[MeasuredRow], unread: tuple[dict[str, str], ...] = ()) -> str:
+    """Write a table of these rows, and of others by their cells; return the file's name."""
+    cells = [measured.cells for measured in rows]
+    return write_cells(file, [*cells, *unread])
 
 
-def scored(tmp_path: Path, rows: list[MeasuredRow], extra: tuple[dict[str, str], ...] = ()) -> Any:
-    return json.loads(score_files([table(tmp_path / "rows.csv", rows, extra)], as_json=True))
+def summary_of(file: str) -> Any:
+    """Return the scores of the data set of these rows, the only one."""
+    scores = json.loads(score_files([file], as_json=True))
+    assert list(scores) == ["made up"]
+    return scores["made up"]
+
+
+def scored(tmp_path: Path, rows: list[MeasuredRow]) -> Any:
+    """Return the scores of some rows."""
+    return summary_of(table(tmp_path / "rows.csv", rows))
 
 
 def test_errors_raw_and_after_one_factor(tmp_path: Path) -> None:
-    rows = [row(factor, micro_batch=str(micro)) for factor, micro in ((1.25, 1), (1.25, 2), (1.0, 4))]
-    summary = scored(tmp_path, rows)["made up"]
-    assert (summary["rows"], summary["timed"], summary["unscored"]) == (3, 3, 0)
+    slow, slow_too = row(1.25, micro_batch="1"), row(1.25, micro_batch="2")
+    as_predicted = row(1.0, micro_batch="4")
+    summary = scored(tmp_path, [slow, slow_too, as_predicted])
+    assert summary["rows"] == 3
+    assert summary["timed"] == 3
+    assert summary["unscored"] == 0
     assert summary["mean"] == pytest.approx((0.2 + 0.2 + 0.0) / 3)
     assert summary["median"] == pytest.approx(0.2)
     assert summary["p90"] == pytest.approx(0.2)
@@ -80,23 +89,38 @@ def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Pat
     file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, micro_batch="2")], (bad,))
     text = score_files([file], as_json=False)
     assert "unscored: micro_batch = 'many' is not a number (1 rows)" in text
-    summary = json.loads(score_files([file], as_json=True))["made up"]
-    assert (summary["rows"], summary["timed"], summary["unscored"]) == (3, 2, 1)
+    summary = summary_of(file)
+    assert summary["rows"] == 3
+    assert summary["timed"] == 2
+    assert summary["unscored"] == 1
 
 
-def test_each_row_is_of_one_class_and_every_line_counts_them(tmp_path: Path) -> None:
+@pytest.fixture
+def three_classes(tmp_path: Path) -> str:
+    """One row that is scored, two under an assumption, and two that are not scored."""
+    assumed = row(2.0, micro_batch="2", assumed="act_ckpt=none")
+    without_vocab = row(0.5, vocab="")
     crashed = {**ROW, "status": "crashed_or_oom"}
     nameless = {**ROW, "stack": "Abacus", "step_time_s": "1"}
-    rows = [row(1.0), row(2.0, micro_batch="2", assumed="act_ckpt=none"), row(0.5, vocab="")]
-    file = table(tmp_path / "rows.csv", rows, (crashed, nameless))
-    summary = json.loads(score_files([file], as_json=True))["made up"]
-    assert [summary[key] for key in ("rows", "scored", "assumed", "unscored", "timed")] == [5, 1, 2, 2, 3]
-    assert summary["classes"]["nothing assumed"]["mean"] == pytest.approx(0.0)
-    assert summary["classes"]["under a stated assumption"]["mean"] == pytest.approx((0.5 + 1.0) / 2)
-    text = score_files([file], as_json=False)
-    assert [line.split()[2:7] for line in text.splitlines() if line.startswith("made up")] == [
-        ["5", "1", "2", "2", "3"]
-    ]
+    return table(tmp_path / "rows.csv", [row(1.0), assumed, without_vocab], (crashed, nameless))
+
+
+def test_each_row_is_of_one_class(three_classes: str) -> None:
+    summary = summary_of(three_classes)
+    assert summary["rows"] == 5
+    assert summary["scored"] == 1
+    assert summary["assumed"] == 2
+    assert summary["unscored"] == 2
+    assert summary["timed"] == 3
+    classes = summary["classes"]
+    assert classes["nothing assumed"]["mean"] == pytest.approx(0.0)
+    assert classes["under a stated assumption"]["mean"] == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_every_line_counts_the_classes(three_classes: str) -> None:
+    text = score_files([three_classes], as_json=False)
+    (line,) = [line for line in text.splitlines() if line.startswith("made up")]
+    assert line.split()[2:7] == ["5", "1", "2", "2", "3"]
     assert "75.0% of the 4 timed rows are scored: 1, and 2 under a stated assumption; 1 are not" in text
     assert "unscored: status 'crashed_or_oom' tells neither a time nor a lack of memory (1 rows)" in text
     assert "assumed: act_ckpt = none (1 rows)" in text
@@ -111,50 +135,58 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_ties_count_at_their_worst() -> None:
     slow, fast = row(2.0), row(1.0)
     for order in ([slow, fast], [fast, slow]):
-        assert regret(score_rows(order))["regret_seconds"] == pytest.approx(1.0)
+        result = regret(score_rows(order))
+        assert result["regret_seconds"] == pytest.approx(1.0)
 
 
 def test_regret_is_of_the_layout_that_would_be_chosen() -> None:
     """Micro batch 2 is predicted faster than 1 with full recomputation; measured, it is slower."""
-    chosen, second_row = row(3.0, micro_batch="2"), row(1.0, act_ckpt="full")
-    assert chosen.case
-    assert second_row.case
-    slow, fast = 3 * predict(chosen.case).step, predict(second_row.case).step
-    assert predict(chosen.case).step < fast < slow
-    assert regret(score_rows([chosen, second_row]))["regret_seconds"] == pytest.approx(slow / fast - 1)
+    chosen = row(3.0, micro_batch="2")
+    recomputes = row(1.0, act_ckpt="full")
+    predicted = predict(case_of(chosen)).step
+    fast = predict(case_of(recomputes)).step
+    slow = 3 * predicted
+    assert predicted < fast < slow
+    result = regret(score_rows([chosen, recomputes]))
+    assert result["regret_seconds"] == pytest.approx(slow / fast - 1)
 
 
 def test_a_choice_that_ran_out_of_memory_is_said() -> None:
-    rows = [row(None, micro_batch="2"), row(1.0, act_ckpt="full"), row(1.1, act_ckpt="full", micro_batch="2")]
-    assert regret(score_rows(rows)) == {"chosen_ran_out_of_memory": True}
+    chosen = row(None, micro_batch="2")
+    slower = row(1.0, act_ckpt="full")
+    slowest = row(1.1, act_ckpt="full", micro_batch="2")
+    assert regret(score_rows([chosen, slower, slowest])) == {"chosen_ran_out_of_memory": True}
 
 
 def test_out_of_memory_is_counted_both_ways(tmp_path: Path) -> None:
     huge = {"micro_batch": "64", "global_batch_seqs": "512"}
     rows = [row(1.0), row(None), row(1.0, **huge), row(None, **huge)]
-    counts = scored(tmp_path, rows)["made up"]["out_of_memory"]
-    assert counts == {"fits_ok": 1, "fits_oom": 1, "refused_ok": 1, "refused_oom": 1, "right": 0.5}
+    summary = scored(tmp_path, rows)
+    assert summary["out_of_memory"] == {"fits_ok": 1, "fits_oom": 1, "refused_ok": 1, "refused_oom": 1, "right": 0.5}
 
 
 def test_memory_is_compared_with_the_measured_peak(tmp_path: Path) -> None:
-    plain = row(1.0)
-    assert plain.case
-    peak = counted(predict(plain.case).memory, plain.case.software) / 2**30 / 1.1
-    summary = scored(tmp_path, [row(1.0, peak_memory_gib=repr(peak))])
-    assert summary["made up"]["memory"]["mean"] == pytest.approx(0.1)
+    case = case_of(row(1.0))
+    predicted_peak = counted(predict(case).memory, case.software) / 2**30
+    measured = row(1.0, peak_memory_gib=repr(predicted_peak / 1.1))
+    summary = scored(tmp_path, [measured])
+    assert summary["memory"]["mean"] == pytest.approx(0.1)
 
 
 def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     source = table(tmp_path / "in.csv", [row(1.0, mystery="kept")], ({**ROW, "heads": ""},))
-    printed = predict_file(source, str(tmp_path / "out.csv"))
-    with open(tmp_path / "out.csv", newline="") as opened:
-        first, second = csv.DictReader(opened)
+    target = tmp_path / "out.csv"
+    printed = predict_file(source, str(target))
+    first, second = read_table(target)
     assert first["mystery"] == "kept"
-    assert float(first["predicted_step_time_s"]) == pytest.approx(float(first["step_time_s"]), rel=1e-5)
+    seconds = float(first["predicted_step_time_s"])
+    assert seconds == pytest.approx(float(first["step_time_s"]), rel=1e-5)
+    assert float(first["predicted_low_s"]) < seconds
+    assert seconds < float(first["predicted_high_s"])
     assert 0 < float(first["predicted_mfu_pct"]) < 100
     assert float(first["predicted_memory_gib"]) > 0
-    assert (first["predicted_fits"], first["predicted_verdict"]) == ("1", "fits")
-    assert float(first["predicted_low_s"]) < float(first["predicted_step_time_s"]) < float(first["predicted_high_s"])
+    assert first["predicted_fits"] == "1"
+    assert first["predicted_verdict"] == "fits"
     assert "(torchllm is not measured on A100" in first["predicted_note"]
     assert second["predicted_step_time_s"] == ""
     assert second["predicted_note"] == "heads is missing"
@@ -169,20 +201,17 @@ def test_spearman() -> None:
 
 
 def test_layers_are_timed_alone(tmp_path: Path) -> None:
-    plain = read_row({**ROW, "grad_accum": ""})
-    assert plain.case
-    from torchllm.planner.evidence.layer import layer_seconds
-
-    forward, backward = layer_seconds(plain.case)
-    cells = {"layer_fwd_ms": repr(1e3 * forward / 1.1), "layer_bwd_ms": repr(1e3 * backward)}
-    summary = scored(tmp_path, [read_row({**ROW, **cells})])["made up"]
+    case = case_of(read_row({**ROW, "grad_accum": ""}))
+    assert case.ranks == 8
+    forward, backward = layer_seconds(case)
+    forward_ms = repr(1e3 * forward / 1.1)
+    backward_ms = repr(1e3 * backward)
+    timed = read_row({**ROW, "layer_fwd_ms": forward_ms, "layer_bwd_ms": backward_ms})
+    summary = scored(tmp_path, [timed])
     assert summary["layers"]["mean"] == pytest.approx(0.05)
-    assert replace(plain.case).ranks == 8
 
 
 def test_what_a_sweep_found_to_be_no_layout_is_left_out(tmp_path: Path) -> None:
     empty = dict.fromkeys(ROW, "") | {"status": "invalid"}
     file = table(tmp_path / "sweep.csv", [row(1.0)], (empty,))
-    scored = json.loads(score_files([file], True))
-    assert list(scored) == ["made up"]
-    assert scored["made up"]["rows"] == 1
+    assert summary_of(file)["rows"] == 1
