@@ -5,6 +5,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from tests.planner.evidence.tables import case_of
 from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.calibrate import problem_of, run_of
 from torchllm.planner.evidence.design import ALIKE, Candidate, Design, candidates_of, covariance, most_telling, unlike
@@ -20,8 +21,14 @@ def drawn(count: int) -> list[Candidate]:
     for _ in range(count):
         share = generator.random()
         slopes = [-1.0, 0.1 * generator.random()]
-        candidates.append(Candidate(slopes, {"matmul": share, "fsdp": 1 - share}, 0.1))
+        shares = {"matmul": share, "fsdp": 1 - share}
+        candidates.append(Candidate(slopes, shares, deviation=0.1))
     return candidates
+
+
+def spent_on(term: str, deviation: float = 0.1) -> Candidate:
+    """A run that spends its step on one term, and is slower by the factor of one constant."""
+    return Candidate([-1.0], {term: 1.0}, deviation)
 
 
 def two_constants() -> FitProblem:
@@ -29,11 +36,17 @@ def two_constants() -> FitProblem:
 
 
 def test_how_unlike_two_steps_are() -> None:
-    assert unlike({"matmul": 0.7, "fsdp": 0.3}, {"matmul": 0.7, "fsdp": 0.3}) == 0
+    mixed = {"matmul": 0.7, "fsdp": 0.3}
+    assert unlike(mixed, mixed) == 0
     assert unlike({"matmul": 1.0}, {"fsdp": 1.0}) == 2
-    alike = Candidate([-1.0], {"matmul": 1.0}, 0.2)
-    assert covariance(alike, alike) == pytest.approx(ALIKE * 0.2**2)
-    assert covariance(alike, Candidate([-1.0], {"fsdp": 1.0}, 0.2)) < 0.01 * covariance(alike, alike)
+
+
+def test_errors_of_unlike_runs_are_hardly_correlated() -> None:
+    computing = spent_on("matmul", deviation=0.2)
+    sending = spent_on("fsdp", deviation=0.2)
+    of_alike = covariance(computing, computing)
+    assert of_alike == pytest.approx(ALIKE * 0.2**2)
+    assert covariance(computing, sending) < 0.01 * of_alike
 
 
 def test_the_expected_change_is_that_of_random_errors() -> None:
@@ -47,66 +60,87 @@ def test_the_expected_change_is_that_of_random_errors() -> None:
     changes = []
     for _ in range(20000):
         normal = [generator.gauss(0, 1) for _ in candidates]
-        errors = [sum(root * value for root, value in zip(row, normal, strict=True)) for row in roots]
-        uncalibrated = sum(error**2 for error in errors)
-        calibrated = 0.0
+        errors = [dot(row, normal) for row in roots]
+        change = 0.0
         for error, candidate in zip(errors, candidates, strict=True):
+            calibrated = error
             for index, gain in zip(chosen, gains, strict=True):
-                error -= errors[index] * sum(g * slope for g, slope in zip(gain, candidate.slopes, strict=True))
-            calibrated += error**2
-        changes.append(calibrated - uncalibrated)
-    assert design.change(chosen) == pytest.approx(mean(changes), abs=4 * stdev(changes) / len(changes) ** 0.5)
+                calibrated -= errors[index] * dot(gain, candidate.slopes)
+            change += calibrated**2 - error**2
+        changes.append(change)
+    standard_error = stdev(changes) / len(changes) ** 0.5
+    assert design.change(chosen) == pytest.approx(mean(changes), abs=4 * standard_error)
     assert design.change(chosen) < 0
+
+
+def dot(first: list[float], second: list[float]) -> float:
+    """Return the sum of products."""
+    total = 0.0
+    for x, y in zip(first, second, strict=True):
+        total += x * y
+    return total
 
 
 def cholesky(matrix: list[list[float]]) -> list[list[float]]:
     """Return the lower triangle whose product with itself is the matrix."""
     roots = [[0.0] * len(matrix) for _ in matrix]
-    for row in range(len(matrix)):
-        for column in range(row + 1):
-            value = matrix[row][column]
-            for index in range(column):
-                value -= roots[row][index] * roots[column][index]
-            roots[row][column] = value**0.5 if row == column else value / roots[column][column]
+    for number, row in enumerate(roots):
+        for column, pivot in enumerate(roots[:number]):
+            value = matrix[number][column] - dot(row[:column], pivot[:column])
+            row[column] = value / pivot[column]
+        square = matrix[number][number] - dot(row[:number], row[:number])
+        row[number] = square**0.5
     return roots
 
 
 def test_gains_are_those_of_the_fit() -> None:
     """One constant with slope -1: the error of one run moves it by as much as its prior lets it."""
-    design = Design([Candidate([-1.0], {"matmul": 1.0}, 0.1)], [1 / 0.1**2])
+    trust = 1 / 0.1**2
+    design = Design([spent_on("matmul")], [trust])
     [[gain]] = design.gains([0])
-    assert gain == pytest.approx(-(1 / NOISE**2) / (1 / NOISE**2 + 1 / 0.1**2))
+    information = 1 / NOISE**2
+    assert gain == pytest.approx(-information / (information + trust))
 
 
 def test_the_first_run_stands_for_most_others() -> None:
     """Nine runs are alike and one is not: measuring that one says little of the nine."""
-    common = Candidate([-1.0], {"matmul": 1.0}, 0.1)
-    odd = Candidate([-1.0], {"fsdp": 1.0}, 0.1)
+    computing = spent_on("matmul")
+    sending = spent_on("fsdp")
     problem = FitProblem([], {"speed": 0.0})
-    assert most_telling([odd, *[common] * 9], problem, 1) != [0]
-    assert most_telling([common, *[odd] * 9], problem, 1) != [0]
+    mostly_computing = [sending] + [computing] * 9
+    mostly_sending = [computing] + [sending] * 9
+    assert most_telling(mostly_computing, problem, 1) != [0]
+    assert most_telling(mostly_sending, problem, 1) != [0]
 
 
 def test_each_run_is_the_best_addition_and_named_once() -> None:
     candidates = drawn(12)
-    chosen = most_telling(candidates, two_constants(), 5)
+    problem = two_constants()
+    chosen = most_telling(candidates, problem, 5)
     assert len(set(chosen)) == 5
-    design = Design(candidates, [two_constants().trust(name) for name in two_constants().middle])
+    trusts = [problem.trust(name) for name in problem.middle]
+    design = Design(candidates, trusts)
     for count in range(1, 5):
-        added = design.change(chosen[: count + 1])
-        for index in set(range(12)) - set(chosen[:count]):
-            assert added <= design.change([*chosen[:count], index]) + 1e-12
-    assert sorted(most_telling(candidates[:3], two_constants(), 5)) == [0, 1, 2]
+        earlier = chosen[:count]
+        best = design.change(chosen[: count + 1])
+        for index in set(range(12)) - set(earlier):
+            assert best <= design.change([*earlier, index]) + 1e-12
+
+
+def test_of_fewer_runs_all_are_named() -> None:
+    chosen = most_telling(drawn(3), two_constants(), 5)
+    assert sorted(chosen) == [0, 1, 2]
 
 
 def test_slopes_are_in_the_order_of_the_constants() -> None:
     runs = []
     for row in made()[:4]:
-        assert row.case
-        runs.append(run_of(row.case, 1.0, len(runs)))
+        run = run_of(case_of(row), 1.0, len(runs))
+        runs.append(run)
     problem = problem_of(runs)
     near = linearize(runs, problem.middle)
     candidates = candidates_of(near, [{}] * 4, [0.1] * 4)
     speed = list(problem.middle).index("machine")
-    for index, candidate in enumerate(candidates):
-        assert candidate.slopes[speed] == near.slopes["machine"][index] < 0
+    for candidate, slope in zip(candidates, near.slopes["machine"], strict=True):
+        assert candidate.slopes[speed] == slope
+        assert slope < 0

@@ -1,20 +1,30 @@
 """Sheets in the format of Hagemann et al. 2023, made up: theirs may not be passed on."""
 
-import csv
 import zipfile
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
 
+from tests.planner.evidence.tables import case_of, read_table
 from torchllm.planner.evidence.hagemann import convert_hagemann, read_sheet
 from torchllm.planner.evidence.measurements import read_rows
 from torchllm.spec.flops import parameter_count
 
+ALL_RUNS = "llama_13B_bfloat16_64_GPUs_all_runs.xlsx"
 TITLES = [
-    *("Trial ID", "World Size", "Average Step Time", "Average Step Time * World size", "Average TFlops Megatron"),
-    *("Average TFlops Aleph Alpha", "Average MFU", "activation_checkpointing_type", "kernel", "micro_batch_size"),
-    *("model_parallel_size", "pipe_parallel_size"),
+    "Trial ID",
+    "World Size",
+    "Average Step Time",
+    "Average Step Time * World size",
+    "Average TFlops Megatron",
+    "Average TFlops Aleph Alpha",
+    "Average MFU",
+    "activation_checkpointing_type",
+    "kernel",
+    "micro_batch_size",
+    "model_parallel_size",
+    "pipe_parallel_size",
 ]
 NAMESPACE = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
 
@@ -31,66 +41,86 @@ def write_sheet(file: Path, lines: list[list[str]]) -> None:
     for number, line in enumerate(lines, start=1):
         cells = ""
         for letter, text in zip("ABCDEFGHIJKLM", line, strict=False):
+            place = f"{letter}{number}"
             if not text:
-                cells += f'<c r="{letter}{number}"/>'
+                cells += f'<c r="{place}"/>'
             elif text.replace(".", "").isdigit():
-                cells += f'<c r="{letter}{number}"><v>{text}</v></c>'
+                cells += f'<c r="{place}"><v>{text}</v></c>'
             else:
+                cells += f'<c r="{place}" t="s"><v>{len(strings)}</v></c>'
                 strings.append(text)
-                cells += f'<c r="{letter}{number}" t="s"><v>{len(strings) - 1}</v></c>'
         rows += f'<row r="{number}">{cells}</row>'
-    shared = "".join(f"<si><t>{escape(text)}</t></si>" for text in strings)
+    items = "".join(f"<si><t>{escape(text)}</t></si>" for text in strings)
+    shared_strings = f"<sst {NAMESPACE}>{items}</sst>"
+    sheet = f"<worksheet {NAMESPACE}><sheetData>{rows}</sheetData></worksheet>"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("xl/sharedStrings.xml", f"<sst {NAMESPACE}>{shared}</sst>")
-        archive.writestr(
-            "xl/worksheets/sheet1.xml", f"<worksheet {NAMESPACE}><sheetData>{rows}</sheetData></worksheet>"
-        )
+        archive.writestr("xl/sharedStrings.xml", shared_strings)
+        archive.writestr("xl/worksheets/sheet1.xml", sheet)
 
 
 def convert(folder: Path) -> list[dict[str, str]]:
-    assert "CC BY-NC-SA" in convert_hagemann(str(folder), str(folder / "rows.csv"))
-    with open(folder / "rows.csv", newline="") as opened:
-        return list(csv.DictReader(opened))
+    target = folder / "rows.csv"
+    printed = convert_hagemann(str(folder), str(target))
+    assert "CC BY-NC-SA" in printed
+    return read_table(target)
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[str]:
+    return [row[name] for row in rows]
 
 
 def test_a_sheet_becomes_rows_that_are_scored(tmp_path: Path) -> None:
     runs = [run("10.5"), run("OOM Error", "torch"), run("Kernel not available", "fused", "every_layer")]
-    write_sheet(tmp_path / "llama_13B_bfloat16_64_GPUs_all_runs.xlsx", [["a title"], TITLES, *runs])
+    write_sheet(tmp_path / ALL_RUNS, [["a title"], TITLES, *runs])
     rows = convert(tmp_path)
-    assert [row["status"] for row in rows] == ["ok", "oom", "kernel_unavailable"]
-    assert [row["attn_impl"] for row in rows] == ["flash2", "eager", "fused_softmax"]
-    assert [row["rmsnorm_kernel"] for row in rows] == ["1", "0", "0"]
-    assert [row["act_ckpt"] for row in rows] == ["none", "none", "full"]
-    assert (rows[0]["step_time_s"], rows[0]["mfu_pct"], rows[0]["seq_parallel"]) == ("10.5", "50.00", "0")
-    assert rows[0]["group"] == "hagemann2023/LLAMA-13B/s2048/64xA100-80GB/main"
-    first, *_ = read_rows(str(tmp_path / "rows.csv"))
-    assert first.case is not None, first.problem
-    assert (first.assumed, first.case.ranks, first.case.parallel.dp_shard) == ([], 64, 8)
-    assert first.case.training.global_batch_size == 2048
-    assert parameter_count(first.case.model) == pytest.approx(14.0e9, rel=1e-3)
+    assert column(rows, "status") == ["ok", "oom", "kernel_unavailable"]
+    assert column(rows, "attn_impl") == ["flash2", "eager", "fused_softmax"]
+    assert column(rows, "rmsnorm_kernel") == ["1", "0", "0"]
+    assert column(rows, "act_ckpt") == ["none", "none", "full"]
+    first = rows[0]
+    assert first["step_time_s"] == "10.5"
+    assert first["mfu_pct"] == "50.00"
+    assert first["seq_parallel"] == "0"
+    assert first["group"] == "hagemann2023/LLAMA-13B/s2048/64xA100-80GB/main"
+
+
+def test_a_converted_row_can_be_read(tmp_path: Path) -> None:
+    write_sheet(tmp_path / ALL_RUNS, [["a title"], TITLES, run("10.5")])
+    convert(tmp_path)
+    (row,) = read_rows(str(tmp_path / "rows.csv"))
+    case = case_of(row)
+    assert row.assumed == []
+    assert case.ranks == 64
+    assert case.parallel.dp_shard == 8
+    assert case.training.global_batch_size == 2048
+    assert parameter_count(case.model) == pytest.approx(14.0e9, rel=1e-3)
 
 
 def test_long_sequences_and_sequence_parallelism(tmp_path: Path) -> None:
     folder = tmp_path / "seqpara"
     folder.mkdir()
     name = "llama_30B_8k_seq_length_bfloat16_64_GPUs_sequence_parallelism.xlsx"
-    write_sheet(folder / name, [["a title"], [*TITLES, "sequence_parallel"], [*run("10.5"), "1"], [*run("9.5"), "0"]])
+    titles = [*TITLES, "sequence_parallel"]
+    runs = [[*run("10.5"), "1"], [*run("9.5"), "0"]]
+    write_sheet(folder / name, [["a title"], titles, *runs])
     rows = convert(tmp_path)
-    assert [row["seq_parallel"] for row in rows] == ["1", "0"]
-    assert {(row["seq_len"], row["global_batch_seqs"], row["layers"]) for row in rows} == {("8192", "512", "60")}
+    assert column(rows, "seq_parallel") == ["1", "0"]
+    assert column(rows, "seq_len") == ["8192"] * 2
+    assert column(rows, "global_batch_seqs") == ["512"] * 2
+    assert column(rows, "layers") == ["60"] * 2
     assert rows[0]["group"] == "hagemann2023/LLAMA-30B/s8192/64xA100-80GB/seq_parallel"
 
 
 def test_what_is_no_such_sheet_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no sheet"):
         convert(tmp_path)
-    name = tmp_path / "llama_13B_bfloat16_64_GPUs_all_runs.xlsx"
-    write_sheet(name, [["a title"], TITLES, run("10.5", "magic")])
+    file = tmp_path / ALL_RUNS
+    write_sheet(file, [["a title"], TITLES, run("10.5", "magic")])
     with pytest.raises(ValueError, match="trial 1: kernel 'magic' is unknown"):
         convert(tmp_path)
-    name.write_text("no zip")
+    file.write_text("no zip")
     with pytest.raises(ValueError, match=r"no \.xlsx sheet"):
-        read_sheet(name)
-    name.rename(tmp_path / "budget.xlsx")
+        read_sheet(file)
+    file.rename(tmp_path / "budget.xlsx")
     with pytest.raises(ValueError, match="its name is not that of a sheet"):
         convert(tmp_path)

@@ -4,47 +4,70 @@ from pathlib import Path
 
 import pytest
 
+from tests.planner.evidence.tables import case_of
 from tests.planner.evidence.test_score import ROW
-from torchllm.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
+from torchllm.planner.case import Case
+from torchllm.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, MeasuredRow, read_row, read_rows
 from torchllm.planner.experts import IMBALANCE
 from torchllm.spec.cluster import FOLDER
 
 
+def row_with(**cells: str) -> MeasuredRow:
+    """Return the usual row with these cells."""
+    return read_row(ROW | cells)
+
+
+def case_with(**cells: str) -> Case:
+    """Return the case of the usual row with these cells."""
+    return case_of(row_with(**cells))
+
+
 def test_a_row_is_read() -> None:
-    row = read_row({**ROW, "tp": "2", "dp": "4", "seq_parallel": "1", "kv_heads": "4", "step_time_s": "1.5"})
-    assert row.case is not None, row.problem
-    case = row.case
-    assert (case.model.family, case.model.kv, case.model.ffn, case.model.vocab) == ("llama", 4, 5632, 32000)
-    assert (case.parallel.tp, case.parallel.dp_shard, case.parallel.sequence_parallel) == (2, 4, True)
-    assert (case.ranks, case.micro_batches, case.recompute.mode) == (8, 16, "none")
-    assert (row.seconds, row.out_of_memory, row.assumed) == (1.5, False, [])
+    row = row_with(tp="2", dp="4", seq_parallel="1", kv_heads="4", step_time_s="1.5")
+    case = case_of(row)
+    model = case.model
+    assert (model.family, model.kv, model.ffn, model.vocab) == ("llama", 4, 5632, 32000)
+    assert case.parallel.tp == 2
+    assert case.parallel.dp_shard == 4
+    assert case.parallel.sequence_parallel
+    assert case.ranks == 8
+    assert case.micro_batches == 16
+    assert case.recompute.mode == "none"
+    assert row.seconds == 1.5
+    assert row.out_of_memory is False
+    assert row.assumed == []
 
 
 @pytest.mark.parametrize(
-    ("cells", "reason"),
+    ("column", "text", "reason"),
     [
-        ({"heads": ""}, "heads is missing"),
-        ({"micro_batch": ""}, "micro_batch is missing"),
-        ({"act_ckpt": "sometimes"}, "act_ckpt 'sometimes' is unknown"),
-        ({"stack": "Abacus"}, "stack 'Abacus' is unknown (known: megatron-2021"),
-        ({"gpu": "Abacus", "cluster": ""}, "GPU 'Abacus' is unknown"),
-        ({"tp_overlap": "much"}, "tp_overlap 'much' is unknown (none, async)"),
-        ({"note": "RL trainer step: fp32 logprobs"}, "the step of a reinforcement learner"),
-        ({"dispatcher": "pigeons"}, "dispatcher 'pigeons' is unknown (alltoall, deepep, hybridep)"),
-        ({"assumed": "as always"}, "assumed = 'as always' is not"),
+        ("heads", "", "heads is missing"),
+        ("micro_batch", "", "micro_batch is missing"),
+        ("act_ckpt", "sometimes", "act_ckpt 'sometimes' is unknown"),
+        ("stack", "Abacus", "stack 'Abacus' is unknown (known: megatron-2021"),
+        ("tp_overlap", "much", "tp_overlap 'much' is unknown (none, async)"),
+        ("note", "RL trainer step: fp32 logprobs", "the step of a reinforcement learner"),
+        ("dispatcher", "pigeons", "dispatcher 'pigeons' is unknown (alltoall, deepep, hybridep)"),
+        ("assumed", "as always", "assumed = 'as always' is not"),
     ],
 )
-def test_what_cannot_be_understood_is_said(cells: dict[str, str], reason: str) -> None:
-    row = read_row({**ROW, **cells})
+def test_what_cannot_be_understood_is_said(column: str, text: str, reason: str) -> None:
+    row = row_with(**{column: text})
     assert row.case is None
     assert reason in row.problem
 
 
+def test_an_unknown_gpu_without_a_cluster_is_said() -> None:
+    row = row_with(gpu="Abacus", cluster="")
+    assert row.case is None
+    assert "GPU 'Abacus' is unknown" in row.problem
+
+
 def test_what_is_left_out_is_assumed_and_said() -> None:
-    row = read_row({**ROW, "gpus": "16", "dp": "16", "cluster": "somewhere", "stack": "torchtitan-2030", "vocab": ""})
-    assert row.case is not None, row.problem
-    assert row.case.hardware.gpu == "A100-SXM4-80GB"
-    assert row.case.software.name == "torchtitan"
+    row = row_with(gpus="16", dp="16", cluster="somewhere", stack="torchtitan-2030", vocab="")
+    case = case_of(row)
+    assert case.hardware.gpu == "A100-SXM4-80GB"
+    assert case.software.name == "torchtitan"
     assert row.assumed == [
         "cluster 'somewhere' is unknown: the network of dgx_a100, for its GPU",
         "stack 'torchtitan-2030' is unknown: as torchtitan",
@@ -53,75 +76,84 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
 
 
 def test_every_cluster_of_a_gpu_or_another_name_has_a_file() -> None:
-    named = {cluster for _, cluster in CLUSTER_OF_GPU} | set(CLUSTER_ALIASES.values())
-    for cluster in named:
+    clusters = {cluster for _, cluster in CLUSTER_OF_GPU}
+    clusters |= set(CLUSTER_ALIASES.values())
+    for cluster in clusters:
         assert (FOLDER / f"{cluster}.toml").is_file(), cluster
-    aliased = read_row({**ROW, "gpus": "16", "dp": "16", "cluster": "DGX-GB200", "gpu": "GB200"})
-    assert aliased.case is not None, aliased.problem
-    assert (aliased.case.hardware.gpus_per_node, aliased.assumed) == (4, [])
+
+
+def test_another_name_of_a_cluster_is_no_assumption() -> None:
+    row = row_with(gpus="16", dp="16", cluster="DGX-GB200", gpu="GB200")
+    assert case_of(row).hardware.gpus_per_node == 4
+    assert row.assumed == []
 
 
 def test_on_one_node_a_gpu_settles_the_cluster() -> None:
-    assert read_row({**ROW, "cluster": "somewhere"}).assumed == []
+    assert row_with(cluster="somewhere").assumed == []
 
 
-def test_what_the_source_says_of_the_framework_replaces_the_fact() -> None:
-    for overlap in ("async", "none"):
-        row = read_row({**ROW, "stack": "nemo", "tp": "2", "dp": "4", "tp_overlap": overlap})
-        assert row.case is not None, row.problem
-        assert row.case.software.overlaps_products == (overlap == "async")
-    assert not row.case.software.overlaps_tensor_parallel
-    gathered = read_row({**ROW, "precision": "float8 tensorwise + fp8 all-gather"}).case
-    assert gathered is not None
-    assert (gathered.kernels.float8, gathered.software.gathered) == (0.8, 1.0)
+def test_what_the_source_says_of_overlap_replaces_the_fact() -> None:
+    overlaps = case_with(stack="nemo", tp="2", dp="4", tp_overlap="async")
+    assert overlaps.software.overlaps_products
+    waits = case_with(stack="nemo", tp="2", dp="4", tp_overlap="none")
+    assert not waits.software.overlaps_products
+    assert not waits.software.overlaps_tensor_parallel
+
+
+def test_what_the_source_says_of_gathered_weights_replaces_the_fact() -> None:
+    case = case_with(precision="float8 tensorwise + fp8 all-gather")
+    assert case.kernels.float8 == 0.8
+    assert case.software.gathered == 1.0
 
 
 def test_zero_3_on_megatron_is_deepspeed() -> None:
-    case = read_row({**ROW, "stack": "megatron-2021"}).case
-    assert case is not None
+    case = case_with(stack="megatron-2021")
     assert case.software.one_card
 
 
-@pytest.mark.parametrize(
-    ("gpu", "memory"),
-    [
-        ("A100-40GB", 42.3e9),
-        ("H100-80GB", 84.9e9),
-        ("H100-96GB", 101.9e9),
-        ("H200", 149.2e9),
-        ("B200-192GB", 191.5e9),
-        ("B300-288GB", 262.5e9),
-        ("GB200-192GB", 186e9),
-        ("MI300X-192GB", 206.1e9),
-    ],
-)
-def test_a_gpu_has_its_usual_cluster(gpu: str, memory: float) -> None:
-    row = read_row({**ROW, "cluster": "", "gpu": gpu})
-    assert row.case is not None
-    assert row.case.hardware.memory == memory
+MEMORY = {
+    "A100-40GB": 42.3e9,
+    "H100-80GB": 84.9e9,
+    "H100-96GB": 101.9e9,
+    "H200": 149.2e9,
+    "B200-192GB": 191.5e9,
+    "B300-288GB": 262.5e9,
+    "GB200-192GB": 186e9,
+    "MI300X-192GB": 206.1e9,
+}
+"""of GPUs in their usual clusters, bytes"""
+
+
+@pytest.mark.parametrize("gpu", MEMORY)
+def test_a_gpu_has_its_usual_cluster(gpu: str) -> None:
+    case = case_with(cluster="", gpu=gpu)
+    assert case.hardware.memory == MEMORY[gpu]
 
 
 def test_a_file_that_is_no_table_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("")
+    file = tmp_path / "a.csv"
+    file.write_text("")
     with pytest.raises(ValueError, match="not a table of layouts"):
-        read_rows(str(tmp_path / "a.csv"))
+        read_rows(str(file))
 
 
 def test_a_benchmark_that_balances_its_experts_has_no_imbalance() -> None:
-    experts = {**ROW, "experts": "8", "top_k": "2", "moe_ffn": "1024", "kv_heads": "4"}
-    learned = read_row(experts)
-    assert learned.case is not None, learned.problem
-    assert learned.case.imbalance == IMBALANCE
+    experts = {"experts": "8", "top_k": "2", "moe_ffn": "1024", "kv_heads": "4"}
+    learned = row_with(**experts)
+    assert case_of(learned).imbalance == IMBALANCE
     assert learned.assumed == [f"the busiest rank's experts have {IMBALANCE} times the mean of rows"]
-    forced = read_row({**experts, "note": "force-balanced, dropless"})
-    assert forced.case is not None, forced.problem
-    assert (forced.case.imbalance, forced.assumed) == (1.0, [])
+    forced = row_with(**experts, note="force-balanced, dropless")
+    assert case_of(forced).imbalance == 1.0
+    assert forced.assumed == []
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "once"), [("", False), ("alltoall", False), ("deepep", True), ("hybridep", True)]
-)
-def test_how_rows_travel(dispatcher: str, once: bool) -> None:
-    row = read_row({**ROW, "dispatcher": dispatcher})
-    assert row.case is not None, row.problem
-    assert row.case.software.sends_tokens_once is once
+@pytest.mark.parametrize("dispatcher", ["", "alltoall"])
+def test_a_row_travels_once_per_expert(dispatcher: str) -> None:
+    case = case_with(dispatcher=dispatcher)
+    assert case.software.sends_tokens_once is False
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+def test_a_row_travels_once_per_rank(dispatcher: str) -> None:
+    case = case_with(dispatcher=dispatcher)
+    assert case.software.sends_tokens_once is True

@@ -3,10 +3,22 @@
 import pytest
 
 from torchllm.planner.evidence.cells import Cells
-from torchllm.planner.evidence.row_kernels import measured_kernels, recompute_of
+from torchllm.planner.evidence.row_kernels import Recomputed, measured_kernels, recompute_of
 from torchllm.planner.evidence.stacks import STACKS
+from torchllm.spec.software import Software
 
 TITAN = STACKS["torchtitan"]
+
+
+def recompute_by_word(word: str, software: Software = TITAN) -> Recomputed:
+    """Return what a word in the column of recomputation means to a framework."""
+    return recompute_of(Cells({"act_ckpt": word}, []), software)
+
+
+def float8_by_word(word: str) -> float:
+    """Return the share of the float8 rate that a word in the column of precision means."""
+    cells = Cells({"precision": word, "attn_impl": "flash2"}, [])
+    return measured_kernels(cells, TITAN).float8
 
 
 @pytest.mark.parametrize(
@@ -23,14 +35,17 @@ TITAN = STACKS["torchtitan"]
     ],
 )
 def test_recomputation(word: str, mode: str, attention_only: bool) -> None:
-    recompute, software = recompute_of(Cells({"act_ckpt": word}, []), TITAN)
-    assert (recompute.mode, software.recomputes_attention_only) == (mode, attention_only)
+    recompute, software = recompute_by_word(word)
+    assert recompute.mode == mode
+    assert software.recomputes_attention_only == attention_only
 
 
 def test_selective_means_what_it_means_to_the_framework() -> None:
     megatron = STACKS["megatron-core"]
-    assert recompute_of(Cells({"act_ckpt": "selective"}, []), megatron).software.recomputes_attention_only
-    assert not recompute_of(Cells({"act_ckpt": "selective op"}, []), megatron).software.recomputes_attention_only
+    selective = recompute_by_word("selective", megatron)
+    assert selective.software.recomputes_attention_only
+    by_operation = recompute_by_word("selective op", megatron)
+    assert not by_operation.software.recomputes_attention_only
 
 
 def test_a_table_without_the_column_recomputes_nothing() -> None:
@@ -42,30 +57,28 @@ def test_a_table_without_the_column_recomputes_nothing() -> None:
 @pytest.mark.parametrize(("word", "reason"), [("", "act_ckpt is missing"), ("selective (mlp)", "is unknown")])
 def test_recomputation_that_is_not_known_is_said(word: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        recompute_of(Cells({"act_ckpt": word}, []), TITAN)
+        recompute_by_word(word)
 
 
-@pytest.mark.parametrize(
-    ("word", "share"),
-    [
-        ("bf16", 0.0),
-        ("amp_bf16", 0.0),
-        ("fp16 mixed", 0.0),
-        ("bf16 params+bf16 AdamW states (no fp32 master), fp32 reduce", 0.0),
-        ("float8", 0.8),
-        ("float8 rowwise", 0.62),
-        ("float8 rowwise_with_gw_hp", 0.575),
-        ("float8 dynamic tensorwise", 0.8),
-        ("float8 tensorwise + fp8 all-gather", 0.8),
-        ("FP8-CS", 0.8),
-        ("fp8 current scaling", 0.8),
-        ("mxfp8", 0.8),
-        ("mxfp8_cublas_rceil", 0.8),
-        ("mxfp8 linears + grouped gemm", 0.8),
-    ],
-)
-def test_precision(word: str, share: float) -> None:
-    assert measured_kernels(Cells({"precision": word, "attn_impl": "flash2"}, []), TITAN).float8 == share
+SIXTEEN_BITS = ["bf16", "amp_bf16", "fp16 mixed", "bf16 params+bf16 AdamW states (no fp32 master), fp32 reduce"]
+TENSORWISE = ["float8", "float8 dynamic tensorwise", "float8 tensorwise + fp8 all-gather"]
+CURRENT_SCALING = ["FP8-CS", "fp8 current scaling"]
+MXFP8 = ["mxfp8", "mxfp8_cublas_rceil", "mxfp8 linears + grouped gemm"]
+
+
+@pytest.mark.parametrize("word", SIXTEEN_BITS)
+def test_precision_of_16_bits(word: str) -> None:
+    assert float8_by_word(word) == 0.0
+
+
+@pytest.mark.parametrize("word", TENSORWISE + CURRENT_SCALING + MXFP8)
+def test_precision_of_8_bits(word: str) -> None:
+    assert float8_by_word(word) == 0.8
+
+
+def test_scales_per_row_gain_less() -> None:
+    assert float8_by_word("float8 rowwise") == 0.62
+    assert float8_by_word("float8 rowwise_with_gw_hp") == 0.575
 
 
 def test_transformer_engine_gains_what_products_do() -> None:
@@ -76,23 +89,30 @@ def test_transformer_engine_gains_what_products_do() -> None:
 @pytest.mark.parametrize("word", ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"])
 def test_a_precision_that_is_not_of_all_products_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="is unknown, or not that of all products"):
-        measured_kernels(Cells({"precision": word, "attn_impl": "flash2"}, []), TITAN)
+        float8_by_word(word)
 
 
-@pytest.mark.parametrize(
-    ("word", "kind"),
-    [("flash", "flash2"), ("flash1", "flash1"), ("sdpa_flash", "flash2"), ("te", "flash3"), ("unfused", "eager")],
-)
-def test_attention(word: str, kind: str) -> None:
+KERNELS = {"flash": "flash2", "flash1": "flash1", "sdpa_flash": "flash2", "te": "flash3", "unfused": "eager"}
+"""words in the column of attention, and the kernels that they mean"""
+
+
+@pytest.mark.parametrize("word", KERNELS)
+def test_attention(word: str) -> None:
     cells = Cells({"attn_impl": word, "precision": "bf16"}, [])
-    assert measured_kernels(cells, TITAN).attention == kind
+    assert measured_kernels(cells, TITAN).attention == KERNELS[word]
     assert cells.assumed == []
 
 
 def test_what_is_assumed_is_said() -> None:
     cells = Cells({}, [])
     kernels = measured_kernels(cells, TITAN)
-    assert (kernels.attention, kernels.float8, kernels.compiled) == ("flash2", 0.0, False)
+    assert kernels.attention == "flash2"
+    assert kernels.float8 == 0.0
+    assert not kernels.compiled
     assert cells.assumed == ["attention flash2", "precision bf16"]
+
+
+def test_attention_that_is_unknown_is_refused() -> None:
+    cells = Cells({"attn_impl": "magic"}, [])
     with pytest.raises(ValueError, match="attn_impl 'magic' is unknown"):
-        measured_kernels(Cells({"attn_impl": "magic"}, []), TITAN)
+        measured_kernels(cells, TITAN)

@@ -1,5 +1,7 @@
 """The layout and the batch of a row: nothing that changes the prediction is read silently."""
 
+from typing import NamedTuple
+
 import pytest
 
 from tests.planner.evidence.test_score import ROW
@@ -12,45 +14,57 @@ DENSE = Model(layers=16)
 SPARSE = Model(layers=16, experts=8)
 
 
-def read(cells: dict[str, str], model: Model = DENSE) -> tuple[Parallel, Training, list[str]]:
-    row = Cells({**ROW, **cells}, [])
+class Read(NamedTuple):
+    """What a row says of its layout and batch, and what was assumed."""
+
+    parallel: Parallel
+    training: Training
+    assumed: list[str]
+
+
+def read(model: Model = DENSE, **cells: str) -> Read:
+    """Read the usual row with these cells."""
+    row = Cells(ROW | cells, [])
     parallel = parallel_of(row, model, STACKS["torchllm"])
-    return parallel, training_of(row, parallel), row.assumed
+    training = training_of(row, parallel)
+    return Read(parallel, training, row.assumed)
 
 
-@pytest.mark.parametrize(
-    ("cells", "reason"),
-    [
-        ({"micro_batch": ""}, "micro_batch is missing"),
-        ({"micro_batch": "0"}, "does not divide by micro batch 0"),
-        (
-            {"global_batch_seqs": "30", "micro_batch": "4"},
-            "global_batch_seqs 30 does not divide by micro batch 4 x dp 8",
-        ),
-        ({"global_batch_seqs": "", "step_time_s": "1"}, "global_batch_seqs and grad_accum are missing"),
-        ({"dp": "", "tp": ""}, "tp is missing"),
-        ({"dp": "", "pp": ""}, "pp is missing"),
-        ({"schedule": "backwards", "pp": "2", "dp": "4"}, "schedule 'backwards' is unknown"),
-        ({"gpus": "12", "dp": "8", "tp": "8", "step_time_s": "1"}, "12 GPUs are not pp 1 x dp 8 x cp 1 x tp 8"),
-        ({"gpus": "2", "dp": "", "tp": "4"}, "2 GPUs are fewer than pp 1 x cp 1 x tp 4"),
-        (
-            {"pp": "8", "dp": "1", "schedule": "1F1B", "global_batch_seqs": "1"},
-            "1F1B on 8 pipeline ranks needs at least 8 micro batches; a step has 1",
-        ),
-    ],
-)
-def test_what_is_missing_or_impossible_is_said(cells: dict[str, str], reason: str) -> None:
+def assert_refused(reason: str, model: Model = DENSE, **cells: str) -> None:
+    """Check that the usual row with these cells is refused for this reason."""
     with pytest.raises(ValueError, match=reason):
-        read(cells)
+        read(model, **cells)
+
+
+def test_a_batch_that_is_missing_or_does_not_divide_is_said() -> None:
+    assert_refused("micro_batch is missing", micro_batch="")
+    assert_refused("does not divide by micro batch 0", micro_batch="0")
+    uneven = "global_batch_seqs 30 does not divide by micro batch 4 x dp 8"
+    assert_refused(uneven, global_batch_seqs="30", micro_batch="4")
+    assert_refused("global_batch_seqs and grad_accum are missing", global_batch_seqs="", step_time_s="1")
+
+
+def test_degrees_that_are_missing_or_do_not_make_the_gpus_are_said() -> None:
+    assert_refused("tp is missing", dp="", tp="")
+    assert_refused("pp is missing", dp="", pp="")
+    assert_refused("12 GPUs are not pp 1 x dp 8 x cp 1 x tp 8", gpus="12", dp="8", tp="8", step_time_s="1")
+    assert_refused("2 GPUs are fewer than pp 1 x cp 1 x tp 4", gpus="2", dp="", tp="4")
+
+
+def test_a_schedule_that_is_unknown_or_lacks_micro_batches_is_said() -> None:
+    assert_refused("schedule 'backwards' is unknown", schedule="backwards", pp="2", dp="4")
+    too_few = "1F1B on 8 pipeline ranks needs at least 8 micro batches; a step has 1"
+    assert_refused(too_few, pp="8", dp="1", schedule="1F1B", global_batch_seqs="1")
 
 
 def test_a_micro_batch_is_what_the_batch_leaves() -> None:
-    training = read({"micro_batch": "", "global_batch_seqs": "64", "grad_accum": "4"})[1]
-    assert (training.micro_batch_size, training.global_batch_size) == (2, 64)
+    training = read(micro_batch="", global_batch_seqs="64", grad_accum="4").training
+    assert training.micro_batch_size == 2
+    assert training.global_batch_size == 64
 
 
 def test_a_row_without_a_time_needs_no_number_of_micro_batches() -> None:
-    training = read({"global_batch_seqs": "", "dp": "2", "pp": "4", "schedule": "1F1B"})[1]
+    training = read(global_batch_seqs="", dp="2", pp="4", schedule="1F1B").training
     assert training.global_batch_size == 2 * 4
 
 
@@ -65,50 +79,43 @@ def test_a_row_without_a_time_needs_no_number_of_micro_batches() -> None:
     ],
 )
 def test_schedules_by_their_names(word: str, virtual: str, name: str, stages: int) -> None:
-    parallel, _, assumed = read({"pp": "2", "dp": "4", "schedule": word, "interleave_v": virtual})
-    assert (parallel.schedule, parallel.stages_per_rank) == (name, stages)
-    assert assumed == ([] if word else ["schedule 1F1B"])
+    row = read(pp="2", dp="4", schedule=word, interleave_v=virtual)
+    assert row.parallel.schedule == name
+    assert row.parallel.stages_per_rank == stages
+    assert row.assumed == ([] if word else ["schedule 1F1B"])
 
 
-@pytest.mark.parametrize(
-    ("note", "replicate", "shard"),
-    [("", 1, 8), ("states sharded over 4 GPUs (hybrid)", 2, 4), ("sharded over all data ranks", 1, 8)],
-)
-def test_a_note_says_over_how_many_gpus_is_sharded(note: str, replicate: int, shard: int) -> None:
-    parallel = read({"note": note})[0]
-    assert (parallel.dp_replicate, parallel.dp_shard) == (replicate, shard)
+@pytest.mark.parametrize("note", ["", "sharded over all data ranks"])
+def test_states_are_sharded_over_all_data_ranks(note: str) -> None:
+    parallel = read(note=note).parallel
+    assert parallel.dp_replicate == 1
+    assert parallel.dp_shard == 8
 
 
-@pytest.mark.parametrize(
-    ("cells", "ep"), [({"ep": "4", "etp": "1"}, 4), ({"ep": "1", "etp": "2"}, 1), ({"ep": ""}, 1), ({"ep": "8"}, 8)]
-)
-def test_the_degree_of_expert_parallelism(cells: dict[str, str], ep: int) -> None:
-    assert read({"dp": "4", "tp": "2", **cells}, SPARSE)[0].ep == ep
-    assert read({"dp": "4", "tp": "2", **cells}, DENSE)[0].ep == 1
+def test_a_note_says_over_how_many_gpus_is_sharded() -> None:
+    parallel = read(note="states sharded over 4 GPUs (hybrid)").parallel
+    assert parallel.dp_replicate == 2
+    assert parallel.dp_shard == 4
 
 
-@pytest.mark.parametrize(
-    ("cells", "reason"),
-    [
-        ({"ep": "2", "etp": "2"}, "etp 2 with ep 2 and tp 2"),
-        ({"ep": "1", "etp": "1"}, "etp 1 with ep 1 and tp 2"),
-        ({"ep": "16"}, "ep 16 does not divide 8 ranks"),
-    ],
-)
-def test_experts_sharded_in_another_way_are_refused(cells: dict[str, str], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read({"dp": "4", "tp": "2", **cells}, SPARSE)
+@pytest.mark.parametrize(("ep", "etp", "degree"), [("4", "1", 4), ("1", "2", 1), ("", "", 1), ("8", "", 8)])
+def test_the_degree_of_expert_parallelism(ep: str, etp: str, degree: int) -> None:
+    sparse = read(SPARSE, dp="4", tp="2", ep=ep, etp=etp)
+    assert sparse.parallel.ep == degree
+    dense = read(DENSE, dp="4", tp="2", ep=ep, etp=etp)
+    assert dense.parallel.ep == 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "split"),
-    [
-        (8, 4, (2, 2, 2, 2)),
-        (22, 8, (2, 3, 3, 3, 3, 3, 3, 2)),
-        (22, 24, (0, *[1] * 22, 0)),
-        (10, 4, (2, 3, 3, 2)),
-        (9, 4, ()),
-    ],
-)
-def test_blocks_are_split_as_megatron_does(layers: int, stages: int, split: tuple[int, ...]) -> None:
-    assert even_split(layers, stages) == split
+def test_experts_sharded_in_another_way_are_refused() -> None:
+    assert_refused("etp 2 with ep 2 and tp 2", SPARSE, dp="4", tp="2", ep="2", etp="2")
+    assert_refused("etp 1 with ep 1 and tp 2", SPARSE, dp="4", tp="2", ep="1", etp="1")
+    assert_refused("ep 16 does not divide 8 ranks", SPARSE, dp="4", tp="2", ep="16")
+
+
+def test_blocks_are_split_as_megatron_does() -> None:
+    assert even_split(8, 4) == (2, 2, 2, 2)
+    assert even_split(10, 4) == (2, 3, 3, 2)
+    assert even_split(22, 8) == (2, 3, 3, 3, 3, 3, 3, 2)
+    one_block_each = (1,) * 22
+    assert even_split(22, 24) == (0, *one_block_each, 0)
+    assert even_split(9, 4) == ()  # nor do they divide with a block less on both ends
