@@ -12,6 +12,7 @@ from torchllm.config.schema import RecomputeMode
 from torchllm.planner.compute import (
     Kernels,
     Piece,
+    Seconds,
     attention,
     block_backward,
     block_forward,
@@ -30,20 +31,39 @@ A100 = dgx_a100()
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
 SOFTWARE = STACKS["torchllm"]
 PIECE = Piece(1, 2048, 2048, 1, 1)
+PLAIN = Kernels()
 sizes = st.integers(64, 16384)
+
+
+def attention_seconds(kernels: Kernels, piece: Piece = PIECE, backward: bool = False) -> Seconds:
+    """Return the time of a block's attention on an A100."""
+    return attention(MODEL, piece, kernels, SOFTWARE, A100, backward)
+
+
+def elementwise_seconds(kernels: Kernels, piece: Piece = PIECE) -> Seconds:
+    """Return the time of the elementwise work of a block's forward on an A100."""
+    return elementwise(MODEL, piece, kernels, SOFTWARE, A100, False)
+
+
+def seconds_of(work: Seconds) -> float:
+    """Return what matrix products, attention and elementwise work take together."""
+    return work.matmul + work.attention + work.elementwise
 
 
 @settings(deadline=None)
 @given(sizes, sizes, sizes)
 def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
     seconds = matmul_seconds(m, n, k, A100)
-    assert seconds >= 2 * m * n * k / A100.achievable
-    assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bandwidth
+    flops = 2 * m * n * k
+    elements = m * k + k * n + m * n
+    assert seconds >= flops / A100.achievable
+    assert seconds >= 2 * elements / A100.memory_bandwidth
     assert matmul_seconds(m, n, 2 * k, A100) >= seconds
 
 
 def test_a_large_product_reaches_nearly_what_can_be_reached() -> None:
-    rate = 2 * 16384**3 / matmul_seconds(16384, 16384, 16384, A100)
+    seconds = matmul_seconds(16384, 16384, 16384, A100)
+    rate = 2 * 16384**3 / seconds
     assert 0.95 * A100.achievable < rate <= A100.achievable
 
 
@@ -52,8 +72,9 @@ def test_products_in_float8_gain_their_share_of_the_peaks(share: float, gain: fl
     h100 = read_cluster("dgx_h100", [])
     assert h100 is not None
     size = 16384
-    seconds = matmul_seconds(size, size, size, h100, share)
-    assert matmul_seconds(size, size, size, h100) / seconds == pytest.approx(gain, rel=1e-3)
+    in_float8 = matmul_seconds(size, size, size, h100, share)
+    in_16_bits = matmul_seconds(size, size, size, h100)
+    assert in_16_bits / in_float8 == pytest.approx(gain, rel=1e-3)
 
 
 def test_narrow_products_are_slower_for_their_size() -> None:
@@ -67,52 +88,66 @@ def test_narrow_products_are_slower_for_their_size() -> None:
 
 
 def test_a_blocks_products_are_its_matrices() -> None:
-    elements = 2 * 4096 * (32 + 8) * 128 + 3 * 4096 * 14336
-    assert sum(outs * ins for outs, ins in products(MODEL, 1)) == elements
-    assert sum(outs * ins for outs, ins in products(MODEL, 4)) == elements / 4
+    attention_elements = 2 * 4096 * (32 + 8) * 128
+    feed_forward_elements = 3 * 4096 * 14336
+    elements = attention_elements + feed_forward_elements
+    assert product_elements(tp=1) == elements
+    assert product_elements(tp=4) == elements / 4
+
+
+def product_elements(tp: int) -> float:
+    """Return the elements of the matrices that a tp rank multiplies by in a block."""
+    elements = 0.0
+    for outputs, inputs in products(MODEL, tp):
+        elements += outputs * inputs
+    return elements
 
 
 def test_a_backward_is_twice_the_products() -> None:
-    forward = block_forward(MODEL, PIECE, Kernels(), SOFTWARE, A100)
-    inputs, weights = block_backward(MODEL, PIECE, Kernels(), SOFTWARE, A100)
+    forward = block_forward(MODEL, PIECE, PLAIN, SOFTWARE, A100)
+    inputs, weights = block_backward(MODEL, PIECE, PLAIN, SOFTWARE, A100)
     assert inputs.matmul + weights.matmul == pytest.approx(2 * forward.matmul, rel=0.05)
 
 
 def test_flash_attention_computes_half_of_a_causal_mask() -> None:
     """Of a sequence so long that its kernel reaches its rate."""
+    kernels = Kernels("flash2")
     long = Piece(1, 2**20, 2**20, 1, 1)
-    seconds = attention(MODEL, long, Kernels("flash2"), SOFTWARE, A100, False).attention
-    assert seconds == pytest.approx(2 * 2**40 * 32 * 128 / A100.attention.flash2, rel=0.01)
-    assert attention(MODEL, long, Kernels("flash2"), SOFTWARE, A100, True).attention > 2.5 * seconds
+    forward = attention_seconds(kernels, long)
+    operations = 2 * 2**40 * 32 * 128
+    assert forward.attention == pytest.approx(operations / A100.attention.flash2, rel=0.01)
+    backward = attention_seconds(kernels, long, backward=True)
+    assert backward.attention > 2.5 * forward.attention
 
 
 def test_scores_in_memory_are_slower_than_none() -> None:
     def seconds(kind: str) -> float:
-        core = attention(MODEL, PIECE, Kernels(kind), SOFTWARE, A100, False)  # type: ignore[arg-type]
-        return core.attention + core.elementwise
+        work = attention_seconds(Kernels(kind))  # type: ignore[arg-type]
+        return work.attention + work.elementwise
 
-    assert seconds("eager") > seconds("fused_softmax") > seconds("flash1") > seconds("flash2")
+    assert seconds("eager") > seconds("fused_softmax")
+    assert seconds("fused_softmax") > seconds("flash1")
+    assert seconds("flash1") > seconds("flash2")
 
 
 def test_fusing_moves_fewer_bytes() -> None:
-    def moved(kernels: Kernels) -> float:
-        return elementwise(MODEL, PIECE, kernels, SOFTWARE, A100, False).elementwise
-
-    assert moved(Kernels()) > moved(Kernels(fused_norm=True)) > moved(Kernels(compiled=True))
+    plain = elementwise_seconds(PLAIN).elementwise
+    fused = elementwise_seconds(Kernels(fused_norm=True)).elementwise
+    compiled = elementwise_seconds(Kernels(compiled=True)).elementwise
+    assert plain > fused > compiled
 
 
 def test_sequence_parallel_ranks_share_norms_and_residuals() -> None:
-    whole, shared = PIECE._replace(tp=8), PIECE._replace(tp=8, spread=8)
-    alone = elementwise(MODEL, whole, Kernels(), SOFTWARE, A100, False)
-    together = elementwise(MODEL, shared, Kernels(), SOFTWARE, A100, False)
+    alone = elementwise_seconds(PLAIN, PIECE._replace(tp=8))
+    together = elementwise_seconds(PLAIN, PIECE._replace(tp=8, spread=8))
     assert together.elementwise < 0.4 * alone.elementwise
 
 
 def test_gathered_logits_cost_every_rank_the_whole_loss() -> None:
     piece = PIECE._replace(tp=8)
     gathers = replace(SOFTWARE, whole_logits=True)
-    shared, *_ = head_seconds(MODEL, piece, Kernels(), SOFTWARE, A100)
-    gathered, *_ = head_seconds(MODEL, piece, Kernels(), gathers, A100)
+    shared, *_ = head_seconds(MODEL, piece, PLAIN, SOFTWARE, A100)
+    gathered, *_ = head_seconds(MODEL, piece, PLAIN, gathers, A100)
     assert gathered.matmul == shared.matmul
     assert gathered.elementwise == pytest.approx(8 * shared.elementwise)
 
@@ -124,22 +159,32 @@ def test_the_embeddings_gradient_is_a_whole_table() -> None:
     assert large_gradient.elementwise > 3 * small_gradient.elementwise
 
 
+FORWARD = block_forward(MODEL, PIECE, PLAIN, SOFTWARE, A100)
+ATTENTION = attention_seconds(PLAIN)
+ELEMENTWISE = elementwise_seconds(PLAIN)
+
+
+def recomputed_seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:
+    """Return the seconds of what a block computes again."""
+    work = recomputed(MODEL, Recompute(mode=mode), FORWARD, ATTENTION, ELEMENTWISE, software)
+    return seconds_of(work)
+
+
 def test_what_is_recomputed() -> None:
-    forward = block_forward(MODEL, PIECE, Kernels(), SOFTWARE, A100)
-    core = attention(MODEL, PIECE, Kernels(), SOFTWARE, A100, False)
-    elementwise_work = elementwise(MODEL, PIECE, Kernels(), SOFTWARE, A100, False)
-    core_seconds, elementwise_seconds = sum(core[:3]), sum(elementwise_work[:3])
+    full = recomputed_seconds("full")
+    assert recomputed_seconds("none") == 0
+    assert recomputed_seconds("segment") == full
+    assert full == pytest.approx(2 * recomputed_seconds("every_k"))
+    assert 0 < recomputed_seconds("ffn") < full
+    selective = recomputed_seconds("selective")
+    half_of_products = recomputed_seconds("selective_half")
+    assert selective == pytest.approx(seconds_of(ELEMENTWISE))
+    assert selective < half_of_products
+    assert half_of_products < full - seconds_of(ATTENTION)
 
-    def seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:
-        recompute = Recompute(mode=mode)
-        return sum(recomputed(MODEL, recompute, forward, core, elementwise_work, software)[:3])
 
-    assert seconds("none") == 0
-    assert seconds("full") == seconds("segment") == pytest.approx(2 * seconds("every_k"))
-    assert 0 < seconds("ffn") < seconds("full")
-    assert seconds("selective") == pytest.approx(elementwise_seconds)
-    assert seconds("selective") < seconds("selective_half") < seconds("full") - core_seconds
+def test_frameworks_differ_in_what_selective_recomputation_is() -> None:
     of_attention = replace(SOFTWARE, recomputes_attention_only=True)
-    assert seconds("selective", of_attention) == pytest.approx(core_seconds)
+    assert recomputed_seconds("selective", of_attention) == pytest.approx(seconds_of(ATTENTION))
     every_other = replace(SOFTWARE, keeps_every_other=True)
-    assert seconds("selective", every_other) == seconds("selective_half")
+    assert recomputed_seconds("selective", every_other) == recomputed_seconds("selective_half")

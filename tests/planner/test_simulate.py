@@ -22,6 +22,27 @@ from torchllm.spec.schedules import Action, Entry, orders
 NAMES = list(SCHEDULES)
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
+INTERLEAVED = [name for name, kind in SCHEDULES.items() if kind.most_stages == math.inf]
+"""schedules of as many stages per rank as one likes"""
+EQUAL = StageTimes(1, 1, 1)
+Order = list[Entry]
+"""what a rank does, one entry after the other"""
+
+
+def forward(stage: int, micro_batch: int) -> Entry:
+    return (Action("F", stage, micro_batch),)
+
+
+def backward(stage: int, micro_batch: int) -> Entry:
+    return (Action("B", stage, micro_batch),)
+
+
+def input_gradient(stage: int, micro_batch: int) -> Entry:
+    return (Action("I", stage, micro_batch),)
+
+
+def weight_gradient(stage: int, micro_batch: int) -> Entry:
+    return (Action("W", stage, micro_batch),)
 
 
 def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
@@ -42,7 +63,7 @@ def test_bubble_of_whole_backwards_is_the_papers(
     schedule: PipelineSchedule, ranks: int, rounds: int, virtual: int
 ) -> None:
     """(p - 1) / (v m), whatever forward and backward take."""
-    stages = virtual if SCHEDULES[schedule].most_stages == math.inf else 0
+    stages = virtual if schedule in INTERLEAVED else 0
     parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
     micro_batches = rounds * ranks
     times = StageTimes(3, 2, 5)
@@ -77,37 +98,46 @@ def test_two_ranks_by_hand() -> None:
 
     Rank 0: F0 0-1, F1 1-2, B0 24-26, B1 27-29. Rank 1: F0 11-12, B0 12-14, F1 14-15, B1 15-17.
     """
-    order, stage = orders(Parallel(pp=2), 2), StageTimes(1, 1, 1)
-    step = simulate(order, [stage, stage], [10])
+    order = orders(Parallel(pp=2), 2)
+    step = simulate(order, [EQUAL, EQUAL], [10])
     assert step == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
     assert step.bubble == pytest.approx(2 * 29 / 12 - 1)
-    slow_head = [stage, StageTimes(2, 3, 1)]  # rank 1: F0 1-3, B0 3-7, F1 7-9, B1 9-13; rank 0: B1 13-15
-    assert simulate(order, slow_head) == Simulated(15, (6, 12), (15, 12))
+
+
+def test_two_ranks_with_a_slow_head_by_hand() -> None:
+    """Rank 1: F0 1-3, B0 3-7, F1 7-9, B1 9-13. Rank 0: B1 13-15."""
+    order = orders(Parallel(pp=2), 2)
+    slow_head = StageTimes(2, 3, 1)
+    step = simulate(order, [EQUAL, slow_head])
+    assert step == Simulated(15, (6, 12), (15, 12))
 
 
 def test_a_pair_sends_nothing_before_both_are_computed() -> None:
     """Rank 0: F1 0-1, then F0 1-2 and B1 2-7. Rank 1 has F0's input at 7 from a pair, else at 2; it takes 1."""
-    pair: list[Entry] = [(Action("F", 0, 1),), (Action("F", 0, 0), Action("B", 0, 1))]
-    apart: list[Entry] = [(Action("F", 0, 1),), (Action("F", 0, 0),), (Action("B", 0, 1),)]
-    last_rank: list[Entry] = [(Action("F", 1, 1),), (Action("B", 1, 1),), (Action("F", 1, 0),)]
+    both = forward(0, 0) + backward(0, 1)
+    pair = [forward(0, 1), both]
+    apart = [forward(0, 1), forward(0, 0), backward(0, 1)]
+    last_rank = [forward(1, 1), backward(1, 1), forward(1, 0)]
     stages = [StageTimes(1, 2, 3), StageTimes(1, 0, 0)]
     assert simulate([pair, last_rank], stages).step == 8
     assert simulate([apart, last_rank], stages).step == 7
 
 
 def test_stages_on_one_rank_need_no_transfer() -> None:
-    parallel, stage = Parallel(pp=2, schedule="ZBVZeroBubble"), StageTimes(1, 1, 1)
-    order = orders(parallel, 4)
-    without = simulate(order, [stage] * 4)
-    assert simulate(order, [stage] * 4, [0, 100, 0]) == without  # the bottom of the V
-    assert simulate(order, [stage] * 4, [1, 0, 0]).step > without.step
+    order = orders(Parallel(pp=2, schedule="ZBVZeroBubble"), 4)
+    stages = [EQUAL] * 4
+    without_transfers = simulate(order, stages)
+    at_the_bottom_of_the_v = simulate(order, stages, [0, 100, 0])
+    between_ranks = simulate(order, stages, [1, 0, 0])
+    assert at_the_bottom_of_the_v == without_transfers
+    assert between_ranks.step > without_transfers.step
 
 
 def test_ranks_that_wait_for_each_other_are_an_error() -> None:
-    first: list[Entry] = [(Action("F", 0, 0),), (Action("B", 0, 0),), (Action("F", 0, 1),), (Action("B", 0, 1),)]
-    last: list[Entry] = [(Action("F", 1, 1),), (Action("B", 1, 1),), (Action("F", 1, 0),), (Action("B", 1, 0),)]
+    first = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
+    last = [forward(1, 1), backward(1, 1), forward(1, 0), backward(1, 0)]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
-        simulate([first, last], [StageTimes(1, 1, 1)] * 2)
+        simulate([first, last], [EQUAL] * 2)
 
 
 PARTS = st.tuples(*[st.integers(0, 9)] * 3)
@@ -117,7 +147,7 @@ PARTS = st.tuples(*[st.integers(0, 9)] * 3)
 class Drawn(NamedTuple):
     """A pipeline to simulate."""
 
-    orders: list[list[Entry]]
+    orders: list[Order]
     stages: list[StageTimes]
     transfers: list[int]
 
@@ -130,15 +160,18 @@ class Drawn(NamedTuple):
 def pipelines(draw: st.DrawFn) -> Drawn:
     """Draw orders that the config allows, stages of any times, transfers."""
     schedule = draw(st.sampled_from(NAMES))
-    ranks, virtual = draw(st.integers(2, 5)), draw(st.integers(1, 3))
-    if SCHEDULES[schedule].most_stages != math.inf:
-        virtual = 0
+    ranks = draw(st.integers(2, 5))
+    virtual = draw(st.integers(1, 3)) if schedule in INTERLEAVED else 0
     parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual)
     rounds = draw(st.integers(2, 3))
-    stages = parallel.stages
-    parts = draw(st.lists(PARTS, min_size=stages, max_size=stages))
-    transfers = draw(st.lists(st.integers(0, 5), min_size=stages - 1, max_size=stages - 1))
-    return Drawn(orders(parallel, ranks * rounds), [StageTimes(*times) for times in parts], transfers)
+    stages = []
+    for _ in range(parallel.stages):
+        times = draw(PARTS)
+        stages.append(StageTimes(*times))
+    transfers = []
+    for _ in range(parallel.stages - 1):
+        transfers.append(draw(st.integers(0, 5)))
+    return Drawn(orders(parallel, ranks * rounds), stages, transfers)
 
 
 @settings(max_examples=150, deadline=None)
@@ -147,12 +180,17 @@ def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObj
     step = pipeline.step()
     index = data.draw(st.integers(0, len(pipeline.stages) - 1))
     part = data.draw(st.sampled_from(StageTimes._fields))
+    stage = pipeline.stages[index]
+    slower = {part: getattr(stage, part) + 3}
     stages = list(pipeline.stages)
-    stages[index] = stages[index]._replace(**{part: getattr(stages[index], part) + 3})
-    assert pipeline._replace(stages=stages).step() >= step
+    stages[index] = stage._replace(**slower)
+    with_slow_stage = pipeline._replace(stages=stages)
+    assert with_slow_stage.step() >= step
     transfers = list(pipeline.transfers)
-    transfers[data.draw(st.integers(0, len(transfers) - 1))] += 3
-    assert pipeline._replace(transfers=transfers).step() >= step
+    boundary = data.draw(st.integers(0, len(transfers) - 1))
+    transfers[boundary] += 3
+    with_slow_transfer = pipeline._replace(transfers=transfers)
+    assert with_slow_transfer.step() >= step
 
 
 @settings(max_examples=150, deadline=None)
@@ -160,7 +198,9 @@ def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObj
 def test_a_step_takes_at_least_its_busiest_rank_and_its_longest_chain(pipeline: Drawn) -> None:
     step = simulate(pipeline.orders, pipeline.stages, pipeline.transfers)
     assert step.step >= max(step.busy)
-    first_micro_batch = sum(stage.forward + stage.input_gradient for stage in pipeline.stages)  # there and back
+    first_micro_batch = 0.0
+    for stage in pipeline.stages:
+        first_micro_batch += stage.forward + stage.input_gradient  # there and back
     assert step.step >= first_micro_batch
     without_transfers = simulate(pipeline.orders, pipeline.stages)
     assert without_transfers.step <= sum(step.busy)  # some rank always computes
@@ -186,8 +226,12 @@ def test_micro_batches_in_flight() -> None:
     assert in_flight("1F1B", 4, 12) == [4, 3, 2, 1]
     first_rank, _ = peaks_of_ranks("LoopedBFS", 2, 6)
     assert first_rank == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
+
+
+def test_micro_batches_in_flight_of_interleaved_stages() -> None:
     ranks, virtual = 4, 3
-    (order, *_) = orders(Parallel(pp=ranks, schedule="Interleaved1F1B", virtual_stages=virtual), 12)
+    parallel = Parallel(pp=ranks, schedule="Interleaved1F1B", virtual_stages=virtual)
+    order, *_ = orders(parallel, 12)
     ones = dict.fromkeys(range(ranks * virtual), 1.0)
     assert peak_memory(order, ones, ones) == virtual * ranks + ranks - 1
 
@@ -200,10 +244,15 @@ def test_zero_bubble_holds_what_waits_for_its_weights() -> None:
 
 
 def test_peak_memory_counts_what_is_there_at_one_time() -> None:
-    order: list[Entry] = [
-        *[(Action("F", 0, 0),), (Action("F", 0, 1),), (Action("I", 0, 0),)],  # 10, 20, then 10 + 4
-        *[(Action("I", 0, 1),), (Action("F", 2, 0),), (Action("W", 0, 0),)],  # 8, 8 + 3, 4 + 3
-        *[(Action("W", 0, 1),), (Action("B", 2, 0),)],
+    order = [
+        forward(0, 0),  # 10
+        forward(0, 1),  # 20
+        input_gradient(0, 0),  # 10 + 4
+        input_gradient(0, 1),  # 8
+        forward(2, 0),  # 8 + 3
+        weight_gradient(0, 0),  # 4 + 3
+        weight_gradient(0, 1),
+        backward(2, 0),
     ]
     assert peak_memory(order, {0: 10, 2: 3}, {0: 4, 2: 1}) == 20
     assert peak_memory(order, {0: 1, 2: 3}, {0: 4, 2: 1}) == 11
@@ -218,10 +267,11 @@ def test_the_largest_pipelines_are_simulated_at_once() -> None:
         gc.collect()
         gc.disable()  # a collection would look through all that other tests have made
         start = time.process_time()
-        simulate_equal(parallel, micro_batches, StageTimes(1, 1, 1))
-        taken = time.process_time() - start
+        simulate_equal(parallel, micro_batches, EQUAL)
+        duration = time.process_time() - start
         gc.enable()
-        return taken
+        return duration
 
-    fewer = min(seconds(64) for _ in range(3))
-    assert min(seconds(128) for _ in range(3)) < 4 * fewer  # twice the actions, and nothing that grows much faster
+    half = min(seconds(64) for _ in range(3))
+    whole = min(seconds(128) for _ in range(3))
+    assert whole < 4 * half  # twice the actions, and nothing that grows much faster
