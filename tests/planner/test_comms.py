@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 
 from torchllm.planner.comms import Group, group
-from torchllm.spec.cluster import Hardware, read_cluster
+from torchllm.spec.cluster import Hardware, Link, read_cluster
 
 
 def cluster(name: str) -> Hardware:
@@ -19,6 +20,11 @@ def cluster(name: str) -> Hardware:
 
 def dgx_a100() -> Hardware:
     return cluster("dgx_a100")
+
+
+def link_rate(link: Link) -> float:
+    """Return the bytes per second that a link is expected to reach."""
+    return link.bandwidth * link.efficiency
 
 
 def test_a_ring_sends_what_the_formulas_say() -> None:
@@ -36,84 +42,122 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_an_all_reduce_is_no_slower_than_a_tree_of_hops() -> None:
-    assert Group(1024, 8, 1e9, 1e-3).reduce(0.0) == pytest.approx(4 * math.log2(1024) * 1e-3)
-    assert Group(4, 4, 1e9, 1e-3).reduce(0.0) == pytest.approx(6e-3)
+    tree = Group(1024, 8, 1e9, 1e-3)
+    assert tree.reduce(0.0) == pytest.approx(4 * math.log2(1024) * 1e-3)
+    ring = Group(4, 4, 1e9, 1e-3)
+    assert ring.reduce(0.0) == pytest.approx(6e-3)
 
 
-# mesh of pp, dp_replicate, dp_shard, cp, tp; dimensions; members on a node; share of one card's rate
+class AxisOfMesh(NamedTuple):
+    """One axis of a mesh, whose groups are of interest."""
+
+    axis: str
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def group(self, hardware: Hardware, **settings: Any) -> Group:
+        """Return the group of ranks on the axis."""
+        _, *shape = self
+        dimension = AXES.index(self.axis)
+        return group(tuple(shape), [dimension], hardware, **settings)
+
+
+AXES = AxisOfMesh._fields[1:]
+
+
+# the number of members on a node is the number of cards that they share
 @pytest.mark.parametrize(
-    ("shape", "dimensions", "on_node", "cards"),
+    ("ranks", "on_node"),
     [
-        ((1, 1, 8, 1, 8), [2], 1, 1),  # tp fills the node: each data rank has its own card
-        ((1, 1, 16, 1, 2), [2], 4, 4),  # four data ranks of a group on a node, over four cards
-        ((1, 1, 64, 1, 1), [2], 8, 8),
-        ((1, 8, 8, 1, 1), [1], 1, 1),  # HSDP: replicas meet over their own card
-        ((8, 1, 1, 1, 8), [0], 1, 1),
-        ((1, 1, 8, 1, 16), [4], 8, 8),
+        (AxisOfMesh("dp_shard", dp_shard=8, tp=8), 1),  # tp fills the node: each data rank has its own card
+        (AxisOfMesh("dp_shard", dp_shard=16, tp=2), 4),  # four data ranks of a group on a node, over four cards
+        (AxisOfMesh("dp_shard", dp_shard=64), 8),
+        (AxisOfMesh("dp_replicate", dp_replicate=8, dp_shard=8), 1),  # HSDP: replicas meet over their own card
+        (AxisOfMesh("pp", pp=8, tp=8), 1),
+        (AxisOfMesh("tp", dp_shard=8, tp=16), 8),
     ],
 )
-def test_a_group_has_the_cards_of_its_members(
-    shape: tuple[int, ...], dimensions: list[int], on_node: int, cards: int
-) -> None:
+def test_a_group_has_the_cards_of_its_members(ranks: AxisOfMesh, on_node: int) -> None:
     hardware = dgx_a100()
     node, network, *_ = hardware.links
-    card_rate = network.bandwidth * network.efficiency
-    node_rate = node.bandwidth * node.efficiency
-    ranks = group(shape, dimensions, hardware)
-    assert ranks.on_node == on_node
-    assert ranks.bandwidth == pytest.approx(min(cards * card_rate, node_rate))
-    assert group(shape, dimensions, hardware, one_card=True).bandwidth == pytest.approx(card_rate)
+    card_rate = link_rate(network)
+    members = ranks.group(hardware)
+    assert members.on_node == on_node
+    assert members.bandwidth == pytest.approx(min(on_node * card_rate, link_rate(node)))
+    on_one_card = ranks.group(hardware, one_card=True)
+    assert on_one_card.bandwidth == pytest.approx(card_rate)
 
 
 def test_a_group_in_a_node_is_on_its_link() -> None:
     hardware = dgx_a100()
     node = hardware.links[0]
-    ranks = group((4, 1, 2, 1, 4), [4], hardware)
-    assert (ranks.size, ranks.on_node) == (4, 4)
-    assert ranks.bandwidth == node.bandwidth * node.efficiency
+    ranks = AxisOfMesh("tp", pp=4, dp_shard=2, tp=4).group(hardware)
+    assert ranks.size == 4
+    assert ranks.on_node == 4
+    assert ranks.bandwidth == link_rate(node)
     assert ranks.latency == node.latency
 
 
 def test_latency_is_of_the_hops_that_leave_the_node() -> None:
     hardware = dgx_a100()
     node, network, *_ = hardware.links
-    ranks = group((1, 1, 16, 1, 1), [2], hardware)
-    assert ranks.latency == pytest.approx((2 * network.latency + 14 * node.latency) / 16)
+    ranks = AxisOfMesh("dp_shard", dp_shard=16).group(hardware)
+    hops = 2 * network.latency + 14 * node.latency
+    assert ranks.latency == pytest.approx(hops / 16)
 
 
-def test_a_slower_link_is_never_faster() -> None:
+def slower(hardware: Hardware, factor: float) -> Hardware:
+    """Return hardware whose links have this share of their bandwidth."""
+    links = []
+    for link in hardware.links:
+        links.append(replace(link, bandwidth=link.bandwidth * factor))
+    return replace(hardware, links=tuple(links))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.1])
+def test_a_slower_link_is_never_faster(factor: float) -> None:
     hardware = dgx_a100()
-    groups = [((1, 1, 16, 1, 4), [2]), ((1, 1, 1, 1, 8), [4]), ((4, 1, 4, 1, 8), [0])]
-    for factor in (1.0, 0.5, 0.1):
-        links = tuple(replace(link, bandwidth=link.bandwidth * factor) for link in hardware.links)
-        slower = replace(hardware, links=links)
-        for shape, dimensions in groups:
-            seconds = group(shape, dimensions, hardware).reduce(1e8)
-            assert group(shape, dimensions, slower).reduce(1e8) >= seconds
+    across_nodes = AxisOfMesh("dp_shard", dp_shard=16, tp=4)
+    on_a_node = AxisOfMesh("tp", tp=8)
+    pipeline = AxisOfMesh("pp", pp=4, dp_shard=4, tp=8)
+    for ranks in (across_nodes, on_a_node, pipeline):
+        seconds = ranks.group(hardware).reduce(1e8)
+        slower_seconds = ranks.group(slower(hardware, factor)).reduce(1e8)
+        assert slower_seconds >= seconds
 
 
 def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> None:
-    hardware = dgx_a100()
-    alone = group((1, 1, 16, 1, 8), [2], hardware)
-    crowded = group((1, 1, 16, 1, 8), [2], hardware, fall=0.5)
+    ranks = AxisOfMesh("dp_shard", dp_shard=16, tp=8)
+    alone = ranks.group(dgx_a100())
+    crowded = ranks.group(dgx_a100(), fall=0.5)
     assert crowded.collective_bandwidth == pytest.approx(alone.bandwidth / math.sqrt(16 / 2))
     assert crowded.gather(1e12) == pytest.approx(math.sqrt(8) * alone.gather(1e12), rel=1e-4)
     assert crowded.send(1e12) == alone.send(1e12)
-    for shape in ((1, 1, 2, 1, 8), (1, 1, 8, 1, 1)):  # two nodes, one node
-        assert group(shape, [2], hardware, fall=0.5) == group(shape, [2], hardware)
+
+
+def test_up_to_two_nodes_collectives_do_not_get_slower() -> None:
+    two_nodes = AxisOfMesh("dp_shard", dp_shard=2, tp=8)
+    one_node = AxisOfMesh("dp_shard", dp_shard=8)
+    for ranks in (two_nodes, one_node):
+        assert ranks.group(dgx_a100(), fall=0.5) == ranks.group(dgx_a100())
 
 
 def test_a_network_with_a_measured_fall_keeps_it() -> None:
     hardware = dgx_a100()
-    measured = replace(hardware, links=tuple(replace(link, fall=0.3) for link in hardware.links))
-    shape, data = (1, 1, 16, 1, 8), [2]
-    assert group(shape, data, measured, fall=0.5) == group(shape, data, hardware, fall=0.3)
+    links = tuple(replace(link, fall=0.3) for link in hardware.links)
+    measured = replace(hardware, links=links)
+    ranks = AxisOfMesh("dp_shard", dp_shard=16, tp=8)
+    assert ranks.group(measured, fall=0.5) == ranks.group(hardware, fall=0.3)
 
 
 def test_nvlink_that_joins_nodes_is_one_link() -> None:
     """A rack of trays of 4 GPUs: 8 ranks meet on NVLink alone, and each sends everything over its own port."""
     rack = cluster("gb200_nvl72")
-    port = rack.links[1].bandwidth * rack.links[1].efficiency
+    port = link_rate(rack.links[1])
     eight = group((8,), [0], rack)
-    assert (eight.on_node, eight.bandwidth) == (8, port)
+    assert eight.on_node == 8
+    assert eight.bandwidth == port
     assert eight.exchange(8e9) == pytest.approx(7e9 / port, rel=1e-3)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.planner.test_comms import dgx_a100
+from tests.planner.test_comms import dgx_a100, link_rate
 from tests.planner.test_predict import case
 from torchllm.config import Lora, Model, Optimizer
 from torchllm.optim import muon
@@ -24,7 +24,6 @@ from torchllm.planner.muon_time import (
     orthogonalization_flops,
 )
 from torchllm.planner.predict import predict
-from torchllm.spec.cluster import Link
 from torchllm.spec.flops import MatrixShape, target_shapes
 
 MODEL = Model(layers=3, hidden=1024, heads=8, kv_heads=2, ffn=4096, vocab=512)
@@ -49,11 +48,6 @@ def muon_case(**layout: Any) -> Case:
     instant = replace(hardware, links=links)
     trained_by_adamw = case(model=MODEL, hardware=instant, **layout)
     return replace(trained_by_adamw, optimizer=Optimizer(name="muon"))
-
-
-def link_rate(link: Link) -> float:
-    """Return the bytes per second that a link is expected to reach."""
-    return link.bandwidth * link.efficiency
 
 
 def seconds_of(shape: tuple[int, int]) -> float:
