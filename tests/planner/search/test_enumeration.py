@@ -16,7 +16,7 @@ from torchllm.config import SCHEDULES, Config, Lora, Model, Optimizer, Training
 from torchllm.config.checks import problems
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.layouts import MODES, Job, Layout, divisors
-from torchllm.planner.search.search import MEMORY, Search
+from torchllm.planner.search.search import MEMORY, Found, Search
 from torchllm.spec.cluster import Hardware, read_cluster
 from torchllm.spec.flops import WITHOUT_LORA
 
@@ -41,10 +41,16 @@ def random_job(seed: int) -> Job:
     """Return a model whose sizes divide in some layouts only, two GPUs per node, and memory that is often too small."""
     draw = random.Random(seed)
     model = random_model(draw)
-    training = Training(global_batch_size=draw.choice([1, 2, 4, 6]), sequence_length=draw.choice([512, 2048, 8192]))
-    hardware = small_nodes(memory=draw.choice([2e9, 4e9, 8e9, 12e9, 20e9, 80e9]))
+    batch = draw.choice([1, 2, 4, 6])
+    length = draw.choice([512, 2048, 8192])
+    training = Training(global_batch_size=batch, sequence_length=length)
+    memory = draw.choice([2e9, 4e9, 8e9, 12e9, 20e9, 80e9])
+    hardware = small_nodes(memory)
     gpus = draw.choice([1, 2, 3, 4, 4, 6])
-    fixed = {key: draw.choice(values) for key, values in OPEN.items() if draw.random() < 0.1}
+    fixed = {}
+    for key, values in OPEN.items():
+        if draw.random() < 0.1:
+            fixed[key] = draw.choice(values)
     if draw.random() < 0.7:
         fixed["recompute"] = draw.choice(MODES)
     lora = WITHOUT_LORA
@@ -85,20 +91,24 @@ def small_nodes(memory: float) -> Hardware:
 
 def written_layouts(job: Job) -> Iterator[Layout]:
     """Yield all combinations of keys, but for those that run as another one."""
+    fixed = job.fixed
     sizes = divisors(job.training.global_batch_size)
-    experts = divisors(job.model.experts) if job.model.experts else [1]
+    zero_stages = range(4)
+    expert_degrees = divisors(job.model.experts) if job.model.experts else [1]
+    all_schedules = list(product(SCHEDULES, range(1, 5)))
+    only_schedule = fixed.get("schedule", "1F1B"), fixed.get("virtual_stages", 0)
+    only_method = fixed.get("cp_method", "ring")
     for axes in product(divisors(job.gpus), repeat=5):
         if math.prod(axes) != job.gpus:
             continue
-        pp, cp = axes[0], axes[3]
-        schedules = [(job.fixed.get("schedule", "1F1B"), job.fixed.get("virtual_stages", 0))]
-        if pp > 1:
-            schedules = list(product(SCHEDULES, range(1, 5)))
-        methods = ["ring", "ulysses"] if cp > 1 else [job.fixed.get("cp_method", "ring")]
-        for (schedule, stages), *keys in product(schedules, sizes, range(4), MODES, (False, True), methods, experts):
+        pp, _, _, cp, _ = axes
+        schedules = all_schedules if pp > 1 else [only_schedule]
+        methods = ["ring", "ulysses"] if cp > 1 else [only_method]
+        settings = product(sizes, zero_stages, MODES, (False, True), methods, expert_degrees)
+        for keys, (schedule, stages) in product(settings, schedules):
             layout = Layout(*axes, schedule, stages, *keys)
-            is_open = all(getattr(layout, key) == value for key, value in job.fixed.items())
-            if is_open and not runs_as_another(layout, job.fixed):
+            values = layout._asdict()
+            if fixed.items() <= values.items() and not runs_as_another(layout, fixed):
                 yield layout
 
 
@@ -120,7 +130,8 @@ def enumerate_layouts(job: Job) -> dict[Layout, Prediction]:
     base = Config(lora=job.lora, optimizer=job.optimizer)
     predictions = {}
     for layout in written_layouts(job):
-        if not any(problems(job.config(base, layout), job.gpus)):
+        config = job.config(base, layout)
+        if not any(problems(config, job.gpus)):
             predictions[layout] = predict(job.case(layout))
     return predictions
 
@@ -131,17 +142,23 @@ def without_twins(predictions: dict[Layout, Prediction], count: int) -> list[Pre
     Those that differ from a faster one in schedule and split of the data ranks only, and need no less memory, are
     missing.
     """
-    least_memory: dict[tuple[object, ...], float] = {}
+    least_memory: dict[Layout, float] = {}
     best = []
-    fastest_first = sorted(predictions.items(), key=lambda item: (item[1].step, item[1].memory.total))
-    for layout, prediction in fastest_first:
-        mesh = layout.pp, layout.data_ranks, layout.cp, layout.tp
-        rest = layout.recompute, layout.sequence_parallel, layout.cp_method, layout.ep
-        kind = *mesh, layout.micro_batch_size, *rest
-        if prediction.fits and prediction.memory.total < least_memory.get(kind, math.inf):
-            least_memory[kind] = prediction.memory.total
+    fastest_first = sorted(predictions, key=lambda layout: speed_and_size(predictions[layout]))
+    for layout in fastest_first:
+        prediction = predictions[layout]
+        memory = prediction.memory.total
+        twin = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
+        twin = twin._replace(schedule="1F1B", virtual_stages=0)
+        if prediction.fits and memory < least_memory.get(twin, math.inf):
+            least_memory[twin] = memory
             best.append(prediction)
     return best[:count]
+
+
+def speed_and_size(prediction: Prediction) -> tuple[float, float]:
+    """Return by what predictions are ordered: their step, then their memory."""
+    return prediction.step, prediction.memory.total
 
 
 def check_job(seed: int) -> None:
@@ -152,7 +169,8 @@ def check_job(seed: int) -> None:
     expected = without_twins(predictions, 10)
     assert outcome.layouts == len(predictions)
     steps = [ranked.prediction.step for ranked in outcome.best]
-    assert steps == pytest.approx([prediction.step for prediction in expected], rel=1e-9)
+    expected_steps = [prediction.step for prediction in expected]
+    assert steps == pytest.approx(expected_steps, rel=1e-9)
     for layout, prediction in outcome.best:
         assert prediction == predictions[layout]
 
@@ -161,8 +179,9 @@ def check_job(seed: int) -> None:
         misses.append(outcome.closest_miss)
     for miss in misses:
         prediction = predictions[miss.layout]
+        over = prediction.memory.total - job.hardware.memory
         assert not prediction.fits
-        assert miss.over == pytest.approx(prediction.memory.total - job.hardware.memory)
+        assert miss.over == pytest.approx(over)
     too_large = sum(not prediction.fits for prediction in predictions.values())
     assert outcome.rejected[MEMORY] <= too_large
     if not expected:
@@ -190,24 +209,33 @@ def test_search_finds_what_enumeration_finds_in_more_jobs(further_seed: int) -> 
 
 def test_the_jobs_are_not_all_alike() -> None:
     """Some have no layout, in some nothing fits, in some a part, in some everything."""
-    outcomes = set()
+    kinds = set()
     for seed in range(SAMPLE):
         outcome = Search(random_job(seed)).run()
-        outcomes.add((bool(outcome.layouts), bool(outcome.best), bool(outcome.rejected[MEMORY])))
-    assert outcomes == {(False, False, False), (True, False, True), (True, True, True), (True, True, False)}
+        kinds.add(kind_of(outcome))
+    assert kinds == {"no layout", "nothing fits", "a part fits", "everything fits"}
+
+
+def kind_of(outcome: Found) -> str:
+    """Return in words how much a search has found."""
+    if outcome.layouts == 0:
+        return "no layout"
+    if not outcome.best:
+        return "nothing fits"
+    return "a part fits" if outcome.rejected[MEMORY] else "everything fits"
 
 
 def test_the_jobs_have_what_a_search_decides_by() -> None:
     """Among the best layouts of the sample are each recomputation and method of cp, expert parallelism and LoRA."""
-    values: dict[str, set[object]] = {"ep": set(), "recompute": set(), "cp_method": set(), "lora": set()}
+    layouts: list[Layout] = []
+    has_lora = set()
     for seed in range(SAMPLE):
         job = random_job(seed)
-        for layout, _ in Search(job).run().best:
-            values["ep"].add(layout.ep)
-            values["recompute"].add(layout.recompute)
-            values["cp_method"].add(layout.cp_method)
-            values["lora"].add(job.lora.is_on)
-    assert values["ep"] >= {1, 2, 4}
-    assert values["recompute"] == set(MODES)
-    assert values["cp_method"] == {"ring", "ulysses"}
-    assert values["lora"] == {True, False}
+        best = Search(job).run().best
+        layouts += [ranked.layout for ranked in best]
+        if best:
+            has_lora.add(job.lora.is_on)
+    assert {layout.ep for layout in layouts} >= {1, 2, 4}
+    assert {layout.recompute for layout in layouts} == set(MODES)
+    assert {layout.cp_method for layout in layouts} == {"ring", "ulysses"}
+    assert has_lora == {True, False}

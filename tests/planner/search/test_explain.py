@@ -35,9 +35,11 @@ def first_count(line: str) -> int:
 def test_figures_agree_with_each_other() -> None:
     figures = layout_figures(JOB, WINNER, Purchase(1e12))
     tokens = 32 * 2048
-    assert figures["tokens_per_second"] == pytest.approx(tokens / figures["step_seconds"])
-    assert figures["days"] * 24 * 16 == pytest.approx(figures["gpu_hours"])
-    assert figures["gpu_hours"] == pytest.approx(1e12 / figures["tokens_per_second"] / 3600 * 16)
+    tokens_per_second = figures["tokens_per_second"]
+    assert tokens_per_second == pytest.approx(tokens / figures["step_seconds"])
+    hours = 1e12 / tokens_per_second / 3600
+    assert figures["gpu_hours"] == pytest.approx(16 * hours)
+    assert figures["gpu_hours"] == pytest.approx(16 * 24 * figures["days"])
     assert figures["petaflops"] == pytest.approx(figures["mfu"] * 16 * 0.312)
     assert sum(figures["terms"].values()) == pytest.approx(figures["step_seconds"])
     assert sum(figures["memory"].values()) == pytest.approx(figures["memory_gib"])
@@ -50,13 +52,15 @@ def test_a_table_has_two_lines_per_layout_and_the_terms_largest_first() -> None:
     assert len(lines) == 2 * len(OUTCOME.best)
     assert lines[0].startswith(" 1.")
     assert WINNER.layout.text() in lines[0]
-    seconds = [float(number) for number in re.findall(r" ([\d.e+-]+) s", terms(WINNER.prediction))]
+    numbers = re.findall(r" ([\d.e+-]+) s", terms(WINNER.prediction))
+    seconds = [float(number) for number in numbers]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_columns_stand_under_their_titles() -> None:
-    heading, line, _ = ranking_table(JOB, OUTCOME.best[:1], Purchase(1e12, dollars_per_gpu_hour=2))
-    figures = layout_figures(JOB, WINNER, Purchase(1e12, dollars_per_gpu_hour=2))
+    purchase = Purchase(1e12, dollars_per_gpu_hour=2)
+    heading, line, _ = ranking_table(JOB, OUTCOME.best[:1], purchase)
+    figures = layout_figures(JOB, WINNER, purchase)
     shown = {
         "step s": f"{figures['step_seconds']:.4g}",
         "HFU": f"{figures['hfu']:.1%}",
@@ -66,16 +70,20 @@ def test_columns_stand_under_their_titles() -> None:
         "$": f"{figures['dollars']:,.0f}",
     }
     for title, value in shown.items():
-        end = heading.index(f" {title} ") + len(f" {title}")
+        start = heading.index(f" {title} ")
+        end = start + len(f" {title}")
         assert line[:end].endswith(value), title
     assert line.index(WINNER.layout.text()) == heading.index("layout")
 
 
 def test_scaling_is_against_the_smallest() -> None:
     twice = replace(JOB, gpus=32)
-    lines = list(scaling([(twice, search(twice).best[0]), (JOB, WINNER)]))
-    assert [line.split()[0] for line in lines] == ["GPUs", "16", "32"]
-    assert "100.0%" in lines[1]
+    best_of_twice = search(twice).best[0]
+    heading, smallest, largest = scaling([(twice, best_of_twice), (JOB, WINNER)])
+    assert heading.split()[0] == "GPUs"
+    assert smallest.split()[0] == "16"
+    assert largest.split()[0] == "32"
+    assert "100.0%" in smallest
 
 
 LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer")
@@ -90,8 +98,10 @@ def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
         assert "takes" in line or "GiB more than a GPU has" in line
         if "micro batch size" in line and "longer" in line:
             size, longer = LONGER.match(line).groups()
-            changed = predict(JOB.case(WINNER.layout._replace(micro_batch_size=int(size))))
-            assert 100 * (changed.step / WINNER.prediction.step - 1) == pytest.approx(float(longer), abs=0.06)
+            layout = WINNER.layout._replace(micro_batch_size=int(size))
+            changed = predict(JOB.case(layout))
+            slower = changed.step / WINNER.prediction.step - 1
+            assert 100 * slower == pytest.approx(float(longer), abs=0.06)
 
 
 def test_near_misses_name_what_is_missing() -> None:
@@ -100,23 +110,30 @@ def test_near_misses_name_what_is_missing() -> None:
     lines = list(misses(job, outcome))
     assert lines
     for line, miss in zip(lines, outcome.misses, strict=True):
-        assert f"{miss.over / 2**30:.1f} GiB more than the 37.3 GiB of a GPU" in line
+        over = miss.over / 2**30
+        assert f"{over:.1f} GiB more than the 37.3 GiB of a GPU" in line
 
 
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
-    lines = list(rejections(OUTCOME))
-    layouts = [first_count(line) for line in lines if "layout" in line]
-    assert sum(layouts) + len(OUTCOME.best) == OUTCOME.layouts
-    meshes = [first_count(line) for line in lines if "mesh" in line]
-    assert sum(meshes) == sum(bool(JOB.refusal(mesh)) for mesh in JOB.meshes)
+    layouts = meshes = 0
+    for line in rejections(OUTCOME):
+        if "layout" in line:
+            layouts += first_count(line)
+        if "mesh" in line:
+            meshes += first_count(line)
+    assert layouts + len(OUTCOME.best) == OUTCOME.layouts
+    refused = [mesh for mesh in JOB.meshes if JOB.refusal(mesh)]
+    assert meshes == len(refused)
 
 
 def test_fits_nowhere_says_what_would_do() -> None:
     job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
     message = fits_nowhere(job, search(job))
     gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
-    assert search(replace(job, gpus=gpus)).best
-    assert not search(replace(job, gpus=gpus // 2)).best
+    enough = replace(job, gpus=gpus)
+    too_few = replace(job, gpus=gpus // 2)
+    assert search(enough).best
+    assert not search(too_few).best
     assert "; the closest, " in message
 
 
@@ -125,12 +142,18 @@ def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
     message = divides_nowhere(job, search(job))
     assert message.startswith("no valid layout on 11 GPUs: ")
     gpus = int(re.search(r"; (\d+) GPUs would work$", message)[1])
-    assert search(replace(job, gpus=gpus)).best
-    one_sequence = make_job(SMALL, gpus=2, batch=1)
-    assert divides_nowhere(one_sequence, search(one_sequence)).endswith("; 1 GPU would work")
+    smaller = replace(job, gpus=gpus)
+    assert search(smaller).best
+
+
+def test_one_gpu_is_named_without_a_plural() -> None:
+    job = make_job(SMALL, gpus=2, batch=1)
+    message = divides_nowhere(job, search(job))
+    assert message.endswith("; 1 GPU would work")
 
 
 def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
     layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
-    sentences = why(JOB, Ranked(layout, predict(JOB.case(layout))))
-    assert any("pp 2 instead of 4 and data ranks 8 instead of 4" in sentence for sentence in sentences)
+    pipeline = Ranked(layout, predict(JOB.case(layout)))
+    text = " ".join(why(JOB, pipeline))
+    assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text

@@ -16,7 +16,7 @@ from torchllm.planner.case import Case
 from torchllm.planner.predict import Pipeline, Prediction, pipeline_seconds, predict
 from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout, divisors
-from torchllm.planner.search.search import Ranked, Search, mesh_of, search, sharded
+from torchllm.planner.search.search import Found, Ranked, Search, mesh_of, search, sharded
 from torchllm.planner.simulate import StageTimes
 from torchllm.planner.stage import boundary, stage_cost
 from torchllm.spec.cluster import Hardware, read_cluster
@@ -53,52 +53,76 @@ def all_layouts(job: Job) -> list[Layout]:
 
 def layouts_of_mesh(job: Job, mesh: DegreeMesh) -> Iterator[Layout]:
     """Yield all layouts of a mesh."""
+    settings = list(product(job.modes(mesh), job.sequence_parallel(mesh), job.context_methods(mesh)))
     for size in job.pieces(mesh):
-        for (schedule, stages), sharding, mode, sp, method in product(
-            job.schedules(mesh, size),
-            job.shardings(mesh),
-            job.modes(mesh),
-            job.sequence_parallel(mesh),
-            job.context_methods(mesh),
-        ):
-            layout = Layout(mesh.pp, 1, 1, mesh.cp, mesh.tp, schedule, stages, size, 0, mode, sp, method)
-            yield sharded(layout, sharding)
+        for schedule, stages in job.schedules(mesh, size):
+            for sharding, (mode, sp, method) in product(job.shardings(mesh), settings):
+                layout = Layout(mesh.pp, 1, 1, mesh.cp, mesh.tp, schedule, stages, size, 0, mode, sp, method)
+                yield sharded(layout, sharding)
+
+
+def sample(layouts: list[Layout], count: int, seed: int = 0) -> list[Layout]:
+    """Return some of the layouts, the same ones each time."""
+    return random.Random(seed).sample(layouts, count)
 
 
 def accepts(job: Job, layout: Layout) -> bool:
     """Return whether the config's own checks accept a layout."""
-    return not list(problems(job.config(Config(), layout), job.gpus))
+    config = job.config(Config(), layout)
+    return not list(problems(config, job.gpus))
 
 
-def test_the_config_accepts_each_layout() -> None:
+UNEVEN = replace(SMALL, layers=7, vocab=1022, kv_heads=2, heads=6, hidden=384)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        make_job(),
+        make_job(UNEVEN, gpus=12, batch=24),
+        make_job(WIDE, gpus=16, batch=20, length=1536),
+    ],
+    ids=["small", "uneven", "wide"],
+)
+def test_the_config_accepts_each_layout(job: Job) -> None:
     """A sample of them, of models whose heads, vocabulary, blocks, sequence and batch divide unevenly."""
-    uneven = replace(SMALL, layers=7, vocab=1022, kv_heads=2, heads=6, hidden=384)
-    jobs = [make_job(), make_job(uneven, gpus=12, batch=24), make_job(WIDE, gpus=16, batch=20, length=1536)]
-    for job in jobs:
-        layouts = all_layouts(job)
-        assert len(layouts) == sum(job.count(mesh) for mesh in job.meshes if not job.refusal(mesh))
-        assert len(set(layouts)) == len(layouts)
-        for layout in random.Random(0).sample(layouts, 300):
-            assert accepts(job, layout), layout
-            assert job.accepts(layout)
+    layouts = all_layouts(job)
+    count = 0
+    for mesh in job.meshes:
+        if not job.refusal(mesh):
+            count += job.count(mesh)
+    assert len(layouts) == count
+    assert len(set(layouts)) == len(layouts)
+    for layout in sample(layouts, 300):
+        assert accepts(job, layout), layout
+        assert job.accepts(layout)
+
+
+def written_layouts() -> Iterator[Layout]:
+    """Yield all combinations of what may be written for 4 GPUs and 6 sequences, but for recomputation."""
+    settings = list(product(divisors(6), range(4), (False, True), ("ring", "ulysses")))
+    pipelines = list(product(SCHEDULES, (1, 2, 3)))
+    for axes in product(divisors(4), repeat=5):
+        if math.prod(axes) != 4:
+            continue
+        pp = axes[0]
+        schedules = pipelines if pp > 1 else [("1F1B", 0)]
+        for (schedule, stages), (size, zero, sp, method) in product(schedules, settings):
+            yield Layout(*axes, schedule, stages, size, zero, "none", sp, method)
 
 
 def test_no_layout_that_the_config_accepts_is_missing() -> None:
     """All combinations of what may be written, those that run alike taken as one."""
-    job = make_job(replace(SMALL, layers=3, kv_heads=2, heads=2, vocab=1023), gpus=4, batch=6)
+    model = replace(SMALL, layers=3, kv_heads=2, heads=2, vocab=1023)
+    job = make_job(model, gpus=4, batch=6)
     layouts = set(all_layouts(job))
     assert len(layouts) > 500
-    degrees = [axes for axes in product(divisors(4), repeat=5) if math.prod(axes) == 4]
-    for axes, schedule, stages, size, zero, sp, method in product(
-        degrees, SCHEDULES, (1, 2, 3), divisors(6), range(4), (False, True), ("ring", "ulysses")
-    ):
-        pp = axes[0]
-        layout = Layout(*axes, schedule, stages if pp > 1 else 0, size, zero, "none", sp, method)
-        if runs_as_another(layout) or (pp == 1 and (schedule, stages) != ("1F1B", 1)):
+    for written in written_layouts():
+        if runs_as_another(written):
             continue
         for mode in MODES:
-            changed = layout._replace(recompute=mode)
-            assert changed in layouts or not accepts(job, changed), changed
+            layout = written._replace(recompute=mode)
+            assert layout in layouts or not accepts(job, layout), layout
 
 
 def runs_as_another(layout: Layout) -> bool:
@@ -141,17 +165,28 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
 def test_the_best_ten_are_those_of_predicting_everything(job: Job) -> None:
     """Without twins: of layouts that agree in all but schedule and sharding, a slower one needs less memory."""
     outcome = search(job)
-    bounded = [Ranked(layout, predict(job.case(layout), at_least)) for layout in all_layouts(job)]
-    expected = fastest_without_twins(job, bounded, outcome.best[-1].prediction.step)
-    steps = [ranked.prediction.step for ranked in outcome.best]
+    bounded = []
+    for layout in all_layouts(job):
+        bound = predict(job.case(layout), at_least)
+        bounded.append(Ranked(layout, bound))
+    steps = steps_of(outcome)
+    expected = fastest_without_twins(job, bounded, slowest=steps[-1])
     assert steps == pytest.approx(expected[:10], rel=1e-12)
-    assert all(job.accepts(ranked.layout) and ranked.prediction.fits for ranked in outcome.best)
-    assert outcome.layouts == len(bounded) == len(outcome.best) + outcome.rejected.total()
-    too_large = sum(not ranked.prediction.fits for ranked in bounded)
+    for layout, prediction in outcome.best:
+        assert job.accepts(layout)
+        assert prediction.fits
+    assert outcome.layouts == len(bounded)
+    assert outcome.layouts == len(outcome.best) + outcome.rejected.total()
+    too_large = sum(not bound.fits for _, bound in bounded)
     assert outcome.rejected["more memory than a GPU has"] <= too_large
     for miss in outcome.misses:
         assert miss.over > 0
-        assert miss.prediction.step < outcome.best[0].prediction.step
+        assert miss.prediction.step < steps[0]
+
+
+def steps_of(outcome: Found) -> list[float]:
+    """Return the step times of the best layouts."""
+    return [ranked.prediction.step for ranked in outcome.best]
 
 
 def fastest_without_twins(job: Job, bounded: list[Ranked], slowest: float) -> list[float]:
@@ -174,16 +209,18 @@ def fastest_without_twins(job: Job, bounded: list[Ranked], slowest: float) -> li
 def job_of_model(model: str, gpus: int, length: int, batch: int) -> Job:
     """Return a job of a model of train_configs/models on H100."""
     config = read_model(model).config
-    return Job(config.model, Training(sequence_length=length, global_batch_size=batch), cluster("dgx_h100"), gpus)
+    training = Training(sequence_length=length, global_batch_size=batch)
+    return Job(config.model, training, cluster("dgx_h100"), gpus)
 
 
 def test_the_fastest_comes_first() -> None:
     """Of 8B on 64 GPUs some of the ten have ZeRO stage 2, which no bound may hide."""
-    best = search(job_of_model("llama3_8b", 64, 8192, 1024)).best
-    steps = [ranked.prediction.step for ranked in best]
+    outcome = search(job_of_model("llama3_8b", 64, 8192, 1024))
+    steps = steps_of(outcome)
     assert steps == sorted(steps)
-    assert len(best) == 10
-    assert 2 in {ranked.layout.zero_stage for ranked in best}
+    assert len(steps) == 10
+    zero_stages = {ranked.layout.zero_stage for ranked in outcome.best}
+    assert 2 in zero_stages
 
 
 def test_few_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +232,8 @@ def test_few_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
         return predict(case, pipeline)
 
     monkeypatch.setattr("torchllm.planner.search.search.predict", counting)
-    assert search(job_of_model("llama3_8b", 64, 8192, 1024)).layouts > 600_000
+    outcome = search(job_of_model("llama3_8b", 64, 8192, 1024))
+    assert outcome.layouts > 600_000
     assert counts["pipeline_seconds"] <= 60
     assert counts["at_least"] <= 400
 
@@ -213,40 +251,54 @@ def jobs_with_bounds() -> list[Job]:
     ]
 
 
+SLACK = 1 + 1e-9
+
+
 @pytest.mark.parametrize("job", jobs_with_bounds(), ids=["large", "wide", "waits", "muon", "experts"])
 def test_bounds_hold(job: Job) -> None:
     """What is decided last costs least when it is open: sharding, schedule, recomputation."""
-    slack = 1 + 1e-9
     bounds = Bounds(job)
-    for layout in random.Random(1).sample(all_layouts(job), 400):
-        start = layout._replace(
-            dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0, schedule="1F1B", virtual_stages=1
-        )
-        unsharded = start._replace(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
-        bounded = predict(job.case(layout), at_least)
-        assert bounded.step <= predict(job.case(layout)).step * slack, layout
-        assert bounds.shared(start._replace(recompute="none")) <= bounds.shared(start) * slack, layout
-        assert bounds.shared(start) <= bounded.step * slack, layout
-        assert bounds.scheduled(unsharded) <= bounds.scheduled(layout) * slack, layout
-        assert bounds.scheduled(layout) + bounds.tail(layout) <= bounded.step * slack, layout
+    for layout in sample(all_layouts(job), 400, seed=1):
+        unsharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
+        start = unsharded._replace(schedule="1F1B", virtual_stages=1)
+        case = job.case(layout)
+        bounded = predict(case, at_least)
+        step = predict(case).step
+        assert bounded.step <= step * SLACK, layout
+        shared = bounds.shared(start)
+        without_recomputation = bounds.shared(start._replace(recompute="none"))
+        assert without_recomputation <= shared * SLACK, layout
+        assert shared <= bounded.step * SLACK, layout
+        scheduled = bounds.scheduled(layout)
+        assert bounds.scheduled(unsharded) <= scheduled * SLACK, layout
+        assert scheduled + bounds.tail(layout) <= bounded.step * SLACK, layout
 
-        shardings = [sharding for sharding in bounds.shardings(mesh_of(layout)) if sharding.ep == layout.ep]
-        smallest = sharded(layout, shardings[-1])
-        assert bounds.held(smallest) <= bounds.held(layout) * slack, layout
-        assert bounds.held(layout) <= bounded.memory.total * slack, layout
+        most_memory = bounded.memory.total * SLACK
+        held = bounds.held(layout)
+        held_by_smallest = bounds.held(smallest_sharding(bounds, layout))
+        assert held_by_smallest <= held * SLACK, layout
+        assert held <= most_memory, layout
+        assert bounds.needed(layout) <= most_memory, layout
         assert bounds.in_flight(unsharded) == bounds.in_flight(layout), layout
-        assert bounds.needed(layout) <= bounded.memory.total * slack, layout
+
+
+def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
+    """Return the layout with its states in the smallest shards."""
+    shardings = bounds.shardings(mesh_of(layout))
+    possible = [sharding for sharding in shardings if sharding.ep == layout.ep]
+    return sharded(layout, possible[-1])
 
 
 def test_a_pipeline_is_bounded_by_groups_of_ranks_as_by_each_rank() -> None:
     job = make_job(replace(DEEP, layers=30), gpus=16, batch=64, length=1024)
     bounds = Bounds(job)
     pipelines = [layout for layout in all_layouts(job) if layout.pp > 2]
-    for layout in random.Random(3).sample(pipelines, 400):
+    for layout in sample(pipelines, 400, seed=3):
         case = job.case(layout)
         stages = bounds.stage_split(layout).stages
         costs = bounds.costs(layout, stages)
-        seconds, _ = at_least(case, [costs[stage].times for stage in stages], boundary(case))
+        times = [costs[stage].times for stage in stages]
+        seconds, _ = at_least(case, times, boundary(case))
         assert bounds.scheduled(layout) == pytest.approx(seconds, rel=1e-12), layout
 
 
@@ -258,9 +310,12 @@ def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
     """Costs of stages, tails and memory that were computed for other layouts equal those of a layout alone."""
     job = make_job(model, batch=16)
     bounds = Bounds(job)
-    layouts = random.Random(0).sample(all_layouts(job), 800)
+    layouts = sample(all_layouts(job), 800)
     for layout in layouts:  # in another order than below
-        bounds.scheduled(layout), bounds.tail(layout), bounds.held(layout), bounds.needed(layout)
+        bounds.scheduled(layout)
+        bounds.tail(layout)
+        bounds.held(layout)
+        bounds.needed(layout)
     for layout in layouts[:400]:
         case = job.case(layout)
         alone = Bounds(job)
@@ -284,7 +339,8 @@ def test_the_bound_of_a_schedule_of_equal_stages_without_transfers_is_met() -> N
         bound, _ = at_least(case, stages, 0.0)
         step, _ = pipeline_seconds(case, stages, 0.0)
         assert bound <= step, layout
-        if case.micro_batches >= 4 and layout.schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
+        leaves_way_back_empty = layout.schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+        if leaves_way_back_empty and case.micro_batches >= 4:
             assert bound == pytest.approx(step), layout
 
 
@@ -293,15 +349,25 @@ def test_what_is_fixed_stays() -> None:
     outcome = search(make_job(LARGE, batch=32, length=1024, fixed=fixed))
     assert outcome.best
     for layout, _ in outcome.best:
-        assert (layout.tp, layout.recompute, layout.micro_batch_size) == (4, "full", 2)
+        assert layout.tp == 4
+        assert layout.recompute == "full"
+        assert layout.micro_batch_size == 2
 
 
 def test_compiled_blocks_are_not_planned_where_the_config_refuses_them() -> None:
     job = make_job(fixed={"pp": 2, "schedule": "ZBVZeroBubble"})
-    compiled = job.compile_of(search(job).best[0].layout)
-    assert (compiled.norm, compiled.block) == (True, False)
-    assert make_job().compile_of(Layout(1, 1, 8, 1, 1)).block
-    assert not make_job(hardware=cluster("this_cpu")).compile_of(Layout(1, 1, 8, 1, 1)).block
+    best = search(job).best[0]
+    compiled = job.compile_of(best.layout)
+    assert compiled.norm
+    assert not compiled.block
+
+
+def test_blocks_are_compiled_on_gpus() -> None:
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1)
+    on_gpus = make_job().compile_of(layout)
+    on_a_cpu = make_job(hardware=cluster("this_cpu")).compile_of(layout)
+    assert on_gpus.block
+    assert not on_a_cpu.block
 
 
 def test_least_memory_is_among_those_nearly_as_fast() -> None:
@@ -319,14 +385,21 @@ def test_bounds_of_another_search_change_nothing() -> None:
     job = make_job(LARGE, batch=32, length=2048)
     bounds = search(job).bounds
     smaller = replace(job, hardware=cluster(memory=60e9), fixed={"cp": 1})
-    shared, alone = search(smaller, bounds=bounds), search(smaller)
+    shared = search(smaller, bounds=bounds)
+    alone = search(smaller)
     assert shared.best == alone.best
     assert shared.rejected == alone.rejected
     assert shared.misses == alone.misses
 
 
+def search_too_large(memory: float) -> Found:
+    """Search layouts of a model that does not fit in this memory."""
+    job = make_job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=memory))
+    return Search(job).run()
+
+
 def test_nothing_fits() -> None:
-    outcome = Search(make_job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=12e9))).run()
+    outcome = search_too_large(12e9)
     assert not outcome.best
     assert outcome.closest_miss is not None
     assert outcome.closest_miss.over > 0
@@ -335,18 +408,18 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize("memory", [14e9, 24e9, 34e9])
 def test_each_layout_that_does_not_fit_is_counted_once(memory: float) -> None:
     """All of them, one by one or in groups, where none fits."""
-    outcome = Search(make_job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=memory))).run()
+    outcome = search_too_large(memory)
     assert not outcome.best
     assert outcome.rejected == {"more memory than a GPU has": outcome.layouts}
 
 
 def test_a_config_of_a_layout_keeps_the_rest() -> None:
-    job, base = make_job(), Config(cluster=Cluster("dgx_a100"))
+    base = Config(cluster=Cluster("dgx_a100"))
+    degrees = {"pp": 2, "dp_shard": 2, "tp": 2, "virtual_stages": 2, "zero_stage": 1}
+    parallel = Parallel(**degrees, schedule="Interleaved1F1B", sequence_parallel=True)
     layout = Layout(2, 1, 2, 1, 2, "Interleaved1F1B", 2, 2, 1, "full", True)
-    config = job.config(base, layout)
-    assert config.parallel == Parallel(
-        pp=2, dp_shard=2, tp=2, schedule="Interleaved1F1B", virtual_stages=2, zero_stage=1, sequence_parallel=True
-    )
+    config = make_job().config(base, layout)
+    assert config.parallel == parallel
     assert config.recompute == Recompute("full")
     assert config.training.micro_batch_size == 2
     assert config.cluster == base.cluster
