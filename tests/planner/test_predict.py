@@ -111,8 +111,8 @@ def test_a_faster_gpu_never_makes_a_step_slower(layout: dict[str, Any], rate: st
 )
 def test_recomputation_costs_time(cheapest_first: list[RecomputeMode]) -> None:
     steps = [step_of(mode=mode) for mode in cheapest_first]
-    for less, more in pairwise(steps):
-        assert less < more
+    for cheaper, dearer in pairwise(steps):
+        assert cheaper < dearer
 
 
 def test_the_bubble_of_equal_stages_is_the_papers() -> None:

@@ -41,7 +41,7 @@ def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) 
 def test_constants_are_found_again() -> None:
     calibrated = calibrate(made(speed=0.85, wait=2.5e-4))
     assert calibrated.rows == 18
-    assert calibrated.before > 0.13
+    assert calibrated.uncalibrated > 0.13
     assert calibrated.left_out is not None
     assert calibrated.left_out < 0.01
     assert calibrated.constants.speed == pytest.approx(0.85, rel=0.02)
@@ -62,7 +62,7 @@ def test_a_cpus_waits_have_no_bounds() -> None:
     rows = made(cluster="this_cpu", gpu="CPU", wait=2.0)
     calibrated = calibrate(rows)
     assert calibrated.left_out is not None
-    assert calibrated.before > 3 * calibrated.left_out
+    assert calibrated.uncalibrated > 3 * calibrated.left_out
     assert calibrated.constants.wait > 10 * PRIORS["wait"].high
 
 
@@ -78,14 +78,14 @@ def test_the_error_is_of_rows_that_were_not_fitted() -> None:
 
 def test_a_single_run_has_no_error_that_was_left_out() -> None:
     calibrated = calibrate([row(0.5)])
-    assert calibrated.before == pytest.approx(1.0)  # as `score` counts it
+    assert calibrated.uncalibrated == pytest.approx(1.0)  # as `score` counts it
     assert calibrated.left_out is None
 
 
 def test_what_fits_is_left_alone() -> None:
     rows = made()
     calibrated = calibrate(rows)
-    assert calibrated.before < 1e-9
+    assert calibrated.uncalibrated < 1e-9
     assert calibrated.left_out is not None
     assert calibrated.left_out < 1e-6
     constants = case_of(rows[0]).software.constants

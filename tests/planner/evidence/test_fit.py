@@ -53,12 +53,12 @@ def test_every_constant_has_a_prior_that_bounds_it() -> None:
     assert set(PRIORS) == names
     assert names == {*SHARED, "speed", "allocator"}
     assert set(OF_A_MACHINE) <= names
-    known = [Constants()]
+    all_constants = [Constants()]
     for software in STACKS.values():
-        known.append(software.constants)
+        all_constants.append(software.constants)
     for name, prior in PRIORS.items():
         assert prior.low <= prior.middle <= prior.high
-        for constants in known:
+        for constants in all_constants:
             assert prior.low <= getattr(constants, name) <= prior.high, name
 
 

@@ -41,13 +41,13 @@ def write_sheet(file: Path, lines: list[list[str]]) -> None:
     for number, line in enumerate(lines, start=1):
         cells = ""
         for letter, text in zip("ABCDEFGHIJKLM", line, strict=False):
-            place = f"{letter}{number}"
+            reference = f"{letter}{number}"
             if not text:
-                cells += f'<c r="{place}"/>'
+                cells += f'<c r="{reference}"/>'
             elif text.replace(".", "").isdigit():
-                cells += f'<c r="{place}"><v>{text}</v></c>'
+                cells += f'<c r="{reference}"><v>{text}</v></c>'
             else:
-                cells += f'<c r="{place}" t="s"><v>{len(strings)}</v></c>'
+                cells += f'<c r="{reference}" t="s"><v>{len(strings)}</v></c>'
                 strings.append(text)
         rows += f'<row r="{number}">{cells}</row>'
     items = "".join(f"<si><t>{escape(text)}</t></si>" for text in strings)

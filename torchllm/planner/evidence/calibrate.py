@@ -35,7 +35,7 @@ class Calibrated(NamedTuple):
     constants: Constants
     rows: int
     """number of runs that were fitted"""
-    before: float
+    uncalibrated: float
     """mean error of their steps with the constants that the rows had"""
     left_out: float | None
     """mean error of steps that were left out of a fit; None of a single run, without which nothing can be fitted"""
@@ -134,7 +134,7 @@ def calibrate_file(source: str, target: str, cluster: str) -> str:
         names = Counter(cluster_of_row(row.cells) for row in rows if row.case is not None)
         cluster = names.most_common(1)[0][0]
     base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
-    errors = f"mean error of a step {calibrated.before:.1%} before, "
+    errors = f"mean error of a step {calibrated.uncalibrated:.1%} before, "
     if calibrated.left_out is None:
         errors += "unknown after: a single run cannot be left out of the fit"
     else:
