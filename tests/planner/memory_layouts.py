@@ -124,37 +124,31 @@ def axes_of(name: str) -> list[dict[str, Settings]]:
     model = read_model(name)
     if model.experts:
         return [*AXES, EXPERTS]
-    if model.family == "llama":
-        return [*AXES, LORA]
-    return [*AXES]
-
-
-def tables_of(choice: Choice) -> dict[str, Settings]:
-    """Return the settings of a choice by the section of the config; those of no section by ""."""
-    settings: Settings = {}
-    for axis, name in zip(axes_of(choice.model), choice.names, strict=True):
-        settings |= axis[name]
-    tables: dict[str, Settings] = {}
-    for key, value in settings.items():
-        section, _, field = key.rpartition(".")
-        table = tables.setdefault(section, {})
-        table[field] = value
-    return tables
+    return [*AXES, *([LORA] if model.family == "llama" else [])]
 
 
 def build_config(choice: Choice) -> c.Config:
     """Return the config of a choice. The number of blocks follows from the number of stages."""
-    tables = tables_of(choice)
+    settings: Settings = {}
+    for axis, name in zip(axes_of(choice.model), choice.names, strict=True):
+        settings |= axis[name]
+    model = read_model(choice.model)
+    tables: dict[str, Settings] = {}
+    for key, value in settings.items():
+        section, _, field = key.rpartition(".")
+        tables.setdefault(section, {})[field] = value
     parallel = c.Parallel(**tables["parallel"])
     blocks = max(3, 2 * parallel.stages)
-    whole_model = read_model(choice.model)
-    model = replace(whole_model, layers=blocks, dense_layers=min(whole_model.dense_layers, 1))
+    model = replace(model, layers=blocks, dense_layers=min(model.dense_layers, 1))
     micro_batches = tables[""]["micro_batches"]
     if parallel.pp > 1:
         micro_batches *= 2
-    batch = tables["training"]
-    batch["global_batch_size"] = micro_batches * batch["micro_batch_size"] * parallel.data_ranks
-    training = c.Training(**batch, sequence_length=2048, dtype="bfloat16")
+    training = c.Training(
+        **tables["training"],
+        global_batch_size=micro_batches * tables["training"]["micro_batch_size"] * parallel.data_ranks,
+        sequence_length=2048,
+        dtype="bfloat16",
+    )
     return c.Config(
         model=model,
         parallel=parallel,
@@ -209,7 +203,7 @@ def planned_memory(
     assert hardware is not None
     case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.lora, imbalance=1.0)
     split = balanced_split(model, parallel, training.sequence_length)
-    sizes = sizes_of_split(model, split)
+    sizes = sizes_of_split(model, split, config.recompute)
     stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
     return rank_memory(

@@ -69,7 +69,7 @@ def test_stages_hold_all_parameters(model: Model) -> None:
     four_stages = (1, 2, 3, model.layers - 6)
     for split in (one_stage, four_stages):
         dense_layers = parameters = 0.0
-        for size in sizes_of_split(model, split):
+        for size in sizes_of_split(model, split, Recompute()):
             dense_layers += size.dense
             parameters += stage_parameters(model, size, 1, True)
         assert dense_layers == model.dense_layers
@@ -78,7 +78,7 @@ def test_stages_hold_all_parameters(model: Model) -> None:
 
 def test_with_ep_a_rank_gathers_its_own_experts_alone() -> None:
     piece = Piece(1, 4096, 4096, tp=1, spread=1)
-    (whole,) = sizes_of_split(QWEN3, (QWEN3.layers,))
+    (whole,) = sizes_of_split(QWEN3, (QWEN3.layers,), Recompute())
     experts = 3 * QWEN3.experts * QWEN3.hidden * QWEN3.expert_width * QWEN3.layers
     without_ep = gathered_parameters(QWEN3, whole, piece, True)
     assert without_ep == parameter_count(QWEN3)

@@ -18,6 +18,8 @@ from tests.planner.memory_layouts import NAMES, Choice, Compared, build_config, 
 
 MEAN, WORST = 0.03, 0.08
 """largest errors of a model's layouts"""
+SMALLEST = 2**29
+"""bytes of the smallest rank whose error counts: messages and single tensors, which the planner omits, are 50 MB"""
 SEED = 3
 """of the layouts that are drawn"""
 
@@ -29,14 +31,12 @@ TOYS = ("debug", "moe_debug")
 def is_exempt(choice: Choice) -> bool:
     """Whether a layout is not compared, for a reason that is known.
 
-    segment under a pipeline: the trace holds what several micro batches recomputed, up to four times as much as one;
-    the planner counts one. every_k under a pipeline: the planner takes each stage's first block for one that is
-    recomputed. LoRA on a few blocks: buffers of gathers, of which the planner knows a few moments, are the larger part
-    of all memory.
+    LoRA under schedules of several stages per rank, with ZeRO 3: torch gathers a whole stage ahead of its first
+    forward, which weighs more than all else where most weights are frozen (up to 36 % of two blocks per stage).
     """
     config = build_config(choice)
-    by_index = config.recompute.mode in ("segment", "every_k")
-    return choice.model in TOYS or config.lora.is_on or (by_index and config.parallel.pp > 1)
+    gathers_stages = config.parallel.stages_per_rank > 1 and config.parallel.zero_stage == 3
+    return choice.model in TOYS or (config.lora.is_on and gathers_stages)
 
 
 def errors(choices: Sequence[Choice]) -> list[float]:
@@ -45,7 +45,8 @@ def errors(choices: Sequence[Choice]) -> list[float]:
     for choice in choices:
         for compared in compare(choice):
             print(line_of(compared))
-            differences.append(abs(compared.difference))
+            if sum(compared.traced.values()) >= SMALLEST:
+                differences.append(abs(compared.difference))
     return differences
 
 

@@ -22,7 +22,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import Rank, StageSize, stage_memory
+from torchllm.planner.memory import LogitBytes, Rank, ShardedParameters, StageSize, stage_memory
 from torchllm.runtime.torch_compat import FakeTensorMode
 
 TOLERANCE = 0.03
@@ -86,6 +86,7 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
     parallel, training = Parallel(dp_shard=1), Training(sequence_length=LENGTH)
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
     block = block_activations(model, piece, parallel, kernels_of(model), TORCHLLM)
+    nothing = ShardedParameters(0.0, 0.0)
     rank = Rank(
         model,
         training,
@@ -97,9 +98,12 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
         dense_activations=block,
         zero=0,
         micro_batches=1,
+        logit_bytes=LogitBytes.of(kernels_of(model), TORCHLLM),
         sharded=0.0,
         block=0.0,
-        block_shard=0.0,
+        unit=nothing,
+        experts_unit=nothing,
+        dense_unit=nothing,
         table=0.0,
     )
     memory = stage_memory(rank, stage, ())

@@ -31,6 +31,8 @@ class Phase(NamedTuple):
     """whether the buffer of the last reduction before this block is still there, which the block's first one frees"""
     freed: float = 0.0
     """parameters of this block that are no longer gathered, if it frees its weights"""
+    reduces_experts: bool = False
+    """whether those that are reduced are a rank's own experts, which other ranks share than the rest of the block"""
 
 
 class BlockActivations(NamedTuple):
@@ -397,7 +399,8 @@ def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts
     through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
     phases = [Phase(weighted_sum, 0.0), Phase(through_down, experts / 3), Phase(through_gates, experts)]
     if piece.ep > 1:
-        phases.append(Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts))
+        reduction = Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts, reduces_experts=True)
+        phases.append(reduction)
     return phases
 
 
@@ -429,9 +432,14 @@ class StageActivations(NamedTuple):
 
 
 def stage_activations(
-    model: Model, blocks: int, recompute: Recompute, block: BlockActivations, software: Software
+    model: Model,
+    blocks: int,
+    recompute: Recompute,
+    block: BlockActivations,
+    software: Software,
+    first_recomputed: int = 0,
 ) -> StageActivations:
-    """Return what `blocks` blocks keep."""
+    """Return what `blocks` blocks keep. first_recomputed: of mode every_k, which of them is the first recomputed."""
     if not blocks:
         return StageActivations(0.0, 0.0)
     interval = recompute_interval(recompute, model.layers)
@@ -441,10 +449,10 @@ def stage_activations(
         case "segment":
             size = min(blocks, interval)
             return StageActivations(math.ceil(blocks / size) * block.entry, size * block.whole)
-        case "every_k":  # the first of each k; those behind the last of them are freed before anything is recomputed
-            recomputed_blocks = math.ceil(blocks / interval)
-            ends_with_recomputed = (blocks - 1) % interval == 0
-            held = recomputed_blocks * block.entry + (blocks - recomputed_blocks) * block.whole
+        case "every_k":  # blocks behind the last recomputed one are freed before anything is recomputed
+            recomputed_blocks = range(first_recomputed, blocks, interval)
+            ends_with_recomputed = blocks - 1 in recomputed_blocks
+            held = len(recomputed_blocks) * block.entry + (blocks - len(recomputed_blocks)) * block.whole
             return StageActivations(held, block.whole * ends_with_recomputed)
         case "ffn":
             return StageActivations(blocks * (block.whole - block.ffn), block.ffn)

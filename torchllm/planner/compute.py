@@ -85,6 +85,8 @@ class Kernels(NamedTuple):
     fused_norm: bool = False
     compiled: bool = False
     """blocks compiled: elementwise work is fused"""
+    compiled_loss: bool = False
+    """cross entropy compiled: it never holds logits in float32"""
     float8: float = 0.0
     """share of the float8 units' peak over that of bfloat16 that the products of blocks gain; 0: they are in 16 bits"""
 
@@ -405,7 +407,7 @@ def head_seconds(model: Model, piece: Piece, kernels: Kernels, software: Softwar
     rows = model.vocab / piece.tp if software.vocab_parallel else float(model.vocab)
     whole_rows = int(rows)
     loss = PerPass(software.loss_forward, software.loss_backward)
-    if kernels.compiled:
+    if kernels.compiled or kernels.compiled_loss:
         loss = COMPILED_LOSS
     logits_per_token = model.vocab if software.whole_logits else rows
     logits = piece.tokens * logits_per_token * software.constants.traffic

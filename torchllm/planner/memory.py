@@ -24,7 +24,7 @@ from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import expert_parameters, without_experts
 from torchllm.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
 from torchllm.planner.moments import Moment, Total, totals
-from torchllm.spec.flops import WITHOUT_LORA, head_size, matrices, recomputes_logits
+from torchllm.spec.flops import WITHOUT_LORA, head_size, matrices, recompute_interval, recomputes_logits
 from torchllm.spec.schedules import Kind
 from torchllm.spec.software import Software
 
@@ -90,17 +90,22 @@ class StageSize(NamedTuple):
     last: bool
     dense: int = 0
     """of `blocks`, the first, dense ones of a model with experts"""
+    first_recomputed: int = 0
+    """of recompute.mode every_k: number within the stage of the first block that is recomputed"""
 
 
-def sizes_of_split(model: Model, split: Sequence[int]) -> list[StageSize]:
+def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> list[StageSize]:
     """Return what each stage has. split: the blocks of each."""
     sizes = []
     dense_left = model.dense_layers if model.experts else 0
+    first_recomputed = 0
     for stage, blocks in enumerate(split):
         dense = min(blocks, dense_left)
         dense_left -= dense
         is_last = stage == len(split) - 1
-        sizes.append(StageSize(blocks, stage == 0, is_last, dense))
+        sizes.append(StageSize(blocks, stage == 0, is_last, dense, first_recomputed))
+        if recompute.mode == "every_k":  # every k-th block of the model, wherever stages begin
+            first_recomputed = (first_recomputed - blocks) % recompute_interval(recompute, model.layers)
     return sizes
 
 
@@ -156,6 +161,44 @@ def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_para
     return count
 
 
+class ShardedParameters(NamedTuple):
+    """Parameters of some part of the model."""
+
+    whole: float
+    """on a tp rank, gathered"""
+    shard: float
+    """divided by the ranks that share them"""
+
+
+def sum_of_parameters(stages: Sequence[ShardedParameters]) -> ShardedParameters:
+    """Return the parameters of several stages together."""
+    whole = sum([stage.whole for stage in stages])
+    shard = sum([stage.shard for stage in stages])
+    return ShardedParameters(whole, shard)
+
+
+class LogitBytes(NamedTuple):
+    """Bytes that a loss holds per logit."""
+
+    kept: float
+    """from its forward to its backward"""
+    forward: float
+    """at the peak of its forward"""
+    backward: float
+    """at the peak of its backward"""
+
+    @classmethod
+    def of(cls, kernels: Kernels, software: Software) -> "LogitBytes":
+        """Return those of a compiled loss, which converts logits as it reads them, or of the framework's own."""
+        if kernels.compiled_loss:
+            return COMPILED_LOSS
+        return cls(software.kept_logits, software.logits_forward, software.logits_backward)
+
+
+COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
+"""logits in 16 bits, and then their gradient beside them"""
+
+
 class Rank(NamedTuple):
     """What the moments of a rank are computed from."""
 
@@ -172,12 +215,17 @@ class Rank(NamedTuple):
     zero: int
     """ZeRO stage in effect"""
     micro_batches: int
+    logit_bytes: LogitBytes
     sharded: float
     """parameters of the rank's stages, divided by the ranks that share them"""
     block: float
     """parameters of a block on a tp rank, gathered"""
-    block_shard: float
-    """the same, divided by the ranks that share them"""
+    unit: ShardedParameters
+    """of a block, with ep of all but its experts"""
+    experts_unit: ShardedParameters
+    """of the experts of a block, which with ep are a unit of their own"""
+    dense_unit: ShardedParameters
+    """of a dense block of a model with experts"""
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
     is_frozen: bool = False
@@ -201,13 +249,6 @@ class Rank(NamedTuple):
     def head(self) -> float:
         """Elements of a head that is a unit of its own: 0 if it is tied to the embedding."""
         return 0.0 if self.model.tied_embeddings else self.table
-
-    @property
-    def last_unit(self) -> float:
-        """Parameters of what a block's backward reduces last: with ep all but its experts."""
-        if self.piece.ep == 1:
-            return self.block
-        return self.block - expert_parameters(self.model, self.piece.ep)
 
     @property
     def gathers_per_use(self) -> bool:
@@ -303,10 +344,17 @@ def rank_memory(
     for size in sizes:
         whole = gathered_parameters(model, size, piece, vocab_parallel)
         shard = stage_parameters(model, size, parallel.tp, vocab_parallel) / shards
-        parameters.append(StageParameters(whole, shard))
+        parameters.append(ShardedParameters(whole, shard))
     of_stages = [parameters[size] for size in size_of]
     all_stages = sum_of_parameters(of_stages)
     block = StageSize(1, first=False, last=False)
+    whole_block = gathered_parameters(model, block, piece, True)
+    block_shard = stage_parameters(model, block, parallel.tp, True) / shards
+    dense_block = stage_parameters(model, block._replace(dense=1), parallel.tp, True)
+    experts = ShardedParameters(0.0, 0.0)
+    if parallel.ep > 1:
+        experts_shard = expert_parameters(model, parallel.tp) / shards
+        experts = ShardedParameters(expert_parameters(model, parallel.ep), experts_shard)
     table = model.vocab * model.hidden / (parallel.tp if vocab_parallel else 1)
     rank = Rank(
         model,
@@ -319,9 +367,12 @@ def rank_memory(
         dense,
         zero=zero,
         micro_batches=micro_batches,
+        logit_bytes=LogitBytes.of(kernels, software),
         sharded=all_stages.shard,
-        block=gathered_parameters(model, block, piece, True),
-        block_shard=stage_parameters(model, block, parallel.tp, True) / shards,
+        block=whole_block,
+        unit=ShardedParameters(whole_block - experts.whole, block_shard - experts.shard),
+        experts_unit=experts,
+        dense_unit=ShardedParameters(dense_block, dense_block / shards),
         table=table,
         is_frozen=lora.is_on,
     )
@@ -356,22 +407,6 @@ def rank_memory(
     return peak._replace(allocator=fragments, reserve=software.reserve)
 
 
-class StageParameters(NamedTuple):
-    """Parameters of one or more stages."""
-
-    whole: float
-    """gathered"""
-    shard: float
-    """divided by the ranks that share them"""
-
-
-def sum_of_parameters(stages: Sequence[StageParameters]) -> StageParameters:
-    """Return the parameters of several stages together."""
-    whole = sum([stage.whole for stage in stages])
-    shard = sum([stage.shard for stage in stages])
-    return StageParameters(whole, shard)
-
-
 class StageMemoryCosts(NamedTuple):
     """Bytes that a stage has because of what is under way in it, whichever stage of the rank computes."""
 
@@ -391,7 +426,7 @@ class StageMemoryCosts(NamedTuple):
     """of its last block's weights, which stay gathered from a forward to the following backward"""
 
     @classmethod
-    def of(cls, rank: Rank, stage: "Stage", parameters: StageParameters) -> "StageMemoryCosts":
+    def of(cls, rank: Rank, stage: "Stage", parameters: ShardedParameters) -> "StageMemoryCosts":
         """Return the bytes of a stage. FSDP sums gradients of a stage, and frees its weights, under a pipeline only."""
         gradient = freed = 0.0
         if rank.software.fsdp and rank.parallel.pp > 1:
@@ -429,18 +464,52 @@ def memory_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> Memory
     return memory
 
 
-def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: StageParameters) -> Memory:
-    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, largest first.
+class Units(NamedTuple):
+    """Parts of a stage that are alike. FSDP gathers and reduces each as a whole."""
+
+    parameters: ShardedParameters
+    number: int
+
+
+def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
+    """Yield the units of a stage, in the order in which a pipeline reduces their gradients."""
+    table = ShardedParameters(rank.table, rank.table / rank.shards)
+    if stage.first or (stage.last and not rank.head):
+        yield Units(table, 1)
+    if stage.dense:
+        yield Units(rank.dense_unit, stage.dense)
+    sparse_blocks = stage.blocks - stage.dense
+    yield Units(rank.unit, sparse_blocks)
+    if rank.piece.ep > 1:
+        yield Units(rank.experts_unit, sparse_blocks)
+    if stage.last and rank.head:
+        yield Units(table, 1)
+
+
+def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: ShardedParameters) -> Memory:
+    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
+
+    A unit's weights are freed. Its gradients are copied to be sent, and what comes back is memory of its own; then the
+    whole gradients are freed.
 
     parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
-    unit = rank.block
-    if stage.first or stage.last:
-        unit = max(unit, rank.table)
     bytes_per_gradient = rank.software.gradients
-    gradients = bytes_per_gradient * (parameters + later.shard + unit / rank.shards)
-    gathered = -rank.per_step * (unit + later.whole)
-    return Memory(gradients=gradients, gathered=gathered, temporary=bytes_per_gradient * unit)
+    peak = Memory()
+    held = parameters + later.shard
+    freed = later.whole
+    for (whole, shard), number in units_of_stage(rank, stage):
+        if not number:
+            continue
+        moment = Memory(
+            gradients=bytes_per_gradient * (held + shard),
+            gathered=-rank.per_step * (freed + whole),
+            temporary=bytes_per_gradient * whole,
+        )
+        peak = max(peak, moment, key=lambda memory: memory.total)
+        held -= number * (whole - shard)
+        freed += number * whole
+    return peak
 
 
 def standing_memory(rank: Rank, parameters: float) -> Memory:
@@ -484,14 +553,26 @@ class Stage(NamedTuple):
     """memory at the worst moment of each kind of action"""
 
 
-def activations_of_stage(rank: Rank, stage: StageSize) -> StageActivations:
-    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
-    model, recompute, software = rank.model, rank.recompute, rank.software
+def activations_of_stage(
+    model: Model,
+    recompute: Recompute,
+    software: Software,
+    stage: StageSize,
+    of_sparse: BlockActivations,
+    of_dense: BlockActivations,
+) -> StageActivations:
+    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time.
+
+    of_sparse, of_dense: what a block of each kind keeps; in a model without experts all are of the first kind.
+    """
     sparse_blocks = stage.blocks - stage.dense
-    sparse = stage_activations(model, sparse_blocks, recompute, rank.activations, software)
+    first_recomputed = stage.first_recomputed
+    if recompute.mode == "every_k":
+        first_recomputed = (first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
+    sparse = stage_activations(model, sparse_blocks, recompute, of_sparse, software, first_recomputed)
     if not stage.dense:
         return sparse
-    dense = stage_activations(model, stage.dense, recompute, rank.dense_activations, software)
+    dense = stage_activations(model, stage.dense, recompute, of_dense, software, stage.first_recomputed)
     if stage.dense == stage.blocks:
         return dense
     return StageActivations(sparse.held + dense.held, max(dense.recomputed, sparse.recomputed))
@@ -500,7 +581,8 @@ def activations_of_stage(rank: Rank, stage: StageSize) -> StageActivations:
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Return what one stage adds; its actions are of `kinds`."""
     model, tokens, software = rank.model, rank.piece.tokens, rank.software
-    blocks = activations_of_stage(rank, stage)
+    of_blocks = rank.activations, rank.dense_activations
+    blocks = activations_of_stage(model, rank.recompute, software, stage, *of_blocks)
     held, ends, logits, of_head = blocks.held, 0.0, 0.0, 0.0
     deferred = (stage.blocks - stage.dense) * rank.activations.deferred
     deferred += stage.dense * rank.dense_activations.deferred
@@ -511,7 +593,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
             of_head = software.temporary_gradients * rank.table
         ends = rank.activations.norm + of_head
         if rank.training.loss_chunk == 0:
-            logits = software.kept_logits * tokens * rank.logits_per_token()
+            logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
         if not rank.is_frozen:  # the head's input, for the gradient of its weight
             ends += tokens * 2.0 * model.hidden
             deferred += tokens * (2.0 * model.hidden + 2.0 * rank.logits_per_token())
@@ -521,7 +603,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     memory = Stage(held, ends, of_head, logits, deferred, {})
     for kind in kinds:
         if kind == "F":
-            moments = _forward(rank, stage, held)
+            moments = _forward(rank, stage, memory)
         elif kind == "W":
             moments = _weight_gradients(rank, stage)
         else:
@@ -542,7 +624,7 @@ def _loss(rank: Rank, bytes_per_logit: float) -> float:
     if rank.training.loss_chunk:
         tokens = min(rank.piece.tokens, rank.training.loss_chunk)
         return bytes_per_logit * tokens * rank.logits_per_token()
-    beyond = bytes_per_logit - rank.software.kept_logits
+    beyond = bytes_per_logit - rank.logit_bytes.kept
     return beyond * rank.piece.tokens * rank.logits_per_token()
 
 
@@ -554,24 +636,43 @@ def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
     return rank.per_use * (copies * rank.table + rank.block * has_block)
 
 
-def _forward(rank: Rank, stage: StageSize, held: float) -> Iterator[Memory]:
-    """Yield the moments of a forward pass, at whose end a micro batch keeps `held` bytes."""
-    software = rank.software
+def _head_gather(rank: Rank, memory: Stage) -> Memory:
+    """Return the moment at which the head is gathered, of which there are no results yet.
+
+    FSDP frees the buffer in which the last block came only when the head is there. If weights are gathered once per
+    step, that is in its first forward, when there are no gradients yet.
+    """
+    blocks = 1 + rank.parallel.keep_last_block
+    gathered = rank.per_use * (2 * rank.head + blocks * rank.block)
+    later_is_larger = rank.micro_batches > 1 and not rank.is_frozen  # with its sums of gradients
+    if rank.shards > 1 and not later_is_larger:
+        gathered += rank.per_step * (rank.head + rank.block)
+    temporary = _previous_reduction(rank)
+    return Memory(gathered=gathered, temporary=temporary, logits=-memory.logits, activations=-memory.of_head)
+
+
+def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
+    """Yield the moments of a forward pass."""
     previous = _previous_reduction(rank)
+    if stage.last and rank.head:
+        yield _head_gather(rank, memory)
     if stage.last:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
         gathered = _ends_gathered(rank, 1 if frees_buffer else 2, rank.parallel.keep_last_block)
         if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
             rows = rank.hidden_states
-            logits = _loss(rank, software.logits_backward)
+            logits = _loss(rank, rank.logit_bytes.backward)
             yield Memory(gathered=gathered, temporary=previous + 2 * rows, logits=logits, activations=-rows)
         else:
-            logits = _loss(rank, software.logits_forward)
+            logits = _loss(rank, rank.logit_bytes.forward)
             yield Memory(gathered=gathered, temporary=previous, logits=logits)
             if not frees_buffer and (rank.micro_batches == 1 or rank.is_frozen):  # else sums of gradients are larger
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
-        yield Memory(gathered=_ends_gathered(rank, 2), temporary=previous, activations=-held)
+        gathered = _ends_gathered(rank, 2)
+        if rank.is_frozen and rank.parallel.pp > 1:  # of the forward before, before any backward: else sums are larger
+            gathered += rank.per_use * rank.block * rank.parallel.keep_last_block
+        yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
     yield Memory(gathered=rank.per_use * units * rank.block, temporary=previous)
 
@@ -609,7 +710,7 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float) -> Iterator[Memor
         yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
     else:
         of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
-        yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.software.logits_backward))
+        yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
     if rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
         of_weight += rank.software.gradients * rank.head
     gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
@@ -629,16 +730,19 @@ def _block_backward(
     gradients = 0.0
     if rank.reduces_in_only_backward:
         gathered -= rank.per_step * (finished * rank.block + head)
-        gradients = rank.software.gradients * (finished * rank.block_shard + head / rank.shards)
+        gradients = rank.software.gradients * (
+            finished * (rank.unit.shard + rank.experts_unit.shard) + head / rank.shards
+        )
     freeing = rank.per_use + rank.per_step * rank.reduces_in_only_backward
     at_once = rank.reduced_at_once
-    previous = at_once * rank.last_unit
+    previous = at_once * rank.unit.whole
     if stage.last and finished == 0:
         previous = at_once * head
     freed = finished * blocks.held / stage.blocks
     for phase in rank.activations.phases:
         working = phase.working + blocks.recomputed
-        reduced = phase.reduced * (1 + 1 / rank.shards)  # what is sent, and what comes back
+        shard = rank.experts_unit.shard if phase.reduces_experts else phase.reduced / rank.shards
+        reduced = phase.reduced + shard  # what is sent, and what comes back
         temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
         temporary += at_once * reduced
         temporary += previous * phase.after_unit
@@ -656,9 +760,9 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
     # Sums of the head are gone by then. `gradients` stays what is held all step long, which `search.bounds` reads.
-    reduced = rank.last_unit * (1 + in_shards) - head * (1 - in_shards)
+    reduced = rank.unit.whole * (1 + in_shards) - head * (1 - in_shards)
     sent = rank.software.gradients * max(0.0, reduced)
-    gathered = -rank.per_step * (rank.last_unit + head)
+    gathered = -rank.per_step * (rank.unit.whole + head)
     activations = min(0.0, first_norm) - memory.ends
     temporary = max(0.0, first_norm) + sent
     return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
@@ -675,7 +779,7 @@ def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: f
         head = rank.head * stage.last
         gathered -= rank.per_step * (stage.blocks * rank.block + head)
         gradients = rank.software.gradients * (rank.sharded - rank.table / rank.shards)
-    temporary = rank.reduced_at_once * rank.last_unit + rank.hidden_states
+    temporary = rank.reduced_at_once * rank.unit.whole + rank.hidden_states
     if not rank.is_frozen:
         temporary += of_weight * rank.table
     return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)

@@ -73,7 +73,7 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
 
     The stages of a rank have much the same sizes, so sums over them decide. Several sums are tried, because the weights
     of their parts are not known here: a gradient may weigh more than a micro batch, a deferred one less than one in
-    flight, and the last stage also has logits.
+    flight or, where blocks are recomputed, more, and the last stage also has logits.
     """
     actions = list(flat(order))
     backwards_left = Counter(action.stage for action in actions if action.kind in "WB")
@@ -95,6 +95,7 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
         measures = (
             (all_flying, all_deferred, whole),
             (all_flying + all_deferred, whole),
+            (all_deferred, all_flying, whole),
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
         )

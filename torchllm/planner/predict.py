@@ -126,7 +126,7 @@ def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
 def stage_sizes(case: Case) -> list[StageSize]:
     """Return what each pipeline stage has, first to last."""
     split = balanced_split(case.model, case.parallel, case.training.sequence_length)
-    return sizes_of_split(case.model, split)
+    return sizes_of_split(case.model, split, case.recompute)
 
 
 class StepTerms(NamedTuple):

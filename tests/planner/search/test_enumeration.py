@@ -136,11 +136,33 @@ def enumerate_layouts(job: Job) -> dict[Layout, Prediction]:
     return predictions
 
 
+def with_fewer_cp_ranks(layout: Layout) -> Iterator[Layout]:
+    """Yield the layouts whose ranks compute as many tokens, of fewer sequences that are cut into fewer parts."""
+    for parts in divisors(layout.cp)[1:]:
+        if layout.micro_batch_size % parts == 0:
+            yield layout._replace(
+                cp=layout.cp // parts,
+                micro_batch_size=layout.micro_batch_size // parts,
+                dp_shard=layout.dp_shard * parts,
+                cp_method=layout.cp_method if layout.cp > parts else "ring",
+            )
+
+
+def is_cut_in_vain(layout: Layout, predictions: dict[Layout, Prediction]) -> bool:
+    """Return whether fewer cp ranks do the same. They must not take longer, nor need more memory."""
+    for twin in with_fewer_cp_ranks(layout):
+        if twin in predictions:
+            assert predictions[twin].step <= predictions[layout].step * (1 + 1e-9)
+            assert predictions[twin].memory.total <= predictions[layout].memory.total * (1 + 1e-9)
+            return True
+    return False
+
+
 def without_twins(predictions: dict[Layout, Prediction], count: int) -> list[Prediction]:
     """Return the fastest that fit.
 
     Those that differ from a faster one in schedule and split of the data ranks only, and need no less memory, are
-    missing.
+    missing; and those that cut sequences in vain.
     """
     least_memory: dict[Layout, float] = {}
     best = []
@@ -150,6 +172,8 @@ def without_twins(predictions: dict[Layout, Prediction], count: int) -> list[Pre
         memory = prediction.memory.total
         twin = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
         twin = twin._replace(schedule="1F1B", virtual_stages=0)
+        if is_cut_in_vain(layout, predictions):
+            continue
         if prediction.fits and memory < least_memory.get(twin, math.inf):
             least_memory[twin] = memory
             best.append(prediction)

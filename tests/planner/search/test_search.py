@@ -163,7 +163,10 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
     ids=["small", "muon", "large", "tight", "wide", "deep"],
 )
 def test_the_best_ten_are_those_of_predicting_everything(job: Job) -> None:
-    """Without twins: of layouts that agree in all but schedule and sharding, a slower one needs less memory."""
+    """Without twins: of layouts that agree in all but schedule and sharding, a slower one needs less memory.
+
+    And what cuts sequences in vain is missing (`test_enumeration.is_cut_in_vain`).
+    """
     outcome = search(job)
     bounded = []
     for layout in all_layouts(job):
@@ -193,7 +196,8 @@ def fastest_without_twins(job: Job, bounded: list[Ranked], slowest: float) -> li
     """Return the step times of layouts that fit, ascending, up to `slowest` seconds. bounded: with bounds of times."""
     exact = []
     for layout, bound in bounded:
-        if bound.fits and bound.step <= slowest * (1 + 1e-9):
+        is_cut_in_vain = math.gcd(layout.cp, layout.micro_batch_size) > 1
+        if bound.fits and bound.step <= slowest * (1 + 1e-9) and not is_cut_in_vain:
             exact.append(Ranked(layout, predict(job.case(layout))))
     exact.sort(key=lambda ranked: (ranked.prediction.step, ranked.prediction.memory.total))
     least_memory: dict[Layout, float] = {}

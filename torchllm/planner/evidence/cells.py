@@ -12,7 +12,7 @@ _COLUMN_LINES = (
     "ffn experts top_k moe_ffn shared_experts dense_layers vocab tied_emb seq_len",
     "cluster gpu gpus dp dp_replicate dp_shard tp pp cp ep etp cp_method schedule interleave_v micro_batch grad_accum",
     "global_batch_seqs zero_stage seq_parallel tp_overlap dispatcher act_ckpt loss_chunk attn_impl",
-    "rmsnorm_kernel compile precision",
+    "rmsnorm_kernel compile compile_loss precision",
     "status step_time_s tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct",
     "fold software assumed note source",
 )

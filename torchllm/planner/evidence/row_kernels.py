@@ -87,6 +87,7 @@ def measured_kernels(cells: Cells, software: Software) -> Kernels:
         attention=_attention(cells, software),
         fused_norm=cells.is_set("rmsnorm_kernel", default=software.fused_norm),
         compiled=cells.is_set("compile"),
+        compiled_loss=cells.is_set("compile_loss"),
         float8=_float8_share(cells, software),
     )
 

@@ -67,6 +67,7 @@ def training_cells(config: Config) -> dict[str, Any]:
     cells["attn_impl"] = ATTENTION[config.model.attention]
     cells["rmsnorm_kernel"] = int(config.compile.norm or is_compiled)
     cells["compile"] = int(is_compiled)
+    cells["compile_loss"] = int(config.compile.loss is True)
     cells["precision"] = training.dtype
     if config.float8.is_on:
         cells["precision"] = f"float8 {config.float8.recipe}"

@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.config import SCHEDULES
-from torchllm.planner.activations import BlockActivations, block_activations, stage_activations
+from torchllm.planner.activations import BlockActivations, block_activations
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import without_experts
-from torchllm.planner.memory import StageSize, gathered_parameters, stage_parameters
+from torchllm.planner.memory import StageSize, activations_of_stage, gathered_parameters, stage_parameters
 from torchllm.planner.moments import WHOLE, of_rank
 from torchllm.planner.predict import memory_of, stage_sizes, tail
 from torchllm.planner.search.layouts import Job, Layout
@@ -199,7 +199,7 @@ class Bounds:
 
     def stage_split(self, layout: Layout) -> StageSplit:
         """Return how the blocks are spread over the ranks."""
-        key = layout.pp, layout.schedule, layout.virtual_stages
+        key = _split_key(layout)
         if key not in self._splits:
             case = self.job.case(layout)
             stages = stage_sizes(case)
@@ -312,7 +312,9 @@ class Bounds:
             if block_key not in self._activations:
                 self._activations[block_key] = _activations_of_blocks(case)
             for size in missing:
-                bytes_of_size[size] = _kept_by_stage(case, size, *self._activations[block_key])
+                of_blocks = self._activations[block_key]
+                kept = activations_of_stage(case.model, case.recompute, case.software, size, *of_blocks)
+                bytes_of_size[size] = kept.held
         return bytes_of_size
 
     def micro_batches(self, layout: Layout) -> int:
@@ -321,10 +323,15 @@ class Bounds:
 
     def forwards(self, layout: Layout) -> list[Forward]:
         """Return the forwards at whose end the first rank may hold most."""
-        key = layout.pp, layout.schedule, layout.virtual_stages, self.micro_batches(layout)
+        key = *_split_key(layout), self.micro_batches(layout)
         if key not in self._forwards:
             self._forwards[key] = _forwards_of(self.job.case(layout), self.stage_split(layout).first_rank)
         return self._forwards[key]
+
+
+def _split_key(layout: Layout) -> Key:
+    """Return what decides the sizes of the stages: with every_k also which of their blocks are recomputed."""
+    return layout.pp, layout.schedule, layout.virtual_stages, layout.recompute == "every_k"
 
 
 def _forwards_of(case: Case, stages: Sequence[StageSize]) -> list[Forward]:
@@ -353,14 +360,3 @@ def _activations_of_blocks(case: Case) -> tuple[BlockActivations, BlockActivatio
     if not case.model.experts:
         return usual, usual
     return usual, block_activations(without_experts(case.model), *arguments)
-
-
-def _kept_by_stage(case: Case, size: StageSize, usual: BlockActivations, dense: BlockActivations) -> float:
-    """Return the bytes that the blocks of a stage keep of a micro batch."""
-    model, recompute, software = case.model, case.recompute, case.software
-    bytes = 0.0
-    if size.blocks > size.dense:
-        bytes += stage_activations(model, size.blocks - size.dense, recompute, usual, software).held
-    if size.dense:
-        bytes += stage_activations(model, size.dense, recompute, dense, software).held
-    return bytes

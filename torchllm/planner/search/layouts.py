@@ -113,7 +113,7 @@ def kernels_of(model: Model, compile: Compile, software: Software, hardware: Har
     compiled = compile.block is True
     attention = "eager" if model.attention == "eager" else software.attention
     fused_norm = hardware.is_gpu or compile.norm or compiled
-    return Kernels(attention, fused_norm, compiled)
+    return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True)
 
 
 class DegreeMesh(NamedTuple):
@@ -310,6 +310,16 @@ class Job:
                 continue
             if self.schedules(mesh, size):
                 yield size
+
+    def needs_context_parallelism(self, mesh: DegreeMesh, micro_batch_size: int) -> bool:
+        """Return whether fewer cp ranks, with as many sequences less in a micro batch, would not do the same.
+
+        Where both have a common divisor n, each of n times as many data ranks may compute one n-th of the sequences.
+        Ranks then have as many tokens and share weights among as many ranks, and send less or nothing over cp.
+        """
+        if {"cp", "dp_shard", "micro_batch_size"} & self.fixed.keys():
+            return True
+        return math.gcd(mesh.cp, micro_batch_size) == 1
 
     def schedules(self, mesh: DegreeMesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
         """Return the possible schedules, each with a number of virtual stages."""

@@ -104,7 +104,8 @@ class Rejection(NamedTuple):
 class Search:
     """One search for the best `count` layouts, and for all that take at most `slower` times the fastest's step.
 
-    Twins are left out: a layout that differs from a faster one in schedule and sharding only, and needs no less memory.
+    Twins are left out: a layout that differs from a faster one in schedule and sharding only, and needs no less memory;
+    and one that splits sequences over cp ranks which could as well have whole ones.
     bounds: of this job, or of one with other `fixed` keys or another memory.
     """
 
@@ -131,6 +132,8 @@ class Search:
             elif node.prediction and not self.is_twin(node, node.prediction):
                 self._least_memory[node.start] = node.prediction.memory.total
                 self.outcome.best.append(Ranked(node.layout, node.prediction))
+        if not self.outcome.best:  # twins, which are not looked at, need no less memory
+            self.outcome.rejected[MEMORY] = self.outcome.layouts
         slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
         if slow:
             self.outcome.rejected[SLOW] = slow
@@ -176,7 +179,7 @@ class Search:
         """Yield the layouts of a mesh without schedule and sharding, with the recomputation that takes least time."""
         recompute = self.job.modes(mesh)[0]  # "none", unless the run sets it
         on_mesh = Layout(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp, virtual_stages=1, zero_stage=0, recompute=recompute)
-        pieces = list(self.job.pieces(mesh))
+        pieces = [size for size in self.job.pieces(mesh) if self.job.needs_context_parallelism(mesh, size)]
         expert_degrees = dict.fromkeys(sharding.ep for sharding in self.bounds.shardings(mesh))
         for sp in self.job.sequence_parallel(mesh):
             for method in self.job.context_methods(mesh):
