@@ -124,31 +124,37 @@ def axes_of(name: str) -> list[dict[str, Settings]]:
     model = read_model(name)
     if model.experts:
         return [*AXES, EXPERTS]
-    return [*AXES, *([LORA] if model.family == "llama" else [])]
+    if model.family == "llama":
+        return [*AXES, LORA]
+    return [*AXES]
+
+
+def tables_of(choice: Choice) -> dict[str, Settings]:
+    """Return the settings of a choice by the section of the config; those of no section by ""."""
+    settings: Settings = {}
+    for axis, name in zip(axes_of(choice.model), choice.names, strict=True):
+        settings |= axis[name]
+    tables: dict[str, Settings] = {}
+    for key, value in settings.items():
+        section, _, field = key.rpartition(".")
+        table = tables.setdefault(section, {})
+        table[field] = value
+    return tables
 
 
 def build_config(choice: Choice) -> c.Config:
     """Return the config of a choice. The number of blocks follows from the number of stages."""
-    settings: Settings = {}
-    for axis, name in zip(axes_of(choice.model), choice.names, strict=True):
-        settings |= axis[name]
-    model = read_model(choice.model)
-    tables: dict[str, Settings] = {}
-    for key, value in settings.items():
-        section, _, field = key.rpartition(".")
-        tables.setdefault(section, {})[field] = value
+    tables = tables_of(choice)
     parallel = c.Parallel(**tables["parallel"])
     blocks = max(3, 2 * parallel.stages)
-    model = replace(model, layers=blocks, dense_layers=min(model.dense_layers, 1))
+    whole_model = read_model(choice.model)
+    model = replace(whole_model, layers=blocks, dense_layers=min(whole_model.dense_layers, 1))
     micro_batches = tables[""]["micro_batches"]
     if parallel.pp > 1:
         micro_batches *= 2
-    training = c.Training(
-        **tables["training"],
-        global_batch_size=micro_batches * tables["training"]["micro_batch_size"] * parallel.data_ranks,
-        sequence_length=2048,
-        dtype="bfloat16",
-    )
+    batch = tables["training"]
+    batch["global_batch_size"] = micro_batches * batch["micro_batch_size"] * parallel.data_ranks
+    training = c.Training(**batch, sequence_length=2048, dtype="bfloat16")
     return c.Config(
         model=model,
         parallel=parallel,

@@ -132,7 +132,9 @@ TRACED = {
     ),
     "OLMo 2, norms after, selective": layout("olmo2_1b", dp_shard=8, micro=2, mode="selective"),
     "Qwen3, sequence parallel, selective": layout("qwen3_0.6b", tp=4, dp_shard=4, micro=2, mode="selective", **SP),
-    "13B, every other block, pipeline": layout("llama_13b", 6, pp=2, dp_shard=2, count=4, mode="every_k", split=(3, 3)),
+    "13B, every other block, pipeline": layout(
+        "llama_13b", 6, pp=2, dp_shard=2, micro=4, count=4, mode="every_k", split=(3, 3)
+    ),
     "70B, zero bubble, V, segments": layout(
         "llama3_70b", pp=2, dp_shard=4, micro=4, count=4, schedule="ZBVZeroBubble", mode="segment"
     ),
@@ -205,10 +207,12 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
     which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
     chosen = TRACED[name]
+    is_on_cpu = name in ON_A_CPU
+    cluster = c.Cluster() if is_on_cpu else c.Cluster(name="dgx_h100")
+    kernels = Kernels(attention_of(chosen.model), fused_norm=not is_on_cpu)
+    config = c.Config(**chosen._asdict(), cluster=cluster)
     preload()
-    cluster = c.Cluster() if name in ON_A_CPU else c.Cluster(name="dgx_h100")
-    kernels = Kernels(attention_of(chosen.model), fused_norm=name not in ON_A_CPU)
-    report = examine(c.Config(**chosen._asdict(), cluster=cluster))
+    report = examine(config)
     assert report.micro_batches > 1 or "one micro batch" in name
     is_pipeline = chosen.parallel.pp > 1
     tolerance = LOOSER.get(name, 0.05 if is_pipeline else 0.01)
@@ -401,19 +405,16 @@ def test_stages_of_one_size_are_taken_together() -> None:
 @st.composite
 def models(draw: st.DrawFn) -> c.Model:
     """A model of usual proportions."""
+    family = draw(st.sampled_from(["llama", "gpt"]))
     heads = draw(st.sampled_from([16, 32]))
+    kv_heads = draw(st.sampled_from([0, 8]))
     hidden = 128 * heads
-    return c.Model(
-        family=draw(st.sampled_from(["llama", "gpt"])),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=draw(st.sampled_from([0, 8])),
-        ffn=hidden * draw(st.sampled_from([3, 4])),
-        vocab=draw(st.sampled_from([32000, 128256])),
-        tied_embeddings=draw(st.booleans()),
-        max_sequence_length=2048,
-        attention=draw(st.sampled_from(["eager", "sdpa"])),
-    )
+    ffn = hidden * draw(st.sampled_from([3, 4]))
+    vocab = draw(st.sampled_from([32000, 128256]))
+    is_tied = draw(st.booleans())
+    attention = draw(st.sampled_from(["eager", "sdpa"]))
+    plain = c.Model(family=family, tied_embeddings=is_tied, max_sequence_length=2048, attention=attention)
+    return replace(plain, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab)
 
 
 @st.composite
@@ -424,27 +425,20 @@ def layouts(draw: st.DrawFn) -> Layout:
     stages = c.Parallel(pp=pp, schedule=schedule).stages
     blocks = draw(st.integers(1, 4))
     model = replace(draw(models()), layers=stages * blocks)
+    split = (blocks,) * stages if pp > 1 else ()
+    dp_shard = draw(st.sampled_from([2, 4, 8]))
+    cp = draw(st.sampled_from([1, 2]))
     tp = draw(st.sampled_from([1, 2, 8]))
     sp = tp > 1 and draw(st.booleans())
-    split = (blocks,) * stages if pp > 1 else ()
-    parallel = c.Parallel(
-        pp=pp,
-        dp_shard=draw(st.sampled_from([2, 4, 8])),
-        cp=draw(st.sampled_from([1, 2])),
-        tp=tp,
-        sequence_parallel=sp,
-        zero_stage=draw(st.integers(0, 3)),
-        schedule=schedule,
-        split=split,
-    )
+    zero_stage = draw(st.integers(0, 3))
+    pipeline = c.Parallel(pp=pp, schedule=schedule, split=split)
+    parallel = replace(pipeline, dp_shard=dp_shard, cp=cp, tp=tp, sequence_parallel=sp, zero_stage=zero_stage)
     micro = draw(st.sampled_from([1, 2]))
     count = 2 * stages * draw(st.integers(1, 2))
-    training = c.Training(
-        micro_batch_size=micro,
-        global_batch_size=micro * count * parallel.dp_shard,
-        sequence_length=draw(st.sampled_from([1024, 8192])),
-        loss_chunk=draw(st.sampled_from([0, 256])),
-    )
+    batch = micro * count * dp_shard
+    length = draw(st.sampled_from([1024, 8192]))
+    chunk = draw(st.sampled_from([0, 256]))
+    training = c.Training(micro_batch_size=micro, global_batch_size=batch, sequence_length=length, loss_chunk=chunk)
     mode = draw(st.sampled_from(get_args(RecomputeMode)))
     return Layout(model, parallel, training, c.Recompute(mode=mode))
 

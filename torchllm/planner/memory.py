@@ -469,13 +469,15 @@ class Units(NamedTuple):
 
     parameters: ShardedParameters
     number: int
+    has_one_matrix: bool = False
+    """whether the last of its parameters is all of it"""
 
 
 def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
     """Yield the units of a stage, in the order in which a pipeline reduces their gradients."""
     table = ShardedParameters(rank.table, rank.table / rank.shards)
     if stage.first or (stage.last and not rank.head):
-        yield Units(table, 1)
+        yield Units(table, 1, has_one_matrix=True)
     if stage.dense:
         yield Units(rank.dense_unit, stage.dense)
     sparse_blocks = stage.blocks - stage.dense
@@ -483,14 +485,14 @@ def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
     if rank.piece.ep > 1:
         yield Units(rank.experts_unit, sparse_blocks)
     if stage.last and rank.head:
-        yield Units(table, 1)
+        yield Units(table, 1, has_one_matrix=True)
 
 
 def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: ShardedParameters) -> Memory:
     """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
 
-    A unit's weights are freed. Its gradients are copied to be sent, and what comes back is memory of its own; then the
-    whole gradients are freed.
+    A unit's weights are freed, and its gradients are copied to be sent. Then the whole gradients are freed but the last
+    one, to which FSDP to torch 2.14 still refers while it takes memory for what comes back.
 
     parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
@@ -498,11 +500,11 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
     peak = Memory()
     held = parameters + later.shard
     freed = later.whole
-    for (whole, shard), number in units_of_stage(rank, stage):
+    for (whole, shard), number, has_one_matrix in units_of_stage(rank, stage):
         if not number:
             continue
         moment = Memory(
-            gradients=bytes_per_gradient * (held + shard),
+            gradients=bytes_per_gradient * (held + shard * has_one_matrix),
             gathered=-rank.per_step * (freed + whole),
             temporary=bytes_per_gradient * whole,
         )
