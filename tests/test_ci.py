@@ -25,9 +25,9 @@ case "$*" in
     *"$FAILS"*) if mkdir failed 2>/dev/null; then exit "$STATUS"; else exit "$ALONE"; fi ;;
 esac
 """
-HANGS_IN_PLANNER = """#!/usr/bin/env bash
+HANGS = """#!/usr/bin/env bash
 case "$*" in
-    *"tests/dry_run tests/planner"*) touch hangs && sleep 600 ;;
+    *"HANGING"*) touch hangs && sleep 600 ;;
     *tests/faults*) until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
 esac
 """
@@ -121,9 +121,11 @@ def test_every_test_is_in_one_part(tmp_path: Path) -> None:
     assert all((ROOT / word).exists() for word in suite)
 
 
-def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["one process", "newest torch"])
+def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path, part: str) -> None:
     read_end, write_end = os.pipe()
-    assert run_ci(tmp_path, pytest_program=HANGS_IN_PLANNER, open_file=write_end).returncode != 0
+    program = HANGS.replace("HANGING", PARTS[part])
+    assert run_ci(tmp_path, pytest_program=program, open_file=write_end).returncode != 0
     os.close(write_end)
     ended, _, _ = select.select([read_end], [], [], 10.0)  # once no process has the other end
     os.close(read_end)
