@@ -28,19 +28,27 @@ esac
 HANGS = """#!/usr/bin/env bash
 case "$*" in
     *"HANGING"*) touch hangs && sleep 600 ;;
-    *tests/faults*) until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
+    *"tests/faults tests/runtime") until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
 esac
+"""
+NOTES_BEGIN_AND_END = """#!/usr/bin/env bash
+shift 2
+case "$*" in *"tests/optim/test_optimizer.py"*) exit ;; esac  # the sample is no part
+echo "begin $*" >>notes
+sleep 0.2
+echo "end $*" >>notes
 """
 NOTHING = "#!/usr/bin/env bash\n"
 
 PARTS = {
     "one process": "tests/config tests/dry_run",
     "newest torch": "tests/optim/test_optimizer.py",
-    "pool of ranks": "tests/checkpoint tests/models",
+    "layouts": "tests/parallel tests/proof",
+    "checkpoints": "tests/checkpoint tests/models",
     "data and optimizers": "tests/data tests/optim",
     "waiting": "tests/faults tests/runtime",
     "the rest": "--ignore=",
-    "durations": "tests/adapt tests/metrics",
+    "durations": "tests/adapt/test_adapter.py tests/recipes/test_benchmark.py",
 }
 """part of the suite -> what only its command line has"""
 
@@ -109,6 +117,21 @@ def test_tests_that_cannot_be_collected_do_not_run_once_more(tmp_path: Path, par
     result = run_ci(tmp_path, fails=PARTS[part], status=2, alone=0)
     assert result.returncode == 1
     assert "once more" not in result.stdout
+
+
+def test_two_parts_run_at_a_time_and_each_once(tmp_path: Path) -> None:
+    result = run_ci(tmp_path, pytest_program=NOTES_BEGIN_AND_END)
+    assert result.returncode == 0, result.stdout + result.stderr
+    running: set[str] = set()
+    together = [0]
+    for line in (tmp_path / "notes").read_text().splitlines():
+        event, _, part = line.partition(" ")
+        assert (part in running) == (event == "end")
+        running ^= {part}
+        together.append(len(running))
+    assert len(together) == 1 + 2 * (len(PARTS) - 1)
+    assert max(together) == 2
+    assert together[-3:] == [0, 1, 0], "something runs beside the tests that compare durations"
 
 
 def test_every_test_is_in_one_part(tmp_path: Path) -> None:
