@@ -96,7 +96,7 @@ def test_a_checkpoint_resumes_with_any_ep(tmp_path: Path) -> None:
         {"parallel.dp_shard": 8, "parallel.ep": 4},
         {"parallel.tp": 2},
     ]
-    common = {**EXPERTS, "training.steps": 4}
+    common = {**EXPERTS, **TWO, "training.steps": 4}
     (uninterrupted,) = run(train, 1, common, range(1, 5), None)
     hops = hop_over(layouts, common, tmp_path)
     assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)
