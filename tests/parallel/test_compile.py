@@ -25,7 +25,7 @@ from torchllm.parallel.tensor import VocabParallelEmbedding
 FSDP2: Settings = {"parallel.dp_shard": 2}
 SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 FSDP2_SP2 = {**FSDP2, **SP2}
-TWO: Settings = {"model.layers": 2}
+TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
 TRACED = "aot_eager_decomp_partition"
 NORM, BLOCK, LOSS = ({f"compile.{scope}": True} for scope in ("norm", "block", "loss"))
 every_run = pytest.mark.every_run

@@ -31,8 +31,8 @@ EXPERTS: Settings = {
 BIAS: Settings = {"model.router_bias": True, "model.router_bias_rate": 0.03, "model.router_score": "sigmoid"}
 """the rate is a share of the scores' standard deviation, so that tokens go elsewhere in the next step"""
 FSDP2: Settings = {"parallel.dp_shard": 2}
-TWO: Settings = {"model.layers": 2}
-"""the dense block, and one with experts"""
+TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
+"""the dense block, and one with experts; half of the micro batches"""
 LAYOUTS: list[Settings] = [
     {**FSDP2, **TWO, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
     {**FSDP2, "parallel.cp": 2, "recompute.mode": "selective_half"},
