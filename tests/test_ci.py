@@ -25,22 +25,30 @@ case "$*" in
     *"$FAILS"*) if mkdir failed 2>/dev/null; then exit "$STATUS"; else exit "$ALONE"; fi ;;
 esac
 """
-HANGS_IN_PLANNER = """#!/usr/bin/env bash
+HANGS = """#!/usr/bin/env bash
 case "$*" in
-    *"tests/dry_run tests/planner"*) touch hangs && sleep 600 ;;
-    *tests/faults*) until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
+    *"HANGING"*) touch hangs && sleep 600 ;;
+    *"tests/faults tests/runtime") until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
 esac
+"""
+NOTES_BEGIN_AND_END = """#!/usr/bin/env bash
+shift 2
+case "$*" in *"tests/optim/test_optimizer.py"*) exit ;; esac  # the sample is no part
+echo "begin $*" >>notes
+sleep 0.2
+echo "end $*" >>notes
 """
 NOTHING = "#!/usr/bin/env bash\n"
 
 PARTS = {
     "one process": "tests/config tests/dry_run",
     "newest torch": "tests/optim/test_optimizer.py",
-    "pool of ranks": "tests/checkpoint tests/models",
+    "layouts": "tests/parallel tests/proof",
+    "checkpoints": "tests/checkpoint tests/models",
     "data and optimizers": "tests/data tests/optim",
     "waiting": "tests/faults tests/runtime",
     "the rest": "--ignore=",
-    "durations": "tests/adapt tests/metrics",
+    "durations": "tests/adapt/test_adapter.py tests/recipes/test_benchmark.py",
 }
 """part of the suite -> what only its command line has"""
 
@@ -111,6 +119,21 @@ def test_tests_that_cannot_be_collected_do_not_run_once_more(tmp_path: Path, par
     assert "once more" not in result.stdout
 
 
+def test_two_parts_run_at_a_time_and_each_once(tmp_path: Path) -> None:
+    result = run_ci(tmp_path, pytest_program=NOTES_BEGIN_AND_END)
+    assert result.returncode == 0, result.stdout + result.stderr
+    running: set[str] = set()
+    together = [0]
+    for line in (tmp_path / "notes").read_text().splitlines():
+        event, _, part = line.partition(" ")
+        assert (part in running) == (event == "end")
+        running ^= {part}
+        together.append(len(running))
+    assert len(together) == 1 + 2 * (len(PARTS) - 1)
+    assert max(together) == 2
+    assert together[-3:] == [0, 1, 0], "something runs beside the tests that compare durations"
+
+
 def test_every_test_is_in_one_part(tmp_path: Path) -> None:
     result = run_ci(tmp_path)
     calls = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("pytest ")]
@@ -121,9 +144,11 @@ def test_every_test_is_in_one_part(tmp_path: Path) -> None:
     assert all((ROOT / word).exists() for word in suite)
 
 
-def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["one process", "newest torch"])
+def test_a_run_that_is_killed_ends_what_runs_beside_it(tmp_path: Path, part: str) -> None:
     read_end, write_end = os.pipe()
-    assert run_ci(tmp_path, pytest_program=HANGS_IN_PLANNER, open_file=write_end).returncode != 0
+    program = HANGS.replace("HANGING", PARTS[part])
+    assert run_ci(tmp_path, pytest_program=program, open_file=write_end).returncode != 0
     os.close(write_end)
     ended, _, _ = select.select([read_end], [], [], 10.0)  # once no process has the other end
     os.close(read_end)

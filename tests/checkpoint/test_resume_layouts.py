@@ -160,7 +160,7 @@ def hop_over(layouts: Sequence[Settings], common: Settings, folder: Path) -> lis
     return hops
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.every_run), True])
 def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool) -> None:
     common = {"model.tied_embeddings": tied, "training.steps": len(HOPS), "data.document_mask": True}
     (uninterrupted,) = run(train, 1, common, range(1, len(HOPS) + 1), None)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dry_run import apart
 from tests.parallel.trace import Trace
 from tests.parity import CPU, Settings, build, my_batches, tiny, world_size
+from tests.sampling import sampled
 from tests.workers import run
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.replay import Traced
@@ -186,7 +187,15 @@ def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SAMPLE = (
+    "fsdp, ring and sequence parallel",
+    "pipeline, HSDP, recompute",
+    "experts shared by tensor and data parallel ranks",
+    "Muon, moving average and z-loss over HSDP and tensor parallel",
+)
+
+
+@pytest.mark.parametrize("name", sampled(LAYOUTS, SAMPLE))
 def test_what_is_traced_is_what_eight_ranks_hold_and_send(name: str) -> None:
     settings = LAYOUTS[name]
     parallel = tiny(settings).parallel

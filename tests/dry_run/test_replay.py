@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.parity import Settings, tiny
+from tests.sampling import sampled
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.memory import PURPOSES, largest
 from torchllm.dry_run.replay import action_keys, replay
@@ -79,7 +80,15 @@ CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SAMPLE = (
+    "one stage, ZeRO 3",
+    "1F1B, tensor parallel and recompute of every other block",
+    "stages that are evicted and fetched",
+    "ZBVZeroBubble",
+)
+
+
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     settings, kind = CASES[name]
     pp = 1 if "parallel.schedule" not in settings else 4

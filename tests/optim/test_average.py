@@ -31,6 +31,7 @@ SMALL: Settings = {
     "model.layers": 2,
     "model.hidden": 32,
     "training.sequence_length": 8,
+    "training.micro_batch_size": 2,
     "optimizer.learning_rate": 0.02,
     "optimizer.ema_decay": DECAY,
     "training.steps": STEPS,

@@ -25,9 +25,10 @@ from torchllm.parallel.tensor import VocabParallelEmbedding
 FSDP2: Settings = {"parallel.dp_shard": 2}
 SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 FSDP2_SP2 = {**FSDP2, **SP2}
-TWO: Settings = {"model.layers": 2}
+TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
 TRACED = "aot_eager_decomp_partition"
 NORM, BLOCK, LOSS = ({f"compile.{scope}": True} for scope in ("norm", "block", "loss"))
+every_run = pytest.mark.every_run
 
 
 def torchs_embedding(hidden: Placement) -> RowwiseParallel:
@@ -60,8 +61,17 @@ def check_compiled(settings: Settings, backend: str = TRACED, cache: str = "") -
     return graphs
 
 
-@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
-@pytest.mark.parametrize("scope", [NORM, BLOCK, LOSS], ids=["norm", "block", "loss"])
+@pytest.mark.parametrize(
+    ("scope", "layout"),
+    [
+        pytest.param(NORM, FSDP2, id="norm-fsdp2", marks=every_run),
+        pytest.param(NORM, SP2, id="norm-tp2+sp"),
+        pytest.param(BLOCK, FSDP2, id="block-fsdp2"),
+        pytest.param(BLOCK, SP2, id="block-tp2+sp"),
+        pytest.param(LOSS, FSDP2, id="loss-fsdp2"),
+        pytest.param(LOSS, SP2, id="loss-tp2+sp", marks=every_run),
+    ],
+)
 def test_each_scope_trains_the_same_model(scope: Settings, layout: Settings) -> None:
     check_compiled({**TWO, **scope, **layout})
 
@@ -76,7 +86,7 @@ def test_the_real_backend(tmp_path: Path) -> None:
     check_compiled(settings, "inductor", str(tmp_path))  # one cache for both ranks
 
 
-@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+@pytest.mark.parametrize("layout", [pytest.param(FSDP2, id="fsdp2", marks=every_run), pytest.param(SP2, id="tp2+sp")])
 def test_one_compilation_serves_all_blocks(layout: Settings) -> None:
     assert check_compiled({**BLOCK, **layout, "model.layers": 5}) == 1
 
@@ -90,7 +100,7 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
         compare(trained, reference(settings))
 
 
-@pytest.mark.parametrize("scope", [NORM, BLOCK], ids=["norm", "block"])
+@pytest.mark.parametrize("scope", [pytest.param(NORM, id="norm", marks=every_run), pytest.param(BLOCK, id="block")])
 def test_norms_of_queries_and_keys(scope: Settings) -> None:
     check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": "width"})
 
@@ -100,7 +110,14 @@ def test_compiled_blocks_recompute(mode: str) -> None:
     check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
 
 
-@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa"), ("selective_half", "sdpa")])
+@pytest.mark.parametrize(
+    ("mode", "attention"),
+    [
+        ("full", "eager"),
+        pytest.param("selective", "sdpa", marks=every_run),  # in the graphs of blocks with experts, below
+        ("selective_half", "sdpa"),
+    ],
+)
 def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attention: str) -> None:
     """What is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none."""
     check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": attention})
@@ -109,7 +126,7 @@ def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attenti
 FUSED: Settings = {**TWO, **BLOCK, "parallel.tp": 2, "model.attention": "sdpa"}
 
 
-@pytest.mark.parametrize("mode", ["full", "every_k"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("every_k", marks=every_run)])
 def test_compiled_blocks_recompute_fused_attention_under_tensor_parallelism(mode: str) -> None:
     check_compiled({**FUSED, "recompute.mode": mode})
 
@@ -126,7 +143,7 @@ def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelis
         run(train_with_recomputation_inside, 2, {**FUSED, "recompute.mode": "full"})
 
 
-@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+@pytest.mark.parametrize("layout", [pytest.param(FSDP2, id="fsdp2", marks=every_run), pytest.param(SP2, id="tp2+sp")])
 def test_low_rank_updates_of_frozen_weights(layout: Settings) -> None:
     check_compiled({**TWO, **BLOCK, **layout, "lora.rank": 3, "lora.alpha": 12.0})
 
@@ -143,15 +160,12 @@ PARTS = 5
 one, whose tensors have another number of dimensions) and weighted sum"""
 
 
-every_run = pytest.mark.every_run
-
-
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(FSDP2, id="fsdp2", marks=every_run),
         pytest.param(EP2, id="ep2", marks=every_run),
-        pytest.param(SP2, id="tp2+sp"),
+        pytest.param(SP2, id="tp2+sp", marks=every_run),
         pytest.param(EP2_SP2, id="tp2+sp+ep2"),
     ],
 )

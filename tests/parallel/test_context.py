@@ -19,6 +19,7 @@ import torchllm.parallel.ring
 from tests.parallel.test_compile import TRACED, train_compiled
 from tests.parity import CPU, Settings, Trained, build, check, compare, my_batches, reference, step_batch, tiny, train
 from tests.parity import world_size as ranks_of
+from tests.sampling import combinations
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.data.batch import Batch
@@ -53,10 +54,9 @@ LAYOUTS: dict[str, Settings] = {  # the lattice has the others
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_the_same_model(name: str, method: str) -> None:
-    check({**METHODS[method], **LAYOUTS[name]}, ragged=True)
+@pytest.mark.parametrize(("layout", "method"), combinations(LAYOUTS, METHODS))
+def test_layout_trains_the_same_model(layout: Settings, method: Settings) -> None:
+    check({**method, **layout}, ragged=True)
 
 
 def test_the_kernel_of_a_gpu_is_checked_in_the_type_of_the_run() -> None:
@@ -80,16 +80,22 @@ def test_eight_ranks_in_a_ring() -> None:
     check({"parallel.cp": 8, **DOCUMENTS, "model.layers": 2, "training.micro_batch_size": 8})
 
 
-@pytest.mark.parametrize("mode", ["full", "segment", "every_k", "ffn", "selective", "selective_half"])
-@pytest.mark.parametrize("method", METHODS)
-def test_recompute_modes(method: str, mode: str) -> None:
-    check({**METHODS[method], **DOCUMENTS, "model.layers": 2, "recompute.mode": mode})
+MODES = ("full", "segment", "every_k", "ffn", "selective", "selective_half")
 
 
-COMPILED = [RING2, {**RING2, **SP2, "recompute.mode": "segment"}, {**ULYSSES2, **DOCUMENTS}]
+@pytest.mark.parametrize(("method", "mode"), combinations(METHODS, {mode: mode for mode in MODES}))
+def test_recompute_modes(method: Settings, mode: str) -> None:
+    check({**method, **DOCUMENTS, "model.layers": 2, "recompute.mode": mode})
 
 
-@pytest.mark.parametrize("settings", COMPILED, ids=["ring", "ring x tp+sp", "ulysses"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(RING2, id="ring"),
+        pytest.param({**RING2, **SP2, "recompute.mode": "segment"}, id="ring x tp+sp", marks=pytest.mark.every_run),
+        pytest.param({**ULYSSES2, **DOCUMENTS}, id="ulysses"),
+    ],
+)
 def test_compiled_blocks(settings: Settings) -> None:
     """The graphs break at the core: the code before it and the code after it are compiled."""
     settings = {**settings, "model.layers": 2, "compile.block": True}
@@ -141,8 +147,10 @@ def evaluate_and_step(method: str, documents: bool) -> RankStep:
 PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]]}  # eighths, of 4 ranks
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "documents"),
+    combinations({name: name for name in METHODS}, {"documents": True, "no documents": False}),
+)
 def test_everything_of_a_token_travels_with_it_and_counts_once(method: str, documents: bool) -> None:
     whole = step_batch(tiny({"data.document_mask": documents}), 1, ragged=True)
     steps = run(evaluate_and_step, 4, method, documents)

@@ -46,13 +46,15 @@ EXPERTS: Settings = {
 }
 FSDP2: Settings = {"parallel.dp_shard": 2}
 SEQUENCE_PARALLEL: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
+"""the dense block, and one with experts: many ranks with tp need seconds per block, and half as many micro batches"""
 LAYOUTS: list[Settings] = [
     {**FSDP2, "parallel.tp": 2, "parallel.ep": 4},
-    {**FSDP2, **SEQUENCE_PARALLEL, "parallel.ep": 2, "recompute.mode": "selective"},
+    {**FSDP2, **SEQUENCE_PARALLEL, **TWO, "parallel.ep": 2, "recompute.mode": "selective"},
     {**FSDP2, "parallel.dp_replicate": 2, "parallel.ep": 2, "recompute.mode": "full"},
     {**FSDP2, "parallel.cp": 2, "parallel.ep": 4, "recompute.mode": "ffn", "parallel.zero_stage": 2},
     {**FSDP2, "parallel.pp": 2, "parallel.ep": 2, "parallel.schedule": "ZBVZeroBubble"},
-    {"parallel.tp": 4, "parallel.ep": 2, "recompute.mode": "selective_half"},
+    {"parallel.tp": 4, **TWO, "parallel.ep": 2, "recompute.mode": "selective_half"},
     {"parallel.dp_shard": 8, "parallel.ep": 2, "model.experts": 4, "parallel.zero_stage": 1},
 ]
 """techniques and ways to recompute with ep; tp over more ranks than ep, FSDP over more than a rank has experts"""
@@ -68,7 +70,7 @@ def test_loads_are_balanced_as_in_one_process(balance_loss: str) -> None:
     """Each tp rank counts its part of a sequence, and each cp rank its own."""
     balance: Settings = {"model.balance_loss": balance_loss, "model.balance_weight": 0.3, "model.router_z_loss": 0.3}
     bias: Settings = {"model.router_bias": True, "model.router_bias_rate": 0.01}
-    check({**EXPERTS, **balance, **bias, **SEQUENCE_PARALLEL, "parallel.cp": 2, "parallel.ep": 4}, ragged=True)
+    check({**EXPERTS, **TWO, **balance, **bias, **SEQUENCE_PARALLEL, "parallel.cp": 2, "parallel.ep": 4}, ragged=True)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_a_checkpoint_resumes_with_any_ep(tmp_path: Path) -> None:
         {"parallel.dp_shard": 8, "parallel.ep": 4},
         {"parallel.tp": 2},
     ]
-    common = {**EXPERTS, "training.steps": 4}
+    common = {**EXPERTS, "model.layers": 2, "training.steps": 4}
     (uninterrupted,) = run(train, 1, common, range(1, 5), None)
     hops = hop_over(layouts, common, tmp_path)
     assert [hop.losses[0] for hop in hops] == pytest.approx(uninterrupted.losses, rel=1e-5)

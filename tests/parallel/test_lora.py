@@ -27,7 +27,7 @@ from torchllm.spec.parameters import is_low_rank_factor
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 LAYOUTS: list[Settings] = [
     {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2},
-    {"parallel.tp": 2, "parallel.cp": 2, "recompute.mode": "selective"},
+    {"parallel.tp": 2, "parallel.cp": 2, "recompute.mode": "selective", "training.micro_batch_size": 2},
     {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.tp": 2, "training.loss_chunk": 20},
     {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 2, "model.tied_embeddings": True},
 ]

@@ -1,0 +1,31 @@
+"""Samples have every value of every axis, and what they lack runs by command."""
+
+from typing import Any
+
+import pytest
+
+from tests.sampling import combinations, sampled
+
+
+def is_in_sample(case: Any) -> bool:
+    return not getattr(case, "marks", ())
+
+
+def test_the_sample_of_combinations_has_every_value_and_none_is_lost() -> None:
+    axes = {"a": 1, "b": 2}, {"x": 10, "y": 20, "z": 30}
+    cases = combinations(*axes)
+    assert [case.values for case in cases] == [(i, j) for i in (1, 2) for j in (10, 20, 30)]
+    assert [case.id for case in cases if is_in_sample(case)] == ["a-x", "a-z", "b-y"]
+    assert {mark.name for case in cases for mark in case.marks} == {"every_run"}
+
+
+def test_names_outside_the_sample_run_by_command() -> None:
+    plain, by_command = sampled(["first", "second"], ["first"])
+    assert plain == "first"
+    assert by_command.values == ("second",)
+    assert [mark.name for mark in by_command.marks] == ["every_run"]
+
+
+def test_a_sample_names_cases_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"no such case: \['third'\]"):
+        sampled(["first", "second"], ["first", "third"])
