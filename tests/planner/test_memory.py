@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.hollow.memory import Choice
 from tests.planner.memory_layouts import preload
+from tests.sampling import sampled
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
@@ -199,7 +200,30 @@ embedding's, beside its reduced part: that was the peak of the first two. torch 
 block, and takes memory for a message when it comes."""
 
 
-@pytest.mark.parametrize("name", TRACED)
+SAMPLE = (
+    "8B, FSDP",
+    "8B, HSDP, full recompute, larger micro batch",
+    "8B, ZeRO 2, feed-forward recomputed",
+    "8B, DDP",
+    "8B, ring",
+    "8B, all-to-all",
+    "8B, loss in chunks",
+    "8B, sequences cut, half of the products",
+    "13B, pipeline, ZeRO 1, full recompute",
+    "13B, every other block, pipeline",
+    "GPT, tied",
+    "Qwen3, sequence parallel, selective",
+    "OLMo 2, norms after, selective",
+    "1B, zero bubble, V",
+    "70B, zero bubble, V, segments",
+    "Mixtral, expert parallel over tp",
+    "GLM-4.5 Air, experts over tp, pipeline",
+    "OLMoE, ZeRO 1",
+)
+"""those that `pytest` traces; the others `pytest -m every_run`"""
+
+
+@pytest.mark.parametrize("name", sampled(TRACED, SAMPLE))
 def test_memory_agrees_with_the_dry_run(name: str) -> None:
     """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with chosen.
 

@@ -521,9 +521,8 @@ def standing_memory(rank: Rank, parameters: float) -> Memory:
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
             gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
-        weights = software.shards * rank.sharded
-        moments = (software.states - software.shards) * rank.sharded
-        return Memory(weights, gradients, moments, gathered=rank.per_step * parameters)
+        held = sharded_states(software, rank.sharded)
+        return held.plus(Memory(gradients=gradients, gathered=rank.per_step * parameters))
     weights = software.weights * (rank.sharded if zero >= 3 else parameters)
     gradients = software.gradients * (rank.sharded if zero >= 2 else parameters)
     states = software.states * (rank.sharded if zero >= 1 else parameters)
@@ -538,7 +537,17 @@ def updates_memory(rank: Rank, lora: Lora, blocks: int) -> Memory:
     gradients = 0.0
     if rank.micro_batches > 1 and rank.parallel.pp == 1:
         gradients = WEIGHT * (in_shards if rank.zero >= 2 else beyond)
-    return Memory(WEIGHT * in_shards, gradients, MOMENTS * in_shards)
+    return updates_states(in_shards).plus(Memory(gradients=gradients))
+
+
+def sharded_states(software: Software, parameters: float) -> Memory:
+    """Return the weights and moments of an FSDP rank. parameters: its share of them."""
+    return Memory(weights=software.shards * parameters, optimizer=(software.states - software.shards) * parameters)
+
+
+def updates_states(elements: float) -> Memory:
+    """Return the weights and moments of low-rank updates, of which a rank has these elements beyond its share."""
+    return Memory(weights=WEIGHT * elements, optimizer=MOMENTS * elements)
 
 
 class Stage(NamedTuple):

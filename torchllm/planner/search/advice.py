@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torchllm.planner.evidence.residuals import Spread
 from torchllm.planner.search.bounds import Bounds
 from torchllm.planner.search.layouts import Job, Layout
-from torchllm.planner.search.search import Found, Ranked, search
+from torchllm.planner.search.search import Found, Ranked, Search, search
 from torchllm.planner.search.validity import (
     RISK,
     is_measured,
@@ -169,7 +169,7 @@ def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
     limit = largest_memory_limit(job.case(Layout(1, 1, job.gpus, 1, 1)))
     for _ in range(TRIES):
         smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
-        best = search(smaller, count=1, bounds=bounds).best
+        best = Search(smaller, count=1, bounds=bounds).find_best().best
         if not best:
             return None
         case = job.case(best[0].layout)

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
-from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +17,15 @@ from torchllm.planner.activations import BlockActivations, block_activations
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import without_experts
-from torchllm.planner.memory import StageSize, activations_of_stage, gathered_parameters, stage_parameters
+from torchllm.planner.frozen_weights import uncut_elements
+from torchllm.planner.memory import (
+    StageSize,
+    activations_of_stage,
+    gathered_parameters,
+    sharded_states,
+    stage_parameters,
+    updates_states,
+)
 from torchllm.planner.moments import WHOLE, of_rank
 from torchllm.planner.predict import memory_of, stage_sizes, tail
 from torchllm.planner.search.layouts import Job, Layout
@@ -108,7 +115,7 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.shardings = cache(job.shardings)
+        self.shardings = job.shardings
         self._dense_blocks = job.model.dense_layers if job.model.experts else 0
         self._scheduled: dict[Layout, float] = {}
         self._in_flight: dict[Layout, float] = {}
@@ -128,7 +135,7 @@ class Bounds:
         """Return the bounds of a job with other `fixed` keys or another memory. They share all that is computed."""
         bounds = copy(self)
         bounds.job = job
-        bounds.shardings = cache(job.shardings)
+        bounds.shardings = job.shardings
         return bounds
 
     def shared(self, layout: Layout) -> float:
@@ -272,17 +279,29 @@ class Bounds:
         if key not in self._standing:
             case = self.job.case(layout)
             split = self.stage_split(layout)
-            memory = memory_of(case, split.stages, 0)
-            # `memory.gathered` has what is gathered at its peak, too, which a micro batch decides.
-            standing = memory.weights + memory.optimizer + memory.reserve
+            standing = case.software.reserve + self.states(layout)
             if layout.zero_stage < 3:
                 for size in split.first_rank:
                     standing += case.software.gathered * self.parameters(layout, size)
-            if sums_gradients:  # `memory.gradients` lacks what is freed before its peak
+            if sums_gradients:
                 for size in split.first_rank:
                     standing += case.software.gradients * self.summed_gradients(layout, size)
             self._standing[key] = standing
         return self._standing[key]
+
+    def states(self, layout: Layout) -> float:
+        """Return the bytes of the weights and the optimizer of the first rank."""
+        model, software, lora = self.job.model, self.job.software, self.job.lora
+        shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
+        parameters = 0.0
+        blocks = 0
+        for size in self.stage_split(layout).first_rank:
+            parameters += stage_parameters(model, size, layout.tp, software.vocab_parallel)
+            blocks += size.blocks
+        states = sharded_states(software, parameters / shards)
+        if lora.is_on:
+            states = states.plus(updates_states(blocks * uncut_elements(model, lora, layout.tp) / shards))
+        return states.total
 
     def summed_gradients(self, layout: Layout, size: StageSize) -> float:
         """Return the parameters of a stage whose gradients a rank sums over a step's micro batches."""

@@ -97,14 +97,23 @@ def _why_too_large(job: Job, yours: Ranked) -> str:
     your_pick = pick("yours", job, yours)
     needed = yours.prediction.memory.total
     if your_pick.fits == "does not fit":
-        return f"it needs {(needed - job.hardware.memory) / GIB:.1f} GiB more than a GPU has"
+        missing = (needed - job.hardware.memory) / GIB
+        return f"it needs {missing:.1f} GiB more than a GPU has; {_largest_part(yours)}"
     limit = memory_limit(job.case(yours.layout))
     if needed <= limit:
         return ""
     return (
-        f"it needs {needed / GIB:.1f} GiB, above the {limit / GIB:.1f} GiB up to which a plan goes; its risk of "
-        f"running out of memory is {your_pick.out_of_memory:.0%} (a pick's is at most {RISK:.0%})"
+        f"it needs {needed / GIB:.1f} GiB, above the {limit / GIB:.1f} GiB up to which a plan goes; "
+        f"{_largest_part(yours)}; its risk of running out of memory is {your_pick.out_of_memory:.0%} "
+        f"(a pick's is at most {RISK:.0%})"
     )
+
+
+def _largest_part(yours: Ranked) -> str:
+    """Return what takes most of a layout's memory."""
+    parts = yours.prediction.memory._asdict()
+    largest = max(parts, key=lambda name: parts[name])
+    return f"most of it is {largest}, {parts[largest] / GIB:.1f} GiB"
 
 
 def _largest_difference(yours: Ranked, first: Ranked) -> str:

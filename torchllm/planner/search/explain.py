@@ -154,10 +154,11 @@ def one_change(job: Job, layout: Layout) -> Iterator[list[Layout]]:
     for mode in MODES:
         if mode != layout.recompute:
             yield _accepted(job, [layout._replace(recompute=mode)])
-    size = layout.micro_batch_size
-    yield _accepted(job, [layout._replace(micro_batch_size=size * 2)])
-    if size > 1:
-        yield _accepted(job, [layout._replace(micro_batch_size=size // 2)])
+    for key in ("micro_batch_size", "ep"):
+        number = getattr(layout, key)
+        yield _accepted(job, [layout._replace(**{key: number * 2})])
+        if number > 1:
+            yield _accepted(job, [layout._replace(**{key: number // 2})])
 
 
 def _accepted(job: Job, layouts: Sequence[Layout]) -> list[Layout]:
@@ -166,7 +167,10 @@ def _accepted(job: Job, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
-    """Return the layout on another mesh, with every sharding, and every schedule if its own is not possible there."""
+    """Return the layout on another mesh, with every sharding of weights.
+
+    Every schedule and every degree of expert parallelism is taken if its own is not possible there.
+    """
     is_possible = mesh in job.meshes and not job.refusal(mesh)
     if not is_possible:
         return []
@@ -176,15 +180,17 @@ def _on_mesh(job: Job, layout: Layout, mesh: DegreeMesh) -> list[Layout]:
         schedules = [schedule]
     sp = job.sequence_parallel(mesh)[-1]
     moved = layout._replace(pp=mesh.pp, cp=mesh.cp, tp=mesh.tp, sequence_parallel=sp)
+    shardings = job.shardings(mesh)
+    shardings = [sharding for sharding in shardings if sharding.ep == layout.ep] or shardings
     layouts = []
     for name, stages in schedules:
         scheduled = moved._replace(schedule=name, virtual_stages=stages)
-        for sharding in job.shardings(mesh):
+        for sharding in shardings:
             layouts.append(sharded(scheduled, sharding))
     return _accepted(job, layouts)
 
 
-COMPARED_KEYS = ("tp", "pp", "cp", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
+COMPARED_KEYS = ("tp", "pp", "cp", "ep", "recompute", "micro_batch_size", "data_ranks", "zero_stage")
 
 
 def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:

@@ -363,8 +363,13 @@ class Job:
         numbers = range(fewest, limit + 1)
         return [number for number in numbers if number <= UNEVEN_STAGES or layers % (pp * number) == 0]
 
-    def shardings(self, mesh: DegreeMesh) -> list[ShardingDegrees]:
-        """Return the possible ways to share weights, gradients and optimizer, experts too."""
+    @cached_property
+    def shardings(self) -> Callable[[DegreeMesh], list[ShardingDegrees]]:
+        """A cached function: mesh -> the possible ways to share weights, gradients and optimizer, experts too."""
+        return cache(self._shardings_of)
+
+    def _shardings_of(self, mesh: DegreeMesh) -> list[ShardingDegrees]:
+        """Return the possible ways to share weights, gradients, optimizer and experts on a mesh."""
         shardings = []
         for shard in self.allowed("dp_shard", divisors(mesh.data)):
             replicate = mesh.data // shard

@@ -123,6 +123,12 @@ class Search:
         self._numbers = itertools.count()
 
     def run(self) -> Found:
+        """Return the best layouts, what became of the others, and near misses."""
+        self.find_best()
+        self.find_near_misses()
+        return self.outcome
+
+    def find_best(self) -> Found:
         """Return the best layouts, and what became of the others."""
         self.open_meshes()
         while self._queue and not self.is_done():
@@ -137,7 +143,6 @@ class Search:
         slow = self.outcome.layouts - self.outcome.rejected[MEMORY] - len(self.outcome.best)
         if slow:
             self.outcome.rejected[SLOW] = slow
-        self.find_near_misses()
         return self.outcome
 
     def open_meshes(self) -> None:
