@@ -49,7 +49,7 @@ def test_errors_of_unlike_runs_are_hardly_correlated() -> None:
     assert covariance(computing, sending) < 0.01 * of_alike
 
 
-def test_the_expected_change_is_that_of_random_errors() -> None:
+def test_the_expected_error_of_others_is_that_of_random_errors() -> None:
     """Errors are drawn with the covariance that is assumed, and calibrated to, many times."""
     candidates = drawn(6)
     design = Design(candidates, TRUSTS)
@@ -57,20 +57,26 @@ def test_the_expected_change_is_that_of_random_errors() -> None:
     gains = design.gains(chosen)
     generator = random.Random(1)
     roots = cholesky(design.errors)
-    changes = []
+    sums = []
     for _ in range(20000):
         normal = [generator.gauss(0, 1) for _ in candidates]
         errors = [dot(row, normal) for row in roots]
-        change = 0.0
-        for error, candidate in zip(errors, candidates, strict=True):
-            calibrated = error
+        total = 0.0
+        for run in (0, 2, 3, 5):
+            calibrated = errors[run]
             for index, gain in zip(chosen, gains, strict=True):
-                calibrated -= errors[index] * dot(gain, candidate.slopes)
-            change += calibrated**2 - error**2
-        changes.append(change)
-    standard_error = stdev(changes) / len(changes) ** 0.5
-    assert design.change(chosen) == pytest.approx(mean(changes), abs=4 * standard_error)
-    assert design.change(chosen) < 0
+                calibrated -= errors[index] * dot(gain, candidates[run].slopes)
+            total += calibrated**2
+        sums.append(total)
+    standard_error = stdev(sums) / len(sums) ** 0.5
+    assert design.error_of_others(chosen) == pytest.approx(mean(sums), abs=4 * standard_error)
+
+
+def test_an_error_before_it_is_measured_has_noise_of_its_own() -> None:
+    candidates = drawn(2)
+    design = Design(candidates, TRUSTS)
+    assert design.errors[0][0] == pytest.approx(covariance(candidates[0], candidates[0]) + NOISE**2)
+    assert design.errors[0][1] == pytest.approx(covariance(candidates[0], candidates[1]))
 
 
 def dot(first: list[float], second: list[float]) -> float:
@@ -122,9 +128,9 @@ def test_each_run_is_the_best_addition_and_named_once() -> None:
     design = Design(candidates, trusts)
     for count in range(1, 5):
         earlier = chosen[:count]
-        best = design.change(chosen[: count + 1])
+        best = design.error_of_others(chosen[: count + 1])
         for index in set(range(12)) - set(earlier):
-            assert best <= design.change([*earlier, index]) + 1e-12
+            assert best <= design.error_of_others([*earlier, index]) + 1e-12
 
 
 def test_of_fewer_runs_all_are_named() -> None:

@@ -5,8 +5,9 @@ of each constant, their priors P and the noise n, errors e of some runs move the
 
     K = (S^T S / n^2 + P)^-1 S^T / n^2.
 
-Of all runs the chosen ones are those with the least expected squared error after calibration: an I-optimal design
-(Atkinson, Donev and Tobias 2007, Optimum Experimental Designs, section 10.6), chosen one by one. A run is not wrong by
+The chosen runs are those that leave the least expected squared error of all others after calibration: an I-optimal
+design (Atkinson, Donev and Tobias 2007, Optimum Experimental Designs, section 10.6), chosen one by one. FOOTGUN: with
+the error of the chosen ones in the sum, those that are least certain themselves would be chosen. A run is not wrong by
 its constants alone, though. Runs that spend their steps alike err alike: of rows of one fold, the errors (in deviations
 of `step_errors`) are correlated by `ALIKE`, falling to a third of that at a distance of `FALL`. So what is taken as
 known of errors before any run is a covariance with that correlation, beside `NOISE`, and runs that stand for many
@@ -118,9 +119,30 @@ class Design:
             gains.append(solve(matrix, right))
         return gains
 
-    def change(self, chosen: Sequence[int]) -> float:
-        """Return the expected change of the sum of squared errors of all runs, by calibrating to the chosen ones."""
+    def error_of_others(self, chosen: Sequence[int]) -> float:
+        """Return the expected sum of the squared errors of all other runs, after calibrating to the chosen ones."""
         gains = self.gains(chosen)
+        total = self.change(chosen, gains)
+        for index, errors in enumerate(self.errors):
+            if index not in chosen:
+                total += errors[index]
+        for index in chosen:
+            total -= self.change_of_run(index, chosen, gains)
+        return total
+
+    def change_of_run(self, run: int, chosen: Sequence[int], gains: Sequence[Vector]) -> float:
+        """Return the expected change of the squared error of one run, by calibrating to the chosen ones."""
+        slopes = self.candidates[run].slopes
+        weights = [dot(slopes, gain) for gain in gains]
+        total = 0.0
+        for index, weight in zip(chosen, weights, strict=True):
+            total -= 2 * weight * self.errors[run][index]
+            for second_index, second_weight in zip(chosen, weights, strict=True):
+                total += weight * second_weight * self.errors[index][second_index]
+        return total
+
+    def change(self, chosen: Sequence[int], gains: Sequence[Vector]) -> float:
+        """Return the sum of `change_of_run` over all runs, in fewer operations."""
         total = 0.0
         for index, gain in zip(chosen, gains, strict=True):
             total -= 2 * dot(gain, self.pulls[index])
@@ -141,7 +163,7 @@ def most_telling(candidates: Sequence[Candidate], problem: FitProblem, count: in
     chosen: list[int] = []
     remaining = list(range(len(candidates)))
     while remaining and len(chosen) < count:
-        changes = [design.change([*chosen, index]) for index in remaining]
-        best = changes.index(min(changes))
+        errors = [design.error_of_others([*chosen, index]) for index in remaining]
+        best = errors.index(min(errors))
         chosen.append(remaining.pop(best))
     return chosen
