@@ -317,7 +317,7 @@ def test_published_peaks_of_pipeline_schedules(schedule: str, name: str) -> None
 
 
 def test_true_peaks_of_steps() -> None:
-    """What tensors held in steps of Llama 3 8B and 70B, by torch's own allocator: every rank to 6 %, on average to 2 %.
+    """What tensors held in steps of Llama 3 8B and 70B, by torch's own allocator: every rank to 4 %, on average to 1 %.
 
     The rows are tests/hollow/memory.py's, of torch's CUDA build on a machine without a GPU; nothing was compiled.
     """
@@ -334,8 +334,8 @@ def test_true_peaks_of_steps() -> None:
         measured = float(row["live"])
         differences.append(abs(planned / measured - 1))
     assert len(differences) > 3
-    assert max(differences) <= 0.06
-    assert mean(differences) <= 0.02
+    assert max(differences) <= 0.04
+    assert mean(differences) <= 0.01
 
 
 def test_a_compiled_loss_holds_no_logits_in_float32() -> None:

@@ -722,7 +722,11 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float) -> Iterator[Memor
     else:
         of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
         yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
-    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
+    if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent, and what comes back is beside it
+        sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
+        freed = rank.per_step * rank.head
+        yield Memory(gathered=-freed, temporary=sent, logits=-memory.logits, activations=-memory.of_head)
+    elif rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
         of_weight += rank.software.gradients * rank.head
     gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
     yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=-memory.of_head)
@@ -782,7 +786,7 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
 def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
     """Return the moment at which the embedding's gradient is reduced. gradient: bytes of a weight's."""
     of_weight = gradient
-    if rank.software.fsdp and rank.parallel.pp == 1:
+    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
         of_weight += rank.software.gradients
     gathered = rank.per_use * rank.root
     gradients = 0.0
