@@ -492,7 +492,8 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
     """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
 
     A unit's weights are freed, and its gradients are copied to be sent. Then the whole gradients are freed but the last
-    one, to which FSDP to torch 2.14 still refers while it takes memory for what comes back.
+    one, to which FSDP to torch 2.14 still refers while it takes memory for what comes back. Where no other rank shares
+    a unit, nothing comes back, but the copy is divided into one copy more.
 
     parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
@@ -503,8 +504,9 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
     for (whole, shard), number, has_one_matrix in units_of_stage(rank, stage):
         if not number:
             continue
+        has_more = has_one_matrix or shard == whole
         moment = Memory(
-            gradients=bytes_per_gradient * (held + shard * has_one_matrix),
+            gradients=bytes_per_gradient * (held + shard * has_more),
             gathered=-rank.per_step * (freed + whole),
             temporary=bytes_per_gradient * whole,
         )
