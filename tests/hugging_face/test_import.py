@@ -413,10 +413,10 @@ TRAINED = [
     ("llama", ()),
     ("qwen3", ("fsdp",)),
     pytest.param("qwen3", ("fsdp", "tp"), marks=pytest.mark.every_run),
-    ("mixtral", ()),
+    pytest.param("mixtral", (), marks=pytest.mark.every_run),
     ("qwen3-moe", ("fsdp",)),
     pytest.param("qwen3-moe", ("fsdp", "tp"), marks=pytest.mark.every_run),
-    ("olmoe", ("fsdp",)),
+    pytest.param("olmoe", ("fsdp",), marks=pytest.mark.every_run),
     ("glm4-moe", ("tp",)),
     pytest.param("glm4-moe", ("fsdp", "tp"), marks=pytest.mark.every_run),
 ]
