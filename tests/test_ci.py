@@ -28,7 +28,7 @@ esac
 HANGS = """#!/usr/bin/env bash
 case "$*" in
     *"HANGING"*) touch hangs && sleep 600 ;;
-    *"tests/faults tests/runtime") until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;;
+    *"tests/parallel tests/proof") until [ -f hangs ]; do sleep 0.1; done && kill $PPID ;; # the first part
 esac
 """
 NOTES_BEGIN_AND_END = """#!/usr/bin/env bash
