@@ -25,7 +25,7 @@ from torchllm.planner.compute import (
 )
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.spec.cluster import read_cluster
-from torchllm.spec.software import Software
+from torchllm.spec.software import AttentionKernel, Software
 
 A100 = dgx_a100()
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
@@ -121,8 +121,8 @@ def test_flash_attention_computes_half_of_a_causal_mask() -> None:
 
 
 def test_scores_in_memory_are_slower_than_none() -> None:
-    def seconds(kind: str) -> float:
-        work = attention_seconds(Kernels(kind))  # type: ignore[arg-type]
+    def seconds(kind: AttentionKernel) -> float:
+        work = attention_seconds(Kernels(kind))
         return work.attention + work.elementwise
 
     assert seconds("eager") > seconds("fused_softmax")

@@ -37,12 +37,12 @@ QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8
 
 
 def case(
-    model: Model = QWEN3, mode: RecomputeMode = "none", batch: int = 512, imbalance: float = 1.0, **degrees: int
+    model: Model = QWEN3, mode: RecomputeMode = "none", batch: int = 512, imbalance: float = 1.0, **degrees: Any
 ) -> Case:
     """Return a layout on A100s. degrees: of Parallel."""
     training = Training(micro_batch_size=1, global_batch_size=batch, sequence_length=4096)
     degrees.setdefault("dp_shard", 64)
-    parallel = Parallel(**degrees)  # type: ignore[arg-type]  # integers
+    parallel = Parallel(**degrees)
     kernels = Kernels(fused_norm=True)
     software = STACKS["torchllm"]
     return Case(model, training, parallel, Recompute(mode=mode), kernels, dgx_a100(), software, imbalance=imbalance)

@@ -579,9 +579,7 @@ def activations_of_stage(
     of_sparse, of_dense: what a block of each kind keeps; in a model without experts all are of the first kind.
     """
     sparse_blocks = stage.blocks - stage.dense
-    first_recomputed = stage.first_recomputed
-    if recompute.mode == "every_k":
-        first_recomputed = (first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
+    first_recomputed = (stage.first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
     sparse = stage_activations(model, sparse_blocks, recompute, of_sparse, software, first_recomputed)
     if not stage.dense:
         return sparse

@@ -288,7 +288,7 @@ def test_bounds_hold(job: Job) -> None:
 
 def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
     """Return the layout with its states in the smallest shards."""
-    shardings = bounds.shardings(mesh_of(layout))
+    shardings = bounds.job.shardings(mesh_of(layout))
     possible = [sharding for sharding in shardings if sharding.ep == layout.ep]
     return sharded(layout, possible[-1])
 

@@ -115,7 +115,6 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.shardings = job.shardings
         self._dense_blocks = job.model.dense_layers if job.model.experts else 0
         self._scheduled: dict[Layout, float] = {}
         self._in_flight: dict[Layout, float] = {}
@@ -135,7 +134,6 @@ class Bounds:
         """Return the bounds of a job with other `fixed` keys or another memory. They share all that is computed."""
         bounds = copy(self)
         bounds.job = job
-        bounds.shardings = job.shardings
         return bounds
 
     def shared(self, layout: Layout) -> float:

@@ -312,10 +312,11 @@ class Job:
                 yield size
 
     def needs_context_parallelism(self, mesh: DegreeMesh, micro_batch_size: int) -> bool:
-        """Return whether fewer cp ranks, with as many sequences less in a micro batch, would not do the same.
+        """Return whether no layout with fewer cp ranks gives each rank the same work; True if the run sets these keys.
 
-        Where both have a common divisor n, each of n times as many data ranks may compute one n-th of the sequences.
-        Ranks then have as many tokens and share weights among as many ranks, and send less or nothing over cp.
+        Let n > 1 divide both cp and the micro batch. With cp / n ranks, 1 / n of the sequences in a micro batch and n
+        times the data ranks, a rank has as many tokens and shares its weights with as many ranks, but sends less over
+        cp, or nothing.
         """
         if {"cp", "dp_shard", "micro_batch_size"} & self.fixed.keys():
             return True

@@ -185,7 +185,7 @@ class Search:
         recompute = self.job.modes(mesh)[0]  # "none", unless the run sets it
         on_mesh = Layout(mesh.pp, 1, mesh.data, mesh.cp, mesh.tp, virtual_stages=1, zero_stage=0, recompute=recompute)
         pieces = [size for size in self.job.pieces(mesh) if self.job.needs_context_parallelism(mesh, size)]
-        expert_degrees = dict.fromkeys(sharding.ep for sharding in self.bounds.shardings(mesh))
+        expert_degrees = dict.fromkeys(sharding.ep for sharding in self.job.shardings(mesh))
         for sp in self.job.sequence_parallel(mesh):
             for method in self.job.context_methods(mesh):
                 for ep in expert_degrees:
@@ -216,7 +216,7 @@ class Search:
 
     def _shardings_of(self, mesh: DegreeMesh, ep: int) -> list[ShardingDegrees]:
         """Return the shardings with this degree of expert parallelism, the one that needs least memory last."""
-        return [sharding for sharding in self.bounds.shardings(mesh) if sharding.ep == ep]
+        return [sharding for sharding in self.job.shardings(mesh) if sharding.ep == ep]
 
     def _least_tail_of(self, mesh: DegreeMesh, ep: int) -> float:
         """Return a bound of the seconds at the end of a step, of all shardings."""
