@@ -359,8 +359,8 @@ def test_a_block_keeps_what_korthikanti_et_al_count(tp: int, spread: int, expect
     model = c.Model(family="gpt", hidden=6144, heads=64, ffn=4 * 6144)
     piece = Piece(4, 4 * 2048, 2048, tp, spread)
     software = STACKS["megatron-2022"]
-    flash = block_activations(model, piece, c.Parallel(), Kernels("flash2"), software)
-    scores = block_activations(model, piece, c.Parallel(), Kernels("fused_softmax"), software)
+    flash = block_activations(model, piece, Kernels("flash2"), software)
+    scores = block_activations(model, piece, Kernels("fused_softmax"), software)
     flash_per_token = flash.whole / piece.tokens
     scores_per_token = scores.whole / piece.tokens
     of_flash = 4 * 64 / tp  # a float32 a head

@@ -85,7 +85,7 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
     """Return the same by the planner's formulas."""
     parallel, training = Parallel(dp_shard=1), Training(sequence_length=LENGTH)
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
-    block = block_activations(model, piece, parallel, kernels_of(model), TORCHLLM)
+    block = block_activations(model, piece, kernels_of(model), TORCHLLM)
     nothing = ShardedParameters(0.0, 0.0)
     rank = Rank(
         model,

@@ -9,9 +9,10 @@ Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-val
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model, Parallel, Recompute
+from torchllm.config import Lora, Model, Recompute
 from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import RoutedActivations, expert_parameters, routed_activations
 from torchllm.spec.flops import WITHOUT_LORA, matrices, recompute_interval
@@ -131,11 +132,10 @@ class StoredParts(NamedTuple):
 
 
 def stored_per_token(
-    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software, lora: Lora
+    model: Model, piece: Piece, kernels: Kernels, software: Software, lora: Lora, ulysses: bool
 ) -> StoredParts:
     """Return what one block keeps, routed experts apart."""
     width = Widths.of(model, piece)
-    exchanges = parallel.cp > 1 and parallel.cp_method == "ulysses"
     feeds = 2.0 * width.local
     if software.keeps_gathered:
         feeds = 2.0 * width.hidden
@@ -153,7 +153,7 @@ def stored_per_token(
     reads_ffn = width.ffn > 0 and _is_trained(lora, "gate_proj", "up_proj")
     dropped = width.local * software.dropout  # a mask of a byte
     low_rank = 2.0 * lora.rank * len(lora.targets)
-    exchanged = 2.0 * width.query * exchanges
+    exchanged = 2.0 * width.query * ulysses
     scores = core(model, piece, kernels, software)
     return StoredParts(
         norm=_norm_bytes(fused_norm) * width.local,
@@ -246,7 +246,7 @@ def selected_products(products: Sequence[BlockProduct]) -> Selected:
     )
 
 
-def saved_collectives(model: Model, piece: Piece, parallel: Parallel, software: Software) -> Selected:
+def saved_collectives(model: Model, piece: Piece, software: Software, ulysses: bool) -> Selected:
     """Return the results of collectives that selective recomputation keeps.
 
     Under tensor parallelism they can make it keep more than no recomputation does.
@@ -260,22 +260,26 @@ def saved_collectives(model: Model, piece: Piece, parallel: Parallel, software: 
         shared = 4 * width.hidden * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
         saved = 4 * width.hidden
-    if parallel.cp > 1 and parallel.cp_method == "ulysses":  # q, k, v and the result of attention
+    if ulysses:  # q, k, v and the result of attention
         saved += 4 * (width.query + width.key)
     return Selected(saved, shared)
 
 
+@lru_cache(maxsize=1024)
 def block_activations(
     model: Model,
     piece: Piece,
-    parallel: Parallel,
     kernels: Kernels,
     software: Software,
     lora: Lora = WITHOUT_LORA,
+    ulysses: bool = False,
 ) -> BlockActivations:
-    """Return what one block keeps; of a sparse block where a model has experts."""
+    """Return what one block keeps; of a sparse block where a model has experts. Cached: many layouts share it.
+
+    ulysses: whether context parallelism exchanges heads, whose results are kept.
+    """
     width = Widths.of(model, piece)
-    stored = stored_per_token(model, piece, parallel, kernels, software, lora)
+    stored = stored_per_token(model, piece, kernels, software, lora, ulysses)
     routed = routed_activations(model, piece, kernels)
     attention = attention_bytes(width, stored)
     residual = stored.norm + stored.feeds_ffn + stored.dropped
@@ -285,7 +289,7 @@ def block_activations(
     selected = selected_products(products)
     if software.keeps_every_other:
         selected = selected_products(products[::2])
-    collectives = saved_collectives(model, piece, parallel, software)
+    collectives = saved_collectives(model, piece, software, ulysses)
     # attention's own result, and the float32 sums of its kernel
     of_attention = 2 * width.query + 4 * width.heads
     always = 2 * width.local + of_attention + collectives.saved

@@ -15,6 +15,7 @@ The schedule decides how many micro batches are in flight then (`moments.py`).
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
@@ -119,11 +120,12 @@ def block_matrices(model: Model, tp: int) -> float:
     return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
 
 
+@lru_cache(maxsize=1024)
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
 
     Of experts those that it has without ep. With ep FSDP shards those of a rank over fewer ranks, which leaves each as
-    many.
+    many. Cached: many layouts have stages of the same sizes.
     """
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
@@ -334,10 +336,7 @@ def rank_memory(
     micro_batches = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     vocab_parallel = software.vocab_parallel
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
-    sparse = block_activations(model, piece, parallel, kernels, software, lora)
-    dense = sparse
-    if model.experts:
-        dense = block_activations(without_experts(model), piece, parallel, kernels, software)
+    sparse, dense = activations_of_blocks(model, piece, parallel, kernels, software, lora)
     sizes = list(dict.fromkeys(stages))
     size_of = tuple(map(sizes.index, stages))
     parameters = []
@@ -564,6 +563,27 @@ class Stage(NamedTuple):
     deferred: float
     extra: dict[Kind, Memory]
     """memory at the worst moment of each kind of action"""
+
+
+class ActivationsOfBlocks(NamedTuple):
+    """What a block keeps of each kind that a model has; both are the same in one without experts."""
+
+    usual: BlockActivations
+    """with experts: of a sparse block"""
+    dense: BlockActivations
+    """of the first, dense blocks of a model with experts"""
+
+
+def activations_of_blocks(
+    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software, lora: Lora
+) -> ActivationsOfBlocks:
+    """Return what the blocks of a layout keep."""
+    ulysses = parallel.cp > 1 and parallel.cp_method == "ulysses"
+    usual = block_activations(model, piece, kernels, software, lora, ulysses)
+    if not model.experts:
+        return ActivationsOfBlocks(usual, usual)
+    dense = block_activations(without_experts(model), piece, kernels, software, lora, ulysses)
+    return ActivationsOfBlocks(usual, dense)
 
 
 def activations_of_stage(

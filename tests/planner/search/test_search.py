@@ -13,7 +13,8 @@ from recipes.plan import read_model
 from torchllm.config import SCHEDULES, Cluster, Config, Model, Optimizer, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.planner.case import Case
-from torchllm.planner.predict import Pipeline, Prediction, pipeline_seconds, predict
+from torchllm.planner.memory import Memory, StageSize
+from torchllm.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
 from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout, divisors
 from torchllm.planner.search.search import Found, Ranked, Search, mesh_of, search, sharded
@@ -242,6 +243,21 @@ def test_few_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts["at_least"] <= 400
 
 
+def test_of_few_ranks_the_whole_memory_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral on 64 GPUs, of whose starts most need too much memory under any schedule. About twice today's number."""
+    ranks = []
+
+    def counting(case: Case, sizes: list[StageSize], rank: int) -> Memory:
+        ranks.append(rank)
+        return memory_of(case, sizes, rank)
+
+    monkeypatch.setattr("torchllm.planner.search.bounds.memory_of", counting)
+    found = search(job_of_model("mixtral_8x7b", 64, 4096, 1024))
+    assert found.layouts > 2_000_000
+    assert len(ranks) <= 800
+    assert ranks.count(0) >= len(ranks) / 2  # the last rank only where the first one fits
+
+
 def jobs_with_bounds() -> list[Job]:
     """Also one where stages wait long for each other, which the blocks of one do once together."""
     waits = cluster(constants=replace(cluster().constants, wait=0.1))
@@ -283,6 +299,8 @@ def test_bounds_hold(job: Job) -> None:
         assert held_by_smallest <= held * SLACK, layout
         assert held <= most_memory, layout
         assert bounds.needed(layout) <= most_memory, layout
+        start_in_shards = smallest_sharding(bounds, layout)._replace(schedule="1F1B", virtual_stages=1)
+        assert bounds.shared_memory(start_in_shards) <= most_memory, layout
         assert bounds.in_flight(unsharded) == bounds.in_flight(layout), layout
 
 
@@ -320,6 +338,7 @@ def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
         bounds.tail(layout)
         bounds.held(layout)
         bounds.needed(layout)
+        bounds.shared_memory(layout)
     for layout in layouts[:400]:
         case = job.case(layout)
         alone = Bounds(job)
@@ -331,6 +350,7 @@ def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
         assert bounds.tail(layout) == alone.tail(layout), layout
         assert bounds.held(layout) == alone.held(layout), layout
         assert bounds.needed(layout) == alone.needed(layout), layout
+        assert bounds.shared_memory(layout) == alone.shared_memory(layout), layout
 
 
 def test_the_bound_of_a_schedule_of_equal_stages_without_transfers_is_met() -> None:

@@ -2,7 +2,8 @@
 
 A bound of a group is what the cost model says of its layouts if what is open costs nothing. `Bounds.shared` bounds the
 time of all schedules and shardings, `Bounds.scheduled` that of one schedule, with `Bounds.tail` of one sharding too;
-`Bounds.held` bounds the memory of a layout, `Bounds.needed` that of its shardings under one ZeRO stage.
+`Bounds.shared_memory` bounds the memory of all schedules, `Bounds.held` that of a layout, `Bounds.needed` that of its
+shardings under one ZeRO stage.
 """
 
 import math
@@ -13,13 +14,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.config import SCHEDULES
-from torchllm.planner.activations import BlockActivations, block_activations
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
-from torchllm.planner.experts import without_experts
 from torchllm.planner.frozen_weights import uncut_elements
 from torchllm.planner.memory import (
     StageSize,
+    activations_of_blocks,
     activations_of_stage,
     gathered_parameters,
     sharded_states,
@@ -116,6 +116,7 @@ class Bounds:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._dense_blocks = job.model.dense_layers if job.model.experts else 0
+        self._whole_model = StageSize(job.model.layers, first=True, last=True, dense=self._dense_blocks)
         self._scheduled: dict[Layout, float] = {}
         self._in_flight: dict[Layout, float] = {}
         self._computed: dict[tuple[Piece, Kernels], tuple[Computed, Computed]] = {}
@@ -125,9 +126,9 @@ class Bounds:
         self._tails: dict[Key, float] = {}
         self._needed: dict[Layout, float] = {}
         self._standing: dict[Key, float] = {}
+        self._shared_standing: dict[Key, float] = {}
         self._forwards: dict[Key, list[Forward]] = {}
         self._parameters: dict[Key, float] = {}
-        self._activations: dict[Key, tuple[BlockActivations, BlockActivations]] = {}
         self._kept_bytes: dict[Key, dict[StageSize, float]] = {}
 
     def for_job(self, job: Job) -> "Bounds":
@@ -138,8 +139,7 @@ class Bounds:
 
     def shared(self, layout: Layout) -> float:
         """Return the seconds if the ranks of a pipeline share all work evenly and never wait."""
-        model = StageSize(self.job.model.layers, first=True, last=True, dense=self._dense_blocks)
-        times = self.costs(layout, [model])[model].times
+        times = self.costs(layout, [self._whole_model])[self._whole_model].times
         return self.micro_batches(layout) * sum(times) / layout.pp
 
     def scheduled(self, layout: Layout) -> float:
@@ -230,6 +230,20 @@ class Bounds:
             self._tails[key] = sum(terms.values())
         return self._tails[key]
 
+    def shared_memory(self, layout: Layout) -> float:
+        """Return the bytes per rank if the ranks of a pipeline share all memory evenly.
+
+        In any schedule a first micro batch has come through all stages before a backward frees what it has kept.
+        """
+        shards = layout.dp_shard * layout.cp
+        sums_gradients = self._sums_gradients(layout)
+        key = layout.pp, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
+        if key not in self._shared_standing:
+            self._shared_standing[key] = self._standing_of(layout, [self._whole_model]) / layout.pp
+        kept_bytes = self.kept_bytes(layout, [self._whole_model])[self._whole_model]
+        in_flight = self.job.software.constants.allocator * kept_bytes / layout.pp
+        return self.job.software.reserve + self._shared_standing[key] + in_flight
+
     def held(self, layout: Layout) -> float:
         """Return the bytes that the first rank holds all step long, and at the end of the forward that adds most."""
         return self.standing(layout) + self.in_flight(layout)
@@ -242,7 +256,7 @@ class Bounds:
         if layout not in self._in_flight:
             software = self.job.software
             allocator = software.constants.allocator
-            kept_bytes = self.kept_bytes(layout)
+            kept_bytes = self.kept_bytes(layout, self.stage_split(layout).first_rank)
             largest = 0.0
             for forward in self.forwards(layout):
                 bytes = 0.0
@@ -257,43 +271,52 @@ class Bounds:
     def needed(self, layout: Layout) -> float:
         """Return the bytes that the first or the last rank needs with more shards than in any layout.
 
-        More shards need less memory. A higher ZeRO stage may need more, as it gathers weights while blocks compute.
+        If the first does not fit, the last is not looked at. More shards need less memory. A higher ZeRO stage may need
+        more, as it gathers weights while blocks compute.
         """
         sharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks)
         if sharded not in self._needed:
             case = self.job.case(sharded)
             stages = self.stage_split(sharded).stages
-            first = memory_of(case, stages, 0)
-            last = memory_of(case, stages, layout.pp - 1) if layout.pp > 1 else first
-            self._needed[sharded] = max(first.total, last.total)
+            needed = memory_of(case, stages, 0).total
+            if layout.pp > 1 and needed <= self.job.hardware.memory:
+                needed = max(needed, memory_of(case, stages, layout.pp - 1).total)
+            self._needed[sharded] = needed
         return self._needed[sharded]
 
     def standing(self, layout: Layout) -> float:
         """Return the bytes that the first rank holds all step long."""
-        sums_gradients = layout.pp == 1 and self.micro_batches(layout) > 1  # a pipeline has them for a while
         shards = layout.dp_shard * layout.cp
         stages = layout.pp, layout.schedule, layout.virtual_stages
-        key = *stages, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
+        key = *stages, layout.tp, layout.ep, shards, layout.zero_stage, self._sums_gradients(layout)
         if key not in self._standing:
-            case = self.job.case(layout)
-            split = self.stage_split(layout)
-            standing = case.software.reserve + self.states(layout)
-            if layout.zero_stage < 3:
-                for size in split.first_rank:
-                    standing += case.software.gathered * self.parameters(layout, size)
-            if sums_gradients:
-                for size in split.first_rank:
-                    standing += case.software.gradients * self.summed_gradients(layout, size)
-            self._standing[key] = standing
+            standing = self._standing_of(layout, self.stage_split(layout).first_rank)
+            self._standing[key] = self.job.software.reserve + standing
         return self._standing[key]
 
-    def states(self, layout: Layout) -> float:
-        """Return the bytes of the weights and the optimizer of the first rank."""
+    def _sums_gradients(self, layout: Layout) -> bool:
+        """Return whether a rank has sums of gradients all step long. In a pipeline it has them for a while."""
+        return layout.pp == 1 and self.micro_batches(layout) > 1
+
+    def _standing_of(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes of some stages that a rank holds all step long."""
+        software = self.job.software
+        standing = self.states(layout, stages)
+        if layout.zero_stage < 3:
+            for size in stages:
+                standing += software.gathered * self.parameters(layout, size)
+        if self._sums_gradients(layout):
+            for size in stages:
+                standing += software.gradients * self.summed_gradients(layout, size)
+        return standing
+
+    def states(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes of the weights and the optimizer of some stages."""
         model, software, lora = self.job.model, self.job.software, self.job.lora
         shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
         parameters = 0.0
         blocks = 0
-        for size in self.stage_split(layout).first_rank:
+        for size in stages:
             parameters += stage_parameters(model, size, layout.tp, software.vocab_parallel)
             blocks += size.blocks
         states = sharded_states(software, parameters / shards)
@@ -316,20 +339,18 @@ class Bounds:
             self._parameters[key] = gathered_parameters(case.model, size, case.piece, case.software.vocab_parallel)
         return self._parameters[key]
 
-    def kept_bytes(self, layout: Layout) -> dict[StageSize, float]:
-        """Return the bytes of a micro batch that the blocks of each of the first rank's stages keep."""
+    def kept_bytes(self, layout: Layout, stages: Sequence[StageSize]) -> dict[StageSize, float]:
+        """Return the bytes of a micro batch that the blocks of these stages keep, and maybe of others."""
         compiled = self.job.compile_of(layout).block
         tokens = layout.micro_batch_size, layout.cp, layout.cp_method, layout.sequence_parallel
-        block_key = *tokens, layout.tp, layout.ep, compiled
-        key = *block_key, layout.recompute
+        key = *tokens, layout.tp, layout.ep, compiled, layout.recompute
         bytes_of_size = self._kept_bytes.setdefault(key, {})
-        missing = [size for size in self.stage_split(layout).first_rank if size not in bytes_of_size]
+        missing = [size for size in stages if size not in bytes_of_size]
         if missing:
             case = self.job.case(layout)
-            if block_key not in self._activations:
-                self._activations[block_key] = _activations_of_blocks(case)
+            arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
+            of_blocks = activations_of_blocks(case.model, *arguments)
             for size in missing:
-                of_blocks = self._activations[block_key]
                 kept = activations_of_stage(case.model, case.recompute, case.software, size, *of_blocks)
                 bytes_of_size[size] = kept.held
         return bytes_of_size
@@ -368,12 +389,3 @@ def _forwards_of(case: Case, stages: Sequence[StageSize]) -> list[Forward]:
             largest = [smaller for smaller in largest if not smaller.is_within(forward)]
             largest.append(forward)
     return largest
-
-
-def _activations_of_blocks(case: Case) -> tuple[BlockActivations, BlockActivations]:
-    """Return what a block keeps, and what a dense block of a model with experts keeps."""
-    arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
-    usual = block_activations(case.model, *arguments)
-    if not case.model.experts:
-        return usual, usual
-    return usual, block_activations(without_experts(case.model), *arguments)

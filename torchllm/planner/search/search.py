@@ -195,9 +195,19 @@ class Search:
 
     def decide_recomputation(self, node: Open) -> None:
         """Decide what is recomputed."""
-        for mode in self.job.modes(mesh_of(node.start)):
+        mesh = mesh_of(node.start)
+        shardings = self.shardings(mesh, node.start.ep)
+        for mode in self.job.modes(mesh):
             start = node.start._replace(recompute=mode)
-            self.push(self.bounds.shared(start), Open(start, start, self.decide_schedule))
+            smallest = sharded(start, shardings[-1])  # shared by most ranks
+            over = self.bounds.shared_memory(smallest) - self.capacity
+            if over > 0:
+                schedules = self.job.schedules(mesh, start.micro_batch_size)
+                schedule, virtual_stages = schedules[0]
+                smallest = smallest._replace(schedule=schedule, virtual_stages=virtual_stages)
+                self.reject(smallest, over, len(schedules) * len(shardings))
+            else:
+                self.push(self.bounds.shared(start), Open(start, start, self.decide_schedule))
 
     def decide_schedule(self, node: Open) -> None:
         """Decide the pipeline's schedule."""
