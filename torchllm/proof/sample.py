@@ -81,11 +81,12 @@ class LayoutSampler:
     def __init__(self, space: LayoutSpace, layouts: Sequence[Settings], seed: int, exact: bool) -> None:
         """Draw from these layouts of a space, which have no options yet."""
         self.space = space
-        self.keys = list(space.settings)
+        self.settings = space.settings
+        self.keys = list(self.settings)
         self.layouts = layouts
         self.random = np.random.default_rng(seed)
         self.exact = exact
-        self.pairs = PairNumbers(space.settings)
+        self.pairs = PairNumbers(self.settings)
         self.values = np.array([self.numbers(layout) for layout in layouts], dtype=np.int32)
         self.pairs_of_layout = self.pairs.of(self.values, keys=len(space.combined))
         self.costs = np.array([training_seconds(space, layout) for layout in layouts])
@@ -100,7 +101,7 @@ class LayoutSampler:
         if key == MICRO_BATCH:  # one in a step, or several
             data_ranks = layout["parallel.dp_replicate"] * layout["parallel.dp_shard"]
             return int(layout[key] * data_ranks < self.space.sized(layout).training.global_batch_size)
-        number = self.space.settings[key].index(layout[key])
+        number = self.settings[key].index(layout[key])
         return min(number, 2) if key in AXES and not self.exact else number
 
     def numbers(self, layout: Settings) -> list[int]:
