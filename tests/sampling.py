@@ -1,10 +1,16 @@
-"""Of many cases of a test `pytest` runs a sample, which has every value of every axis; `-m every_run` has the rest."""
+"""Of many cases of a test `pytest` runs a sample, which has every value of every axis; `-m every_run` has the rest.
+
+Of cases that stand each for itself, it runs a part: each commit another one.
+"""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+import subprocess
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+from tests.tiny_run import ROOT
 
 
 def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
@@ -29,3 +35,30 @@ def combinations(*axes: Mapping[str, Any]) -> list[Any]:
         values = [axis[name] for axis, name in zip(axes, combination, strict=True)]
         cases.append(pytest.param(*values, id="-".join(combination), marks=marks))
     return cases
+
+
+def part_of_commit(commit: str, parts: int) -> int:
+    """Return which part a commit has: the same one each time, so that a failure can be seen again.
+
+    commit: its hexadecimal name; "" outside of a checkout, which always has the first part.
+    """
+    return int(commit or "0", 16) % parts
+
+
+def current_commit() -> str:
+    """Return the hexadecimal name of the commit that is checked out, "" outside of a checkout."""
+    try:
+        command = ["git", "rev-parse", "--verify", "HEAD"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def one_part(cases: Sequence[Any], parts: int) -> list[Any]:
+    """Return the parameters of a test of which `pytest` runs every `parts`-th case, another part at each commit."""
+    part = part_of_commit(current_commit(), parts)
+    parameters = []
+    for index, case in enumerate(cases):
+        marks = [] if index % parts == part else [pytest.mark.every_run]
+        parameters.append(pytest.param(case, marks=marks))
+    return parameters

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.sampling import combinations, sampled
+from tests.sampling import combinations, one_part, part_of_commit, sampled
 
 
 def is_in_sample(case: Any) -> bool:
@@ -29,3 +29,16 @@ def test_names_outside_the_sample_run_by_command() -> None:
 def test_a_sample_names_cases_that_exist() -> None:
     with pytest.raises(ValueError, match=r"no such case: \['third'\]"):
         sampled(["first", "second"], ["first", "third"])
+
+
+def test_commits_share_the_parts() -> None:
+    assert {part_of_commit(f"{number:040x}", 16) for number in range(100, 120)} == set(range(16))
+    assert part_of_commit("", 16) == 0
+
+
+def test_a_part_is_every_third_case_and_the_others_run_by_command() -> None:
+    cases = one_part(list("abcdefg"), 3)
+    assert [case.values for case in cases] == [(letter,) for letter in "abcdefg"]
+    in_part = [index for index, case in enumerate(cases) if is_in_sample(case)]
+    assert in_part == list(range(in_part[0], 7, 3))
+    assert in_part[0] < 3

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.runtime.test_run_train import clean
+from tests.sampling import one_part
 from torchllm.config import Config, load_config, write_config
 from torchllm.dry_run.run import examine
 from torchllm.planner.predict import predict
@@ -83,7 +84,7 @@ def test_file_and_its_resolved_config_load_without_a_line(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("file", MODELS, ids=name_of)
+@pytest.mark.parametrize("file", one_part(MODELS, 4), ids=name_of)
 def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, with two of its blocks; they are alike, or the first is dense and the second has experts."""
     monkeypatch.setenv("NPROC", "1")

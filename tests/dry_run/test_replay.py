@@ -81,7 +81,6 @@ CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
 
 
 SAMPLE = (
-    "one stage, ZeRO 3",
     "1F1B, tensor parallel and recompute of every other block",
     "stages that are evicted and fetched",
     "ZBVZeroBubble",

@@ -411,7 +411,7 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
 
 TRAINED = [
     ("llama", ()),
-    ("qwen3", ("fsdp",)),
+    pytest.param("qwen3", ("fsdp",), marks=pytest.mark.every_run),
     pytest.param("qwen3", ("fsdp", "tp"), marks=pytest.mark.every_run),
     pytest.param("mixtral", (), marks=pytest.mark.every_run),
     ("qwen3-moe", ("fsdp",)),

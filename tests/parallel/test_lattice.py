@@ -1,6 +1,6 @@
 """Every layout trains the same model: loss, every gradient, the norm, the updated weights, against one process.
 
-pytest tests/parallel/test_lattice.py               # 20 layouts with all settings, 72 % of their pairs; 6 per commit
+pytest tests/parallel/test_lattice.py               # 20 layouts with all settings, 72 % of their pairs; 3 per commit
 pytest -m lattice --count=50 --seed=1               # all others of that sample, with which all occur, and 50 at random
 pytest -m lattice --count=all-meshes --report=FILE  # every mesh x schedule x cp method x sequence parallelism
 pytest -m lattice --count=all-expert-meshes --report=FILE tests/parallel/test_lattice.py  # x ep, of experts
@@ -9,7 +9,6 @@ pytest -m lattice --count=all-expert-meshes --report=FILE tests/parallel/test_la
 import functools
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from tests.lattice import (
 )
 from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_table, read, sum_up
 from tests.parity import CPU, Settings, check, check_bfloat16, reference, step_batch, tiny
-from tests.tiny_run import ROOT
+from tests.sampling import current_commit, part_of_commit
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.checks import problems
@@ -59,7 +58,7 @@ FIRST = 20
 ALL_EXPERT_MESHES = "all-expert-meshes"
 PARTS = 4
 """of these"""
-PARTS_OF_THE_REST = 16
+PARTS_OF_THE_REST = 32
 """of which a run compares one, each commit another; `-m lattice` compares all"""
 sample = functools.cache(lambda: covering(seed=0))
 
@@ -137,30 +136,8 @@ def test_a_sample_trains_the_same_model(part: int) -> None:
     compare_all(sample()[:FIRST][part::PARTS])
 
 
-def part_of_commit(commit: str) -> int:
-    """Return which part of the rest a commit compares: the same one each time, so that a failure can be seen again.
-
-    commit: its hexadecimal name; "" outside of a checkout, where it is always the first part.
-    """
-    return int(commit or "0", 16) % PARTS_OF_THE_REST
-
-
-def current_commit() -> str:
-    """Return the hexadecimal name of the commit that is checked out, "" outside of a checkout."""
-    try:
-        command = ["git", "rev-parse", "--verify", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
-def test_commits_share_the_rest_of_the_sample() -> None:
-    assert {part_of_commit(f"{number:040x}") for number in range(100, 120)} == set(range(PARTS_OF_THE_REST))
-    assert part_of_commit("") == 0
-
-
 def test_one_part_of_the_rest_trains_the_same_model() -> None:
-    compare_all(sample()[FIRST:][part_of_commit(current_commit()) :: PARTS_OF_THE_REST])
+    compare_all(sample()[FIRST:][part_of_commit(current_commit(), PARTS_OF_THE_REST) :: PARTS_OF_THE_REST])
 
 
 @pytest.mark.lattice

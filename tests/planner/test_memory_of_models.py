@@ -18,24 +18,24 @@ from tests.planner.memory_layouts import NAMES, Choice, Compared, build_config, 
 
 MEAN, WORST = 0.03, 0.08
 """largest errors of a model's layouts"""
+WORST_OF_LORA_IN_PIPELINES = 0.15
+"""of layouts in which most of a rank's peak is what it has gathered: with LoRA there are no gradients beside it, and a
+stage has two blocks. FSDP keeps a buffer or two more, or fewer, than the formulas say"""
 SMALLEST = 2**29
 """bytes of the smallest rank whose error counts: messages and single tensors, which the planner omits, are 50 MB"""
 SEED = 3
 """of the layouts that are drawn"""
 
 
+OTHERS = ("micro batches", "whole logits", "document mask", "LoRA")
 TOYS = ("debug", "moe_debug")
 """models whose few MB are less than what the formulas omit: a step's messages, its recomputed blocks"""
 
 
-def is_exempt(choice: Choice) -> bool:
-    """Whether a layout is not compared, for a reason that is known.
-
-    LoRA in a pipeline: what is gathered for the first forwards of a step, which torch's schedules begin stages ahead,
-    weighs more than all else where most weights are frozen and a stage has two blocks (-34 to +17 %).
-    """
+def is_lora_in_pipeline(choice: Choice) -> bool:
+    """Return whether a layout is held to `WORST_OF_LORA_IN_PIPELINES`."""
     config = build_config(choice)
-    return choice.model in TOYS or (config.lora.is_on and config.parallel.pp > 1)
+    return config.lora.is_on and config.parallel.pp > 1
 
 
 def errors(choices: Sequence[Choice]) -> list[float]:
@@ -58,18 +58,34 @@ def line_of(compared: Compared) -> str:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TOYS])
 def test_all_layouts_of_a_model(name: str) -> None:
-    differences = errors([choice for choice in covering(name) if not is_exempt(choice)])
+    lora_in_pipelines, usual = [], []
+    for choice in covering(name):
+        (lora_in_pipelines if is_lora_in_pipeline(choice) else usual).append(choice)
+    differences = errors(usual)
     print(f"{name}: mean {mean(differences):.1%}, worst {max(differences):.1%} of {len(differences)} ranks")
     assert mean(differences) <= MEAN
     assert max(differences) <= WORST
+    assert max(errors(lora_in_pipelines), default=0.0) <= WORST_OF_LORA_IN_PIPELINES
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "gpt_39b"])
 def test_a_drawn_layout(name: str) -> None:
     draw = random.Random(SEED)
-    choices = [choice for choice in covering(name) if not is_exempt(choice)]
+    choices = [choice for choice in covering(name) if not is_lora_in_pipeline(choice)]
     small = [choice for choice in choices if build_config(choice).parallel.pp == 1]
     assert max(errors(draw.sample(small, 1))) <= WORST
+
+
+LORA_IN_PIPELINES = [
+    Choice("llama3_8b", ("full", "tp 2", "ulysses 2", "pp 2, zero bubble", "ZeRO 3", *OTHERS)),
+    Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "ZeRO 1", *OTHERS)),
+]
+
+
+@pytest.mark.parametrize("choice", LORA_IN_PIPELINES, ids=["stages ahead", "two buffers"])
+def test_what_a_first_forward_gathers(choice: Choice) -> None:
+    """Without the stages that are gathered ahead 34 % would be missing, without the buffers of two blocks 17 %."""
+    assert max(errors([choice])) <= 0.03
 
 
 def test_every_pair_of_settings_occurs() -> None:

@@ -24,7 +24,7 @@ from torchllm.planner.activations import BlockActivations, StageActivations, blo
 from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import expert_parameters, without_experts
 from torchllm.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
-from torchllm.planner.moments import Moment, Total, totals
+from torchllm.planner.moments import STAGES_AHEAD, Moment, Total, totals
 from torchllm.spec.flops import WITHOUT_LORA, head_size, matrices, recompute_interval, recomputes_logits
 from torchllm.spec.schedules import Kind
 from torchllm.spec.software import Software
@@ -279,6 +279,11 @@ class Rank(NamedTuple):
         return self.training.loss_chunk > 0 and not recomputes_logits(self.training, self.parallel)
 
     @property
+    def gathers_stages(self) -> bool:
+        """Whether whole stages are gathered ahead, as torch's schedules of several stages per rank do."""
+        return self.parallel.pp > 1 and self.parallel.schedule not in ("GPipe", "1F1B")
+
+    @property
     def hidden_states(self) -> float:
         """Bytes of a micro batch's hidden states, whole on each tp rank."""
         return 2.0 * self.piece.tokens * self.model.hidden
@@ -395,8 +400,8 @@ def rank_memory(
     if software.fsdp and parallel.pp > 1:
         later = sum_of_parameters(of_stages[1:])
         reduction = pipeline_reduction(rank, stages[0], of_stages[0].whole, later)
-        if reduction.total > highest:
-            peak = reduction
+        first = first_forward(rank, stages, of_stages, stage_memories[size_of[-1]])
+        peak = max(peak, reduction, first, key=lambda memory: memory.total)
     peak = standing.plus(peak)
     if software.fsdp:
         ends = sum(stage.first + stage.last for stage in stages)
@@ -423,6 +428,8 @@ class StageMemoryCosts(NamedTuple):
     """of its weights that are gathered once per step, until its gradients are reduced"""
     last_block: float
     """of its last block's weights, which stay gathered from a forward to the following backward"""
+    ahead: float
+    """of all its weights, gathered for its first forward"""
 
     @classmethod
     def of(cls, rank: Rank, stage: "Stage", parameters: ShardedParameters) -> "StageMemoryCosts":
@@ -434,7 +441,8 @@ class StageMemoryCosts(NamedTuple):
         whole = gradient * parameters.whole
         reduced = gradient * parameters.shard
         last_block = rank.per_use * rank.block * rank.parallel.keep_last_block
-        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block)
+        ahead = rank.per_use * parameters.whole * rank.gathers_stages
+        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block, ahead)
 
 
 def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
@@ -446,6 +454,7 @@ def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
         total += moment.whole[size] * stage.whole
         total += moment.reduced[size] * (stage.reduced - stage.freed)
         total += moment.waiting[size] * stage.last_block
+        total += moment.ahead[size] * stage.ahead
     return total
 
 
@@ -457,6 +466,7 @@ def memory_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> Memory
         activations = flying * stage.activations + moment.deferred[size] * stage.deferred
         gradients = moment.whole[size] * stage.whole + reduced * stage.reduced
         gathered = moment.waiting[size] * stage.last_block - reduced * stage.freed
+        gathered += moment.ahead[size] * stage.ahead
         logits = flying * stage.logits
         of_stage = Memory(gradients=gradients, gathered=gathered, activations=activations, logits=logits)
         memory = memory.plus(of_stage)
@@ -513,6 +523,40 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
         held -= number * (whole - shard)
         freed += number * whole
     return peak
+
+
+def first_forward(
+    rank: Rank, stages: Sequence[StageSize], parameters: Sequence[ShardedParameters], last: "Stage"
+) -> Memory:
+    """Return the memory when a pipeline gathers weights for a step's first forward, and there are no gradients yet.
+
+    A schedule of several stages per rank gathers whole stages ahead, each unit into a buffer; when the first stage
+    computes, one unit after the other is copied out of its buffer. 1F1B and GPipe gather a unit when it is used: when
+    the last one of a stage is copied out, the buffer of the one before it is still there. Beside sums of gradients that
+    is little, but with LoRA there are none.
+
+    parameters: of each stage. last: what the last stage of the rank keeps of a micro batch.
+    """
+    if rank.shards == 1:
+        return Memory()
+    if rank.gathers_stages:
+        copied = stages[:1] if rank.gathers_per_use else stages
+        largest = max(max(unit_sizes(rank, stage)) for stage in copied)
+        ahead = sum_of_parameters(parameters[:STAGES_AHEAD]).whole
+        return Memory(gathered=rank.per_use * ahead + rank.software.gathered * largest)
+    stage = stages[-1]
+    last_two = unit_sizes(rank, stage)[-2:]
+    blocks_passed = stage.blocks if stage.last else stage.blocks - 1
+    activations = (last.held - last.ends) * blocks_passed / stage.blocks
+    return Memory(gathered=rank.per_step * sum(last_two), activations=activations)
+
+
+def unit_sizes(rank: Rank, stage: StageSize) -> list[float]:
+    """Return the parameters of each unit of a stage, gathered."""
+    sizes: list[float] = []
+    for units in units_of_stage(rank, stage):
+        sizes += units.number * [units.parameters.whole]
+    return sizes
 
 
 def standing_memory(rank: Rank, parameters: float) -> Memory:
@@ -676,7 +720,7 @@ def _head_gather(rank: Rank, memory: Stage) -> Memory:
     blocks = 1 + rank.parallel.keep_last_block
     gathered = rank.per_use * (2 * rank.head + blocks * rank.block)
     later_is_larger = rank.micro_batches > 1 and not rank.is_frozen  # with its sums of gradients
-    if rank.shards > 1 and not later_is_larger:
+    if rank.shards > 1 and rank.parallel.pp == 1 and not later_is_larger:  # of pipelines: `first_forward`
         gathered += rank.per_step * (rank.head + rank.block)
     temporary = _previous_reduction(rank)
     return Memory(gathered=gathered, temporary=temporary, logits=-memory.logits, activations=-memory.of_head)
@@ -697,7 +741,8 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         else:
             logits = _loss(rank, rank.logit_bytes.forward)
             yield Memory(gathered=gathered, temporary=previous, logits=logits)
-            if not frees_buffer and (rank.micro_batches == 1 or rank.is_frozen):  # else sums of gradients are larger
+            is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
+            if not frees_buffer and is_largest and not rank.gathers_stages:
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
         gathered = _ends_gathered(rank, 2)
@@ -705,7 +750,10 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
             gathered += rank.per_use * rank.block * rank.parallel.keep_last_block
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
-    yield Memory(gathered=rank.per_use * units * rank.block, temporary=previous)
+    gathered = rank.per_use * units * rank.block
+    if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
+        gathered += rank.per_use * rank.table
+    yield Memory(gathered=gathered, temporary=previous)
 
 
 def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:

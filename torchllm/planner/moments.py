@@ -26,6 +26,8 @@ class Moment(NamedTuple):
     """whether there are gradients, summed over the micro batches before: NONE, WHOLE, or REDUCED after the last"""
     waiting: tuple[bool, ...] = (False,)
     """whether the last action before this one was a forward, of stages that do not compute"""
+    ahead: tuple[bool, ...] = (False,)
+    """whether the weights are gathered for a first forward that is still to come, of stages that do not compute"""
 
 
 NONE, WHOLE, REDUCED = range(3)
@@ -33,6 +35,8 @@ ONE_STAGE = (Moment(0, "F", (1,), (0,), (WHOLE,)), Moment(0, "B", (1,), (0,), (W
 """without a pipeline"""
 IDLE = (Moment(0, "W", (0,), (0,), (NONE,)),)
 """of one stage, when nothing is under way"""
+STAGES_AHEAD = 3
+"""stages of a rank that torch's schedules gather at once, the one that computes first (`_add_unshard_reshard`)"""
 LIMITS = {"ZB-H1": 1, "ZB-H2": 2}
 """micro batches over the ranks: schedules that were measured as an automatic scheduler makes them, which fills this
 limit on each rank (arXiv 2401.10241, ZB-1p and ZB-2p)"""
@@ -73,7 +77,8 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
 
     The stages of a rank have much the same sizes, so sums over them decide. Several sums are tried, because the weights
     of their parts are not known here: a gradient may weigh more than a micro batch, a deferred one less than one in
-    flight or, where blocks are recomputed, more, and the last stage also has logits.
+    flight or, where blocks are recomputed, more, and the last stage also has logits. Before all stages have begun,
+    whole stages may be gathered ahead.
     """
     actions = list(flat(order))
     backwards_left = Counter(action.stage for action in actions if action.kind in "WB")
@@ -92,12 +97,15 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
         if kind == "F":
             flying[at] += 1
             all_flying += 1
+        of_others = last_kinds[:at] + last_kinds[at + 1 :]
+        to_begin, waiting_others = of_others.count(""), of_others.count("F")
         measures = (
             (all_flying, all_deferred, whole),
             (all_flying + all_deferred, whole),
             (all_deferred, all_flying, whole),
             (whole, all_flying, all_deferred),
             (all_flying + 2 * flying[-1], whole),
+            (to_begin, all_flying, waiting_others, all_deferred, whole),
         )
         nothing = PeakCandidate((), IDLE[0])
         highest = worst.setdefault((at, kind), [nothing] * len(measures))
@@ -105,7 +113,10 @@ def _worst(order: Iterable[Entry]) -> list[Moment]:
             if measure > highest[which].measure:
                 waiting = [last == "F" for last in last_kinds]
                 waiting[at] = False
-                moment = Moment(at, kind, tuple(flying), tuple(deferred), tuple(graded), tuple(waiting))
+                ahead = [last == "" and other < at + STAGES_AHEAD for other, last in enumerate(last_kinds)]
+                ahead[at] = False
+                under_way = tuple(flying), tuple(deferred), tuple(graded)
+                moment = Moment(at, kind, *under_way, tuple(waiting), tuple(ahead))
                 highest[which] = PeakCandidate(measure, moment)
         last_kinds[at] = kind
         if kind in "IB":
@@ -148,6 +159,8 @@ class Total(NamedTuple):
     """stages of each size whose gradients are REDUCED"""
     waiting: tuple[int, ...] = (0,)
     """stages of each size that do not compute, and whose last action was a forward"""
+    ahead: tuple[int, ...] = (0,)
+    """stages of each size that do not compute, and whose weights are gathered for their first forward"""
 
 
 @cache
@@ -171,6 +184,7 @@ def totals(moments: tuple[Moment, ...], size_of: tuple[int, ...]) -> list[Total]
         reduced = [state == REDUCED for state in moment.graded]
         under_way = sums(moment.flying), sums(moment.deferred)
         gradients = sums(whole), sums(reduced)
-        total = Total(size_of[moment.stage], moment.kind, *under_way, *gradients, sums(moment.waiting))
+        others = sums(moment.waiting), sums(moment.ahead)
+        total = Total(size_of[moment.stage], moment.kind, *under_way, *gradients, *others)
         distinct[total] = None
     return list(distinct)
