@@ -11,9 +11,7 @@ which a resolved file keeps although it has no degree of -1 left.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchllm.config.schema import Config, Source
 
@@ -258,22 +256,13 @@ def _unmet(config: Config, needs: Iterable[Need]) -> Iterator[Inert]:
     for need in needs:
         section_name, name = need.key.split(".")
         section = getattr(config, section_name)
-        defaults = _defaults(type(section))  # type: ignore[arg-type]  # a class is hashable
-        if getattr(section, name) != defaults[name] and not need.is_met(config):
+        default = getattr(type(section), name)  # of a dataclass, which a forked recipe may have changed
+        if getattr(section, name) != default and not need.is_met(config):
             yield Inert(need.key, f"does nothing in this run: it needs {need.text}")
 
 
 def _unused_source_keys(sources: Iterable[Source]) -> Iterator[Inert]:
     for index, source in enumerate(sources):
         for name, kinds in SOURCE_KINDS.items():
-            if getattr(source, name) != _defaults(Source)[name] and source.kind not in kinds:
+            if getattr(source, name) != getattr(Source, name) and source.kind not in kinds:
                 yield Inert(f"data.sources.{index}.{name}", f"does nothing with kind = {source.kind!r}")
-
-
-@cache
-def _defaults(schema: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a section's fields, which a forked recipe may have changed. schema: its class.
-
-    Cached: a check of a config asks for those of 58 keys.
-    """
-    return {field.name: field.default for field in fields(schema)}

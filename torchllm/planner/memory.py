@@ -9,6 +9,7 @@ worst of a few named moments:
   block         a block's backward: what it recomputes, gradients of activations and weights, weights gathered ahead
   embedding     the same as head, for the embedding
   reduction     of a pipeline, when the gradients of all its micro batches are reduced
+  first forward of a pipeline, when weights are gathered and there are no gradients yet
 
 The schedule decides how many micro batches are in flight then (`moments.py`).
 """

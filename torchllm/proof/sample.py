@@ -81,7 +81,7 @@ class LayoutSampler:
     def __init__(self, space: LayoutSpace, layouts: Sequence[Settings], seed: int, exact: bool) -> None:
         """Draw from these layouts of a space, which have no options yet."""
         self.space = space
-        self.settings = space.settings
+        self.settings = space.settings  # which puts them together anew each time
         self.keys = list(self.settings)
         self.layouts = layouts
         self.random = np.random.default_rng(seed)
