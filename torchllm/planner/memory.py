@@ -70,6 +70,11 @@ class Memory(NamedTuple):
         return sum(self[:-2])
 
 
+def reserved(memory: Memory, software: Software) -> float:
+    """Return the bytes that the allocator takes for what tensors hold: it caches a part of what comes and goes."""
+    return memory.total + (software.constants.allocator - 1) * memory.under_way
+
+
 def counted(memory: Memory, software: Software) -> float:
     """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL.
 
@@ -202,6 +207,27 @@ COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
 """logits in 16 bits, and then their gradient beside them"""
 
 
+class Block(NamedTuple):
+    """A block of one of the kinds that a model has."""
+
+    activations: BlockActivations
+    """what it keeps of a micro batch"""
+    unit: ShardedParameters
+    """what FSDP gathers and reduces as a whole: all of it, with ep all but its experts"""
+    experts: ShardedParameters
+    """those of the experts of a sparse block, which with ep are a unit of their own; else 0"""
+
+    @property
+    def whole(self) -> float:
+        """Parameters on a tp rank, gathered."""
+        return self.unit.whole + self.experts.whole
+
+    @property
+    def shard(self) -> float:
+        """Parameters, divided by the ranks that share them."""
+        return self.unit.shard + self.experts.shard
+
+
 class Rank(NamedTuple):
     """What the moments of a rank are computed from."""
 
@@ -211,28 +237,37 @@ class Rank(NamedTuple):
     recompute: Recompute
     software: Software
     piece: Piece
-    activations: BlockActivations
-    """of one block; with experts of a sparse one"""
-    dense_activations: BlockActivations
-    """the same of the first, dense blocks of a model with experts"""
+    usual: Block
+    """with experts: a sparse block"""
+    dense: Block
+    """of the first, dense blocks of a model with experts; without experts all are alike"""
     zero: int
     """ZeRO stage in effect"""
     micro_batches: int
     logit_bytes: LogitBytes
     sharded: float
     """parameters of the rank's stages, divided by the ranks that share them"""
-    block: float
-    """parameters of a block on a tp rank, gathered"""
-    unit: ShardedParameters
-    """of a block, with ep of all but its experts"""
-    experts_unit: ShardedParameters
-    """of the experts of a block, which with ep are a unit of their own"""
-    dense_unit: ShardedParameters
-    """of a dense block of a model with experts"""
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
     is_frozen: bool = False
     """whether only low-rank updates are trained: the head and the embedding have no gradients"""
+
+    def block(self, stage: StageSize, position: int) -> Block:
+        """Return a block of a stage. The first blocks of a model with experts are dense."""
+        return self.dense if position < stage.dense else self.usual
+
+    def parameters(self, stage: StageSize, first: int, end: int) -> ShardedParameters:
+        """Return the parameters of the blocks from `first` to `end` - 1 of a stage."""
+        dense = max(0, min(end, stage.dense) - first)
+        usual = end - first - dense
+        return ShardedParameters(
+            whole=usual * self.usual.whole + dense * self.dense.whole,
+            shard=usual * self.usual.shard + dense * self.dense.shard,
+        )
+
+    def last_block(self, stage: StageSize) -> Block:
+        """Return the last block of a stage."""
+        return self.block(stage, max(0, stage.blocks - 1))
 
     @property
     def shards(self) -> int:
@@ -316,6 +351,10 @@ class Rank(NamedTuple):
         cut = self.piece.tp if self.parallel.sequence_parallel or self.parallel.scatter_gather else 1
         return 2.0 * self.piece.tokens * self.model.hidden / cut
 
+    def largest(self, moments: Iterable[Memory]) -> Memory:
+        """Return the moment for which the allocator reserves most."""
+        return max(moments, key=lambda moment: reserved(moment, self.software))
+
     def logits_per_token(self) -> float:
         """Return the logits of a token on this rank."""
         is_cut = self.software.vocab_parallel and not self.software.whole_logits
@@ -342,7 +381,6 @@ def rank_memory(
     micro_batches = training.global_batch_size // (training.micro_batch_size * parallel.data_ranks)
     vocab_parallel = software.vocab_parallel
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
-    sparse, dense = activations_of_blocks(model, piece, parallel, kernels, software, lora)
     sizes = list(dict.fromkeys(stages))
     size_of = tuple(map(sizes.index, stages))
     parameters = []
@@ -352,14 +390,8 @@ def rank_memory(
         parameters.append(ShardedParameters(whole, shard))
     of_stages = [parameters[size] for size in size_of]
     all_stages = sum_of_parameters(of_stages)
-    block = StageSize(1, first=False, last=False)
-    whole_block = gathered_parameters(model, block, piece, True)
-    block_shard = stage_parameters(model, block, parallel.tp, True) / shards
-    dense_block = stage_parameters(model, block._replace(dense=1), parallel.tp, True)
-    experts = ShardedParameters(0.0, 0.0)
-    if parallel.ep > 1:
-        experts_shard = expert_parameters(model, parallel.tp) / shards
-        experts = ShardedParameters(expert_parameters(model, parallel.ep), experts_shard)
+    activations = activations_of_blocks(model, piece, parallel, kernels, software, lora)
+    usual, dense = blocks_of_rank(model, piece, activations, shards)
     table = model.vocab * model.hidden / (parallel.tp if vocab_parallel else 1)
     rank = Rank(
         model,
@@ -368,16 +400,12 @@ def rank_memory(
         recompute,
         software,
         piece,
-        sparse,
+        usual,
         dense,
         zero=zero,
         micro_batches=micro_batches,
         logit_bytes=LogitBytes.of(kernels, software),
         sharded=all_stages.shard,
-        block=whole_block,
-        unit=ShardedParameters(whole_block - experts.whole, block_shard - experts.shard),
-        experts_unit=experts,
-        dense_unit=ShardedParameters(dense_block, dense_block / shards),
         table=table,
         is_frozen=lora.is_on,
     )
@@ -388,28 +416,47 @@ def rank_memory(
     kinds = {moment.kind for moment in moments}
     stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
     costs = []
-    for stage, of_size in zip(stage_memories, parameters, strict=True):
-        costs.append(StageMemoryCosts.of(rank, stage, of_size))
+    for size, stage, of_size in zip(sizes, stage_memories, parameters, strict=True):
+        costs.append(StageMemoryCosts.of(rank, size, stage, of_size))
+    reserved_costs = [cost.reserved(software) for cost in costs]
     peak = Memory()
     highest = -math.inf
     for moment in totals(moments, size_of):
         extra = stage_memories[moment.size].extra[moment.kind]
-        under_way = extra.total + sum_of_stages(moment, costs)
-        if under_way > highest:
-            highest = under_way
+        bytes = reserved(extra, software) + sum_of_stages(moment, reserved_costs)
+        if bytes > highest:
+            highest = bytes
             peak = extra.plus(memory_of_stages(moment, costs))
     if software.fsdp and parallel.pp > 1:
         later = sum_of_parameters(of_stages[1:])
         reduction = pipeline_reduction(rank, stages[0], of_stages[0].whole, later)
         first = first_forward(rank, stages, of_stages, stage_memories[size_of[-1]])
-        peak = max(peak, reduction, first, key=lambda memory: memory.total)
+        peak = rank.largest([peak, reduction, first])
     peak = standing.plus(peak)
     if software.fsdp:
         ends = sum(stage.first + stage.last for stage in stages)
         neighbours = 2 * len(stages) - ends
         peak = peak._replace(buffers=micro_batches * rank.boundary * neighbours)
-    fragments = (software.constants.allocator - 1) * peak.under_way
-    return peak._replace(allocator=fragments, reserve=software.reserve)
+    cached = reserved(peak, software) - peak.total
+    return peak._replace(allocator=cached, reserve=software.reserve)
+
+
+def blocks_of_rank(model: Model, piece: Piece, activations: "ActivationsOfBlocks", shards: int) -> tuple[Block, Block]:
+    """Return the usual block of a model, and a dense one. shards: ranks that share weights."""
+    size = StageSize(1, first=False, last=False)
+    whole = gathered_parameters(model, size, piece, True)
+    shard = stage_parameters(model, size, piece.tp, True) / shards
+    experts = ShardedParameters(0.0, 0.0)
+    if piece.ep > 1:
+        experts_shard = expert_parameters(model, piece.tp) / shards
+        experts = ShardedParameters(expert_parameters(model, piece.ep), experts_shard)
+    unit = ShardedParameters(whole - experts.whole, shard - experts.shard)
+    usual = Block(activations.usual, unit, experts)
+    if not model.experts:
+        return usual, usual
+    dense = stage_parameters(model, size._replace(dense=1), piece.tp, True)
+    dense_unit = ShardedParameters(dense, dense / shards)
+    return usual, Block(activations.dense, dense_unit, ShardedParameters(0.0, 0.0))
 
 
 class StageMemoryCosts(NamedTuple):
@@ -433,7 +480,7 @@ class StageMemoryCosts(NamedTuple):
     """of all its weights, gathered for its first forward"""
 
     @classmethod
-    def of(cls, rank: Rank, stage: "Stage", parameters: ShardedParameters) -> "StageMemoryCosts":
+    def of(cls, rank: Rank, size: StageSize, stage: "Stage", parameters: ShardedParameters) -> "StageMemoryCosts":
         """Return the bytes of a stage. FSDP sums gradients of a stage, and frees its weights, under a pipeline only."""
         gradient = freed = 0.0
         if rank.software.fsdp and rank.parallel.pp > 1:
@@ -441,9 +488,23 @@ class StageMemoryCosts(NamedTuple):
             freed = rank.per_step * parameters.whole
         whole = gradient * parameters.whole
         reduced = gradient * parameters.shard
-        last_block = rank.per_use * rank.block * rank.parallel.keep_last_block
+        last_block = rank.per_use * rank.last_block(size).whole * rank.parallel.keep_last_block
         ahead = rank.per_use * parameters.whole * rank.gathers_stages
         return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block, ahead)
+
+    def reserved(self, software: Software) -> "StageMemoryCosts":
+        """Return the bytes that the allocator takes for them (`reserved`): it frees those of gradients for others."""
+        allocator = software.constants.allocator
+        return StageMemoryCosts(
+            activations=allocator * self.activations,
+            logits=allocator * self.logits,
+            deferred=allocator * self.deferred,
+            whole=self.whole,
+            reduced=self.reduced,
+            freed=allocator * self.freed,
+            last_block=allocator * self.last_block,
+            ahead=allocator * self.ahead,
+        )
 
 
 def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
@@ -489,11 +550,11 @@ def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
     if stage.first or (stage.last and not rank.head):
         yield Units(table, 1, has_one_matrix=True)
     if stage.dense:
-        yield Units(rank.dense_unit, stage.dense)
+        yield Units(rank.dense.unit, stage.dense)
     sparse_blocks = stage.blocks - stage.dense
-    yield Units(rank.unit, sparse_blocks)
+    yield Units(rank.usual.unit, sparse_blocks)
     if rank.piece.ep > 1:
-        yield Units(rank.experts_unit, sparse_blocks)
+        yield Units(rank.usual.experts, sparse_blocks)
     if stage.last and rank.head:
         yield Units(table, 1, has_one_matrix=True)
 
@@ -520,7 +581,7 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
             gathered=-rank.per_step * (freed + whole),
             temporary=bytes_per_gradient * whole,
         )
-        peak = max(peak, moment, key=lambda memory: memory.total)
+        peak = rank.largest([peak, moment])
         held -= number * (whole - shard)
         freed += number * whole
     return peak
@@ -631,43 +692,56 @@ def activations_of_blocks(
     return ActivationsOfBlocks(usual, dense)
 
 
-def activations_of_stage(
-    model: Model,
-    recompute: Recompute,
-    software: Software,
-    stage: StageSize,
-    of_sparse: BlockActivations,
-    of_dense: BlockActivations,
-) -> StageActivations:
-    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time.
+class ActivationsOfStage(NamedTuple):
+    """What the blocks of a stage keep of one micro batch, by kind."""
 
-    of_sparse, of_dense: what a block of each kind keeps; in a model without experts all are of the first kind.
-    """
-    sparse_blocks = stage.blocks - stage.dense
+    usual: StageActivations
+    dense: StageActivations
+
+    @property
+    def held(self) -> float:
+        """Bytes that are kept until the backward."""
+        return self.usual.held + self.dense.held
+
+    def freed(self, stage: StageSize, finished: int) -> float:
+        """Return the part of `held` that is freed once the backward of the last `finished` blocks is over."""
+        usual_blocks = stage.blocks - stage.dense
+        finished_usual = min(finished, usual_blocks)
+        finished_dense = finished - finished_usual
+        freed = 0.0
+        if finished_usual:
+            freed += self.usual.held * finished_usual / usual_blocks
+        if finished_dense:
+            freed += self.dense.held * finished_dense / stage.dense
+        return freed
+
+
+def activations_of_stage(
+    model: Model, recompute: Recompute, software: Software, stage: StageSize, of_blocks: ActivationsOfBlocks
+) -> ActivationsOfStage:
+    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
+    usual_blocks = stage.blocks - stage.dense
     first_recomputed = (stage.first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
-    sparse = stage_activations(model, sparse_blocks, recompute, of_sparse, software, first_recomputed)
-    if not stage.dense:
-        return sparse
-    dense = stage_activations(model, stage.dense, recompute, of_dense, software, stage.first_recomputed)
-    if stage.dense == stage.blocks:
-        return dense
-    return StageActivations(sparse.held + dense.held, max(dense.recomputed, sparse.recomputed))
+    return ActivationsOfStage(
+        stage_activations(model, usual_blocks, recompute, of_blocks.usual, software, first_recomputed),
+        stage_activations(model, stage.dense, recompute, of_blocks.dense, software, stage.first_recomputed),
+    )
 
 
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Return what one stage adds; its actions are of `kinds`."""
     model, tokens, software = rank.model, rank.piece.tokens, rank.software
-    of_blocks = rank.activations, rank.dense_activations
-    blocks = activations_of_stage(model, rank.recompute, software, stage, *of_blocks)
+    of_blocks = ActivationsOfBlocks(rank.usual.activations, rank.dense.activations)
+    blocks = activations_of_stage(model, rank.recompute, software, stage, of_blocks)
     held, ends, logits, of_head = blocks.held, 0.0, 0.0, 0.0
-    deferred = (stage.blocks - stage.dense) * rank.activations.deferred
-    deferred += stage.dense * rank.dense_activations.deferred
+    deferred = (stage.blocks - stage.dense) * rank.usual.activations.deferred
+    deferred += stage.dense * rank.dense.activations.deferred
     if not model.features.learned_positions:
         held += tokens * 8.0 * model.rotary_width  # cosine and sine in float32
     if stage.last:
         if rank.has_gradients_in_forward and not rank.is_frozen:
             of_head = software.temporary_gradients * rank.table
-        ends = rank.activations.norm + of_head
+        ends = rank.usual.activations.norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
         if not rank.is_frozen:  # the head's input, for the gradient of its weight
@@ -684,7 +758,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
             moments = _weight_gradients(rank, stage)
         else:
             moments = _backward(rank, stage, memory, blocks, kind)
-        memory.extra[kind] = max(moments, key=lambda moment: moment.total)
+        memory.extra[kind] = rank.largest(moments)
     return memory
 
 
@@ -704,25 +778,26 @@ def _loss(rank: Rank, bytes_per_logit: float) -> float:
     return beyond * rank.piece.tokens * rank.logits_per_token()
 
 
-def _ends_gathered(rank: Rank, copies: int, has_block: bool = True) -> float:
+def _ends_gathered(rank: Rank, copies: int, block: Block | None) -> float:
     """Return the weights of the head (or the embedding) and of its neighbouring block, if they are gathered per use.
 
-    copies: 2 while the buffer that they are gathered in exists too. has_block: whether the block is gathered.
+    copies: 2 while the buffer that they are gathered in exists too. block: None if it is not gathered.
     """
-    return rank.per_use * (copies * rank.table + rank.block * has_block)
+    of_block = block.whole if block else 0.0
+    return rank.per_use * (copies * rank.table + of_block)
 
 
-def _head_gather(rank: Rank, memory: Stage) -> Memory:
+def _head_gather(rank: Rank, memory: Stage, last_block: Block) -> Memory:
     """Return the moment at which the head is gathered, of which there are no results yet.
 
     FSDP frees the buffer in which the last block came only when the head is there. If weights are gathered once per
     step, that is in its first forward, when there are no gradients yet.
     """
     blocks = 1 + rank.parallel.keep_last_block
-    gathered = rank.per_use * (2 * rank.head + blocks * rank.block)
+    gathered = rank.per_use * (2 * rank.head + blocks * last_block.whole)
     later_is_larger = rank.micro_batches > 1 and not rank.is_frozen  # with its sums of gradients
     if rank.shards > 1 and rank.parallel.pp == 1 and not later_is_larger:  # of pipelines: `first_forward`
-        gathered += rank.per_step * (rank.head + rank.block)
+        gathered += rank.per_step * (rank.head + last_block.whole)
     temporary = _previous_reduction(rank)
     return Memory(gathered=gathered, temporary=temporary, logits=-memory.logits, activations=-memory.of_head)
 
@@ -730,11 +805,13 @@ def _head_gather(rank: Rank, memory: Stage) -> Memory:
 def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     """Yield the moments of a forward pass."""
     previous = _previous_reduction(rank)
+    last_block = rank.last_block(stage)
     if stage.last and rank.head:
-        yield _head_gather(rank, memory)
+        yield _head_gather(rank, memory, last_block)
     if stage.last:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
-        gathered = _ends_gathered(rank, 1 if frees_buffer else 2, rank.parallel.keep_last_block)
+        kept_block = last_block if rank.parallel.keep_last_block else None
+        gathered = _ends_gathered(rank, 1 if frees_buffer else 2, kept_block)
         if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
             rows = rank.hidden_states
             logits = _loss(rank, rank.logit_bytes.backward)
@@ -746,12 +823,12 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
             if not frees_buffer and is_largest and not rank.gathers_stages:
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
-        gathered = _ends_gathered(rank, 2)
+        gathered = _ends_gathered(rank, 2, rank.block(stage, 0))
         if rank.is_frozen and rank.parallel.pp > 1:  # of the forward before, before any backward: else sums are larger
-            gathered += rank.per_use * rank.block * rank.parallel.keep_last_block
+            gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
-    gathered = rank.per_use * units * rank.block
+    gathered = rank.per_use * units * last_block.whole
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
         gathered += rank.per_use * rank.table
     yield Memory(gathered=gathered, temporary=previous)
@@ -760,36 +837,38 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
 def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
     """Yield the moment at which deferred gradients of weights are computed."""
     units = min(stage.blocks, 2)
-    gathered = rank.per_use * units * rank.block
-    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * rank.block)
+    block = rank.last_block(stage).whole
+    gathered = rank.per_use * units * block
+    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * block)
 
 
-def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivations, kind: Kind) -> Iterator[Memory]:
+def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, kind: Kind) -> Iterator[Memory]:
     """Yield the moments of a backward pass, of both gradients (B) or of those of inputs (I).
 
     What a micro batch has kept is freed as its backward proceeds, its logits first.
     """
     gradient = rank.software.temporary_gradients * (kind == "B")
     if stage.last:
-        yield from _loss_backward(rank, memory, gradient)
-    for finished in sorted({0, 1, stage.blocks - 1}):
+        yield from _loss_backward(rank, memory, gradient, rank.last_block(stage))
+    usual_blocks = stage.blocks - stage.dense
+    for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
             yield from _block_backward(rank, stage, memory, blocks, gradient, finished)
     if rank.reduces_sums:
-        yield _last_reduction(rank, memory, blocks, stage)
+        yield _last_reduction(rank, memory, blocks.usual, stage)
     if stage.first:
         yield _embedding_backward(rank, stage, memory, gradient)
 
 
-def _loss_backward(rank: Rank, memory: Stage, gradient: float) -> Iterator[Memory]:
+def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: Block) -> Iterator[Memory]:
     """Yield the moments of the backward of loss and head. gradient: bytes of a weight's."""
     previous = _previous_reduction(rank)
-    gathered = _ends_gathered(rank, 1)
+    gathered = _ends_gathered(rank, 1, last_block)
     of_weight = 0.0 if rank.is_frozen else gradient * rank.table
     if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
         yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
     else:
-        of_loss = _ends_gathered(rank, 1, rank.parallel.keep_last_block)
+        of_loss = _ends_gathered(rank, 1, last_block if rank.parallel.keep_last_block else None)
         yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
     if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent, and what comes back is beside it
         sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
@@ -802,30 +881,34 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float) -> Iterator[Memor
 
 
 def _block_backward(
-    rank: Rank, stage: StageSize, memory: Stage, blocks: StageActivations, gradient: float, finished: int
+    rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, gradient: float, finished: int
 ) -> Iterator[Memory]:
     """Yield the moments of a block's backward. gradient: bytes of a weight's. finished: blocks whose is over."""
     tied = rank.model.tied_embeddings
     root = rank.root * (stage.first or (tied and stage.last))
     waiting = rank.table * (tied and stage.last)  # a tied embedding's gradient is that of both its uses
     head = rank.head * stage.last
-    ahead = min(rank.parallel.prefetch, stage.blocks - 1 - finished)
-    gathered = rank.per_use * ((1 + ahead) * rank.block + root)
+    position = stage.blocks - 1 - finished
+    block = rank.block(stage, position)
+    recomputed = (blocks.dense if position < stage.dense else blocks.usual).recomputed
+    first_ahead = max(0, position - rank.parallel.prefetch)
+    gathered = rank.per_use * (rank.parameters(stage, first_ahead, position + 1).whole + root)
     gradients = 0.0
     if rank.reduces_in_only_backward:
-        gathered -= rank.per_step * (finished * rank.block + head)
-        gradients = rank.software.gradients * (
-            finished * (rank.unit.shard + rank.experts_unit.shard) + head / rank.shards
-        )
+        over = rank.parameters(stage, position + 1, stage.blocks)
+        gathered -= rank.per_step * (over.whole + head)
+        gradients = rank.software.gradients * (over.shard + head / rank.shards)
     freeing = rank.per_use + rank.per_step * rank.reduces_in_only_backward
     at_once = rank.reduced_at_once
-    previous = at_once * rank.unit.whole
-    if stage.last and finished == 0:
+    previous = 0.0
+    if finished:
+        previous = at_once * rank.block(stage, position + 1).unit.whole
+    elif stage.last:
         previous = at_once * head
-    freed = finished * blocks.held / stage.blocks
-    for phase in rank.activations.phases:
-        working = phase.working + blocks.recomputed
-        shard = rank.experts_unit.shard if phase.reduces_experts else phase.reduced / rank.shards
+    freed = blocks.freed(stage, finished)
+    for phase in block.activations.phases:
+        working = phase.working + recomputed
+        shard = block.experts.shard if phase.reduces_experts else phase.reduced / rank.shards
         reduced = phase.reduced + shard  # what is sent, and what comes back
         temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
         temporary += at_once * reduced
@@ -840,13 +923,14 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
 
     They are copied to be sent, and what comes back is memory of its own. The weights are no longer gathered.
     """
-    first_norm = rank.activations.phases[-1].working + blocks.recomputed
+    block = rank.usual
+    first_norm = block.activations.phases[-1].working + blocks.recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
     # Sums of the head are gone by then. `gradients` stays what is held all step long, which `search.bounds` reads.
-    reduced = rank.unit.whole * (1 + in_shards) - head * (1 - in_shards)
+    reduced = block.unit.whole * (1 + in_shards) - head * (1 - in_shards)
     sent = rank.software.gradients * max(0.0, reduced)
-    gathered = -rank.per_step * (rank.unit.whole + head)
+    gathered = -rank.per_step * (block.unit.whole + head)
     activations = min(0.0, first_norm) - memory.ends
     temporary = max(0.0, first_norm) + sent
     return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
@@ -861,9 +945,10 @@ def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: f
     gradients = 0.0
     if rank.reduces_in_only_backward:
         head = rank.head * stage.last
-        gathered -= rank.per_step * (stage.blocks * rank.block + head)
+        of_blocks = rank.parameters(stage, 0, stage.blocks)
+        gathered -= rank.per_step * (of_blocks.whole + head)
         gradients = rank.software.gradients * (rank.sharded - rank.table / rank.shards)
-    temporary = rank.reduced_at_once * rank.unit.whole + rank.hidden_states
+    temporary = rank.reduced_at_once * rank.block(stage, 0).unit.whole + rank.hidden_states
     if not rank.is_frozen:
         temporary += of_weight * rank.table
     return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)

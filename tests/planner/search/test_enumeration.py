@@ -15,12 +15,15 @@ import pytest
 from torchllm.config import SCHEDULES, Config, Lora, Model, Optimizer, Training
 from torchllm.config.checks import problems
 from torchllm.planner.predict import Prediction, predict
-from torchllm.planner.search.layouts import MODES, Job, Layout, divisors
+from torchllm.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors
 from torchllm.planner.search.search import MEMORY, Found, Search
 from torchllm.spec.cluster import Hardware, read_cluster
 from torchllm.spec.flops import WITHOUT_LORA
 
 SAMPLE = 25
+FOUND_FAULTS = (140, 190, 239, 286)
+"""seeds beyond the sample of jobs that found faults: in memory of dense blocks beside sparse ones, in the choice of the
+moment at which most is reserved, and in this enumeration"""
 OPEN = {
     "tp": [1, 2],
     "cp": [1, 2],
@@ -136,21 +139,24 @@ def enumerate_layouts(job: Job) -> dict[Layout, Prediction]:
     return predictions
 
 
-def with_fewer_cp_ranks(layout: Layout) -> Iterator[Layout]:
-    """Yield the layouts whose ranks compute as many tokens, of fewer sequences that are cut into fewer parts."""
+def with_fewer_cp_ranks(layout: Layout, method_without_cp: ContextMethod) -> Iterator[Layout]:
+    """Yield the layouts whose ranks compute as many tokens, of fewer sequences that are cut into fewer parts.
+
+    method_without_cp: what `cp_method` is where nothing is cut.
+    """
     for parts in divisors(layout.cp)[1:]:
         if layout.micro_batch_size % parts == 0:
             yield layout._replace(
                 cp=layout.cp // parts,
                 micro_batch_size=layout.micro_batch_size // parts,
                 dp_shard=layout.dp_shard * parts,
-                cp_method=layout.cp_method if layout.cp > parts else "ring",
+                cp_method=layout.cp_method if layout.cp > parts else method_without_cp,
             )
 
 
-def is_cut_in_vain(layout: Layout, predictions: dict[Layout, Prediction]) -> bool:
+def is_cut_in_vain(layout: Layout, predictions: dict[Layout, Prediction], method_without_cp: ContextMethod) -> bool:
     """Return whether fewer cp ranks do the same. They must not take longer, nor need more memory."""
-    for twin in with_fewer_cp_ranks(layout):
+    for twin in with_fewer_cp_ranks(layout, method_without_cp):
         if twin in predictions:
             assert predictions[twin].step <= predictions[layout].step * (1 + 1e-9)
             assert predictions[twin].memory.total <= predictions[layout].memory.total * (1 + 1e-9)
@@ -158,7 +164,9 @@ def is_cut_in_vain(layout: Layout, predictions: dict[Layout, Prediction]) -> boo
     return False
 
 
-def without_twins(predictions: dict[Layout, Prediction], count: int) -> list[Prediction]:
+def without_twins(
+    predictions: dict[Layout, Prediction], count: int, method_without_cp: ContextMethod
+) -> list[Prediction]:
     """Return the fastest that fit.
 
     Those that differ from a faster one in schedule and split of the data ranks only, and need no less memory, are
@@ -172,7 +180,7 @@ def without_twins(predictions: dict[Layout, Prediction], count: int) -> list[Pre
         memory = prediction.memory.total
         twin = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
         twin = twin._replace(schedule="1F1B", virtual_stages=0)
-        if is_cut_in_vain(layout, predictions):
+        if is_cut_in_vain(layout, predictions, method_without_cp):
             continue
         if prediction.fits and memory < least_memory.get(twin, math.inf):
             least_memory[twin] = memory
@@ -190,7 +198,7 @@ def check_job(seed: int) -> None:
     job = random_job(seed)
     outcome = Search(job).run()
     predictions = enumerate_layouts(job)
-    expected = without_twins(predictions, 10)
+    expected = without_twins(predictions, 10, job.fixed.get("cp_method", "ring"))
     assert outcome.layouts == len(predictions)
     steps = [ranked.prediction.step for ranked in outcome.best]
     expected_steps = [prediction.step for prediction in expected]
@@ -221,7 +229,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("further_seed", range(SAMPLE, jobs))
 
 
-@pytest.mark.parametrize("seed", range(SAMPLE))
+@pytest.mark.parametrize("seed", [*range(SAMPLE), *FOUND_FAULTS])
 def test_search_finds_what_enumeration_finds(seed: int) -> None:
     check_job(seed)
 

@@ -351,7 +351,7 @@ class Bounds:
             arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
             of_blocks = activations_of_blocks(case.model, *arguments)
             for size in missing:
-                kept = activations_of_stage(case.model, case.recompute, case.software, size, *of_blocks)
+                kept = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
                 bytes_of_size[size] = kept.held
         return bytes_of_size
 
