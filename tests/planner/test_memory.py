@@ -21,7 +21,7 @@ from torchllm.dry_run.run import examine
 from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import Memory, StageSize, counted, rank_memory, sizes_of_split, stage_parameters
+from torchllm.planner.memory import Memory, Peak, StageSize, counted, rank_memory, sizes_of_split, stage_parameters
 from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
 from torchllm.spec.flops import parameter_count
 from torchllm.spec.software import AttentionKernel, Software
@@ -520,6 +520,16 @@ def test_every_purpose_is_counted_once_and_none_is_negative(chosen: Layout, stac
     assert purposes.total == pytest.approx(total)
     standing = purposes.weights + purposes.gradients + purposes.optimizer
     assert purposes.live == pytest.approx(standing + purposes.under_way)
+
+
+def test_what_tensors_hold_and_what_is_reserved_may_peak_at_different_moments() -> None:
+    """The allocator's share is of what comes and goes: one moment has more gradients, the other more activations."""
+    software = STACKS["torchllm"]
+    share = software.constants.allocator - 1
+    first, second = Memory(gradients=110.0), Memory(activations=100.0)
+    peak = Peak.of([first, second], software)
+    assert peak == Peak(first, pytest.approx(100 * (1 + share)))
+    assert Peak.of([first], software).with_peak(Peak.of([second], software)) == peak
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import LogitBytes, Rank, ShardedParameters, StageSize, stage_memory
+from torchllm.planner.memory import Block, LogitBytes, Rank, ShardedParameters, StageSize, stage_memory
 from torchllm.runtime.torch_compat import FakeTensorMode
 
 TOLERANCE = 0.03
@@ -85,8 +85,8 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
     """Return the same by the planner's formulas."""
     parallel, training = Parallel(dp_shard=1), Training(sequence_length=LENGTH)
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
-    block = block_activations(model, piece, kernels_of(model), TORCHLLM)
     nothing = ShardedParameters(0.0, 0.0)
+    block = Block(block_activations(model, piece, kernels_of(model), TORCHLLM), unit=nothing, experts=nothing)
     rank = Rank(
         model,
         training,
@@ -94,16 +94,12 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
         Recompute(),
         TORCHLLM,
         piece,
-        activations=block,
-        dense_activations=block,
+        usual=block,
+        dense=block,
         zero=0,
         micro_batches=1,
         logit_bytes=LogitBytes.of(kernels_of(model), TORCHLLM),
         sharded=0.0,
-        block=0.0,
-        unit=nothing,
-        experts_unit=nothing,
-        dense_unit=nothing,
         table=0.0,
     )
     memory = stage_memory(rank, stage, ())

@@ -75,6 +75,27 @@ def reserved(memory: Memory, software: Software) -> float:
     return memory.total + (software.constants.allocator - 1) * memory.under_way
 
 
+class Peak(NamedTuple):
+    """The worst of several moments. What tensors hold and what is reserved may be largest at two different ones."""
+
+    live: Memory
+    """the moment at which tensors hold most"""
+    reserved: float
+    """bytes that the allocator has reserved at most"""
+
+    @classmethod
+    def of(cls, moments: Sequence[Memory], software: Software) -> "Peak":
+        """Return the peak of these moments."""
+        live = max(moments, key=lambda moment: moment.total)
+        most_reserved = max([reserved(moment, software) for moment in moments])
+        return cls(live, most_reserved)
+
+    def with_peak(self, other: "Peak") -> "Peak":
+        """Return the peak of the moments of both."""
+        live = max(self.live, other.live, key=lambda moment: moment.total)
+        return Peak(live, max(self.reserved, other.reserved))
+
+
 def counted(memory: Memory, software: Software) -> float:
     """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL.
 
@@ -351,10 +372,6 @@ class Rank(NamedTuple):
         cut = self.piece.tp if self.parallel.sequence_parallel or self.parallel.scatter_gather else 1
         return 2.0 * self.piece.tokens * self.model.hidden / cut
 
-    def largest(self, moments: Iterable[Memory]) -> Memory:
-        """Return the moment for which the allocator reserves most."""
-        return max(moments, key=lambda moment: reserved(moment, self.software))
-
     def logits_per_token(self) -> float:
         """Return the logits of a token on this rank."""
         is_cut = self.software.vocab_parallel and not self.software.whole_logits
@@ -382,13 +399,12 @@ def rank_memory(
     vocab_parallel = software.vocab_parallel
     zero = parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1)
     sizes = list(dict.fromkeys(stages))
-    size_of = tuple(map(sizes.index, stages))
-    parameters = []
+    parameters = {}
     for size in sizes:
         whole = gathered_parameters(model, size, piece, vocab_parallel)
         shard = stage_parameters(model, size, parallel.tp, vocab_parallel) / shards
-        parameters.append(ShardedParameters(whole, shard))
-    of_stages = [parameters[size] for size in size_of]
+        parameters[size] = ShardedParameters(whole, shard)
+    of_stages = [parameters[size] for size in stages]
     all_stages = sum_of_parameters(of_stages)
     activations = activations_of_blocks(model, piece, parallel, kernels, software, lora)
     usual, dense = blocks_of_rank(model, piece, activations, shards)
@@ -414,31 +430,56 @@ def rank_memory(
         blocks = sum(stage.blocks for stage in stages)
         standing = standing.plus(updates_memory(rank, lora, blocks))
     kinds = {moment.kind for moment in moments}
-    stage_memories = [stage_memory(rank, size, kinds) for size in sizes]
-    costs = []
-    for size, stage, of_size in zip(sizes, stage_memories, parameters, strict=True):
-        costs.append(StageMemoryCosts.of(rank, size, stage, of_size))
-    reserved_costs = [cost.reserved(software) for cost in costs]
-    peak = Memory()
-    highest = -math.inf
-    for moment in totals(moments, size_of):
-        extra = stage_memories[moment.size].extra[moment.kind]
-        bytes = reserved(extra, software) + sum_of_stages(moment, reserved_costs)
-        if bytes > highest:
-            highest = bytes
-            peak = extra.plus(memory_of_stages(moment, costs))
+    memory_of_size = {size: stage_memory(rank, size, kinds) for size in sizes}
+    costs = {size: StageMemoryCosts.of(rank, size, memory_of_size[size], parameters[size]) for size in sizes}
+    peak = peak_of_actions(stages, memory_of_size, costs, moments, software)
     if software.fsdp and parallel.pp > 1:
-        later = sum_of_parameters(of_stages[1:])
-        reduction = pipeline_reduction(rank, stages[0], of_stages[0].whole, later)
-        first = first_forward(rank, stages, of_stages, stage_memories[size_of[-1]])
-        peak = rank.largest([peak, reduction, first])
-    peak = standing.plus(peak)
+        peak = peak.with_peak(peak_of_pipeline(rank, stages, of_stages, memory_of_size[stages[-1]]))
     if software.fsdp:
         ends = sum(stage.first + stage.last for stage in stages)
         neighbours = 2 * len(stages) - ends
-        peak = peak._replace(buffers=micro_batches * rank.boundary * neighbours)
-    cached = reserved(peak, software) - peak.total
-    return peak._replace(allocator=cached, reserve=software.reserve)
+        standing = standing._replace(buffers=micro_batches * rank.boundary * neighbours)
+    memory = standing.plus(peak.live)
+    cached = reserved(standing, software) + peak.reserved - memory.total
+    return memory._replace(allocator=cached, reserve=software.reserve)
+
+
+def peak_of_actions(
+    stages: Sequence[StageSize],
+    memory_of_size: "dict[StageSize, Stage]",
+    costs_of_size: "dict[StageSize, StageMemoryCosts]",
+    moments: Sequence[Moment],
+    software: Software,
+) -> Peak:
+    """Return the peak of what a rank with these stages holds for a while, of all its actions."""
+    sizes = list(memory_of_size)
+    memories = list(memory_of_size.values())
+    costs = list(costs_of_size.values())
+    reserved_costs = [cost.reserved(software) for cost in costs]
+    live = Memory()
+    most_live = most_reserved = -math.inf
+    size_of = tuple(map(sizes.index, stages))
+    for moment in totals(moments, size_of):
+        extra = memories[moment.size].extra[moment.kind]
+        most_reserved = max(most_reserved, extra.reserved + sum_of_stages(moment, reserved_costs))
+        bytes = extra.live.total + sum_of_stages(moment, costs)
+        if bytes > most_live:
+            most_live = bytes
+            live = extra.live.plus(memory_of_stages(moment, costs))
+    return Peak(live, most_reserved)
+
+
+def peak_of_pipeline(
+    rank: Rank, stages: Sequence[StageSize], parameters: Sequence[ShardedParameters], last: "Stage"
+) -> Peak:
+    """Return the peak of what FSDP holds for a while before and after a pipeline's actions.
+
+    parameters: of each stage. last: what the last stage of the rank adds.
+    """
+    later = sum_of_parameters(parameters[1:])
+    moments = list(pipeline_reductions(rank, stages[0], parameters[0].whole, later))
+    moments.append(first_forward(rank, stages, parameters, last))
+    return Peak.of(moments, rank.software)
 
 
 def blocks_of_rank(model: Model, piece: Piece, activations: "ActivationsOfBlocks", shards: int) -> tuple[Block, Block]:
@@ -559,8 +600,8 @@ def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
         yield Units(table, 1, has_one_matrix=True)
 
 
-def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: ShardedParameters) -> Memory:
-    """Return the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
+def pipeline_reductions(rank: Rank, stage: StageSize, parameters: float, later: ShardedParameters) -> Iterator[Memory]:
+    """Yield the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
 
     A unit's weights are freed, and its gradients are copied to be sent. Then the whole gradients are freed but the last
     one, to which FSDP to torch 2.14 still refers while it takes memory for what comes back. Where no other rank shares
@@ -569,22 +610,19 @@ def pipeline_reduction(rank: Rank, stage: StageSize, parameters: float, later: S
     parameters: of that stage. later: of the rank's other stages, whose gradients are reduced by then.
     """
     bytes_per_gradient = rank.software.gradients
-    peak = Memory()
     held = parameters + later.shard
     freed = later.whole
     for (whole, shard), number, has_one_matrix in units_of_stage(rank, stage):
         if not number:
             continue
         has_more = has_one_matrix or shard == whole
-        moment = Memory(
+        yield Memory(
             gradients=bytes_per_gradient * (held + shard * has_more),
             gathered=-rank.per_step * (freed + whole),
             temporary=bytes_per_gradient * whole,
         )
-        peak = rank.largest([peak, moment])
         held -= number * (whole - shard)
         freed += number * whole
-    return peak
 
 
 def first_forward(
@@ -667,8 +705,8 @@ class Stage(NamedTuple):
     """part of `ends`: the gradient of the head's weight, computed in the forward pass with training.loss_chunk"""
     logits: float
     deferred: float
-    extra: dict[Kind, Memory]
-    """memory at the worst moment of each kind of action"""
+    extra: dict[Kind, Peak]
+    """peak of each kind of action"""
 
 
 class ActivationsOfBlocks(NamedTuple):
@@ -758,7 +796,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
             moments = _weight_gradients(rank, stage)
         else:
             moments = _backward(rank, stage, memory, blocks, kind)
-        memory.extra[kind] = rank.largest(moments)
+        memory.extra[kind] = Peak.of(list(moments), software)
     return memory
 
 
