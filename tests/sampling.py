@@ -6,11 +6,13 @@ Of cases that stand each for itself, it runs a part: each commit another one.
 import itertools
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.tiny_run import ROOT
+
+Case = TypeVar("Case")
 
 
 def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
@@ -54,11 +56,16 @@ def current_commit() -> str:
         return ""
 
 
+def part_of(cases: Sequence[Case], parts: int) -> Sequence[Case]:
+    """Return every `parts`-th case, others at each commit."""
+    return cases[part_of_commit(current_commit(), parts) :: parts]
+
+
 def one_part(cases: Sequence[Any], parts: int) -> list[Any]:
     """Return the parameters of a test of which `pytest` runs every `parts`-th case, another part at each commit."""
-    part = part_of_commit(current_commit(), parts)
+    part = part_of(range(len(cases)), parts)
     parameters = []
     for index, case in enumerate(cases):
-        marks = [] if index % parts == part else [pytest.mark.every_run]
+        marks = [] if index in part else [pytest.mark.every_run]
         parameters.append(pytest.param(case, marks=marks))
     return parameters

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.sampling import combinations, one_part, part_of_commit, sampled
+from tests.sampling import combinations, one_part, part_of, part_of_commit, sampled
 
 
 def is_in_sample(case: Any) -> bool:
@@ -34,6 +34,10 @@ def test_a_sample_names_cases_that_exist() -> None:
 def test_commits_share_the_parts() -> None:
     assert {part_of_commit(f"{number:040x}", 16) for number in range(100, 120)} == set(range(16))
     assert part_of_commit("", 16) == 0
+
+
+def test_a_part_is_every_second_case() -> None:
+    assert list(part_of("abcde", 2)) in (["a", "c", "e"], ["b", "d"])
 
 
 def test_a_part_is_every_third_case_and_the_others_run_by_command() -> None:
