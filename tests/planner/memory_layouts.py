@@ -21,8 +21,10 @@ from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.frozen_weights import with_frozen_weights
-from torchllm.planner.memory import Memory, rank_memory, sizes_of_split
+from torchllm.planner.memory import rank_memory
 from torchllm.planner.moments import of_rank
+from torchllm.planner.parameters import sizes_of_split
+from torchllm.planner.peak import Memory
 from torchllm.spec.cluster import read_cluster
 from torchllm.spec.software import Software
 from torchllm.spec.stages import balanced_split, stage_of_rank

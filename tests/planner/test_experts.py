@@ -26,7 +26,7 @@ from torchllm.planner.experts import (
     routed_rows,
     without_experts,
 )
-from torchllm.planner.memory import gathered_parameters, sizes_of_split, stage_parameters
+from torchllm.planner.parameters import gathered_parameters, sizes_of_split, stage_parameters
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.stage import expert_parallel
 from torchllm.spec.cluster import Hardware

@@ -18,12 +18,12 @@ from tests.sampling import part_of, sampled
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
-from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import Memory, Peak, StageSize, counted, rank_memory, sizes_of_split, stage_parameters
-from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
-from torchllm.spec.flops import parameter_count
+from torchllm.planner.memory import rank_memory
+from torchllm.planner.moments import of_rank
+from torchllm.planner.parameters import sizes_of_split
+from torchllm.planner.peak import Memory, counted
 from torchllm.spec.software import AttentionKernel, Software
 from torchllm.spec.stages import balanced_split, stage_of_rank
 
@@ -347,88 +347,6 @@ def test_a_compiled_loss_holds_no_logits_in_float32() -> None:
     assert compiled.live / 2**30 == pytest.approx(12.22, rel=0.01)
 
 
-@pytest.mark.parametrize(("tp", "spread", "expected"), [(1, 1, 34.0), (8, 1, 10 + 24 / 8), (8, 8, 34 / 8)])
-def test_a_block_keeps_what_korthikanti_et_al_count(tp: int, spread: int, expected: float) -> None:
-    """Bytes over s b h, of a GPT block with dropout, and 5 a s / h more with scores (arXiv 2205.05198, table 2)."""
-    model = c.Model(family="gpt", hidden=6144, heads=64, ffn=4 * 6144)
-    piece = Piece(4, 4 * 2048, 2048, tp, spread)
-    software = STACKS["megatron-2022"]
-    flash = block_activations(model, piece, Kernels("flash2"), software)
-    scores = block_activations(model, piece, Kernels("fused_softmax"), software)
-    flash_per_token = flash.whole / piece.tokens
-    scores_per_token = scores.whole / piece.tokens
-    of_flash = 4 * 64 / tp  # a float32 a head
-    assert flash_per_token - of_flash == pytest.approx(expected * 6144)
-    of_scores = scores_per_token - flash_per_token + of_flash
-    assert of_scores == pytest.approx(5 * 64 * 2048 / tp)
-
-
-@pytest.mark.parametrize("name", ["llama3_8b", "gpt_1.7b", "llama_1b"])
-def test_a_whole_model_has_its_parameters(name: str) -> None:
-    """Stages and tp ranks together hold what `metrics.flops` counts; a tied embedding is on both ends of a pipeline."""
-    model = layout(name).model
-    whole = StageSize(model.layers, first=True, last=True)
-    parameters = stage_parameters(model, whole, 1, True)
-    assert parameters == parameter_count(model)
-    first = StageSize(1, first=True, last=False)
-    last = StageSize(model.layers - 1, first=False, last=True)
-    of_stages = stage_parameters(model, first, 1, True) + stage_parameters(model, last, 1, True)
-    table = model.vocab * model.hidden
-    assert of_stages == parameters + model.tied_embeddings * table
-
-
-def test_moments_of_a_pipeline() -> None:
-    """By hand, two ranks and four micro batches."""
-    forward = Moment(0, "F", (2,), (0,), (WHOLE,))
-    backward = Moment(0, "B", (2,), (0,), (WHOLE,))
-    assert set(of_rank("1F1B", 2, 1, 4, 0)) == {forward, backward}
-    everything = of_rank("GPipe", 2, 1, 4, 1)
-    assert Moment(0, "B", (4,), (0,), (NONE,)) in everything
-    assert Moment(0, "B", (3,), (0,), (WHOLE,)) in everything
-
-
-def test_moments_of_several_stages_per_rank() -> None:
-    """By hand, two ranks, two stages each, and four micro batches."""
-    breadth_first = of_rank("LoopedBFS", 2, 2, 4, 0)
-    last = [moment for moment in breadth_first if moment.stage == 0 and moment.kind == "B"]
-    assert (False, False) in {moment.waiting for moment in last}
-    assert (WHOLE, REDUCED) in {moment.graded for moment in last}  # the later stage's gradients are reduced by then
-    interleaved = of_rank("Interleaved1F1B", 2, 2, 4, 0)
-    assert (False, True) in {moment.waiting for moment in interleaved}
-
-
-def test_stages_are_gathered_ahead_of_their_first_forward() -> None:
-    """By hand: rank 0 of ZBV takes three micro batches through its first stage before its second has begun."""
-    ahead = [moment for moment in of_rank("ZBVZeroBubble", 2, 2, 8, 0) if any(moment.ahead)]
-    assert {(moment.stage, moment.kind, moment.ahead) for moment in ahead} == {(0, "F", (False, True))}
-    assert max(moment.flying for moment in ahead) == (3, 0)
-    four_stages = of_rank("Interleaved1F1B", 2, 4, 8, 0)
-    assert (False, True, True, False) in {moment.ahead for moment in four_stages}  # torch gathers three at once
-
-
-def test_moments_where_most_gradients_are_put_off() -> None:
-    """By hand: at the end of a step ZBV puts off those of two micro batches, where few are in flight."""
-    zero_bubble = of_rank("ZBVZeroBubble", 2, 2, 8, 1)
-    assert max(sum(moment.deferred) for moment in zero_bubble if moment.kind == "I") == 2
-
-
-def test_every_k_counts_the_blocks_of_the_whole_model() -> None:
-    """Of stages of 3, 2 and 2 blocks those numbered 0, 2 | 4 | 6 are recomputed: the first, the second, the second."""
-    model = layout("llama_13b", 7).model
-    sizes = sizes_of_split(model, (3, 2, 2), c.Recompute(mode="every_k", k=2))
-    assert [size.first_recomputed for size in sizes] == [0, 1, 1]
-    assert [size.first_recomputed for size in sizes_of_split(model, (3, 2, 2), c.Recompute())] == [0, 0, 0]
-
-
-def test_stages_of_one_size_are_taken_together() -> None:
-    """Three stages, the last two of one size: by hand. Which of the two computes, or holds more, is the same."""
-    first = Moment(0, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, True, False), (False, False, True))
-    second = Moment(1, "F", (3, 2, 1), (0, 1, 0), (WHOLE, REDUCED, NONE), (False, False, True), (False, False, True))
-    third = Moment(2, "F", (3, 1, 2), (0, 0, 1), (WHOLE, NONE, REDUCED), (False, True, False), (False, True, False))
-    size_0 = Total(0, "F", (3, 3), (0, 1), whole=(1, 0), reduced=(0, 1), waiting=(0, 1), ahead=(0, 1))
-    assert totals((first, second, third), (0, 1, 1)) == [size_0, size_0._replace(size=1)]
-
-
 @st.composite
 def models(draw: st.DrawFn) -> c.Model:
     """A model of usual proportions."""
@@ -520,16 +438,6 @@ def test_every_purpose_is_counted_once_and_none_is_negative(chosen: Layout, stac
     assert purposes.total == pytest.approx(total)
     standing = purposes.weights + purposes.gradients + purposes.optimizer
     assert purposes.live == pytest.approx(standing + purposes.under_way)
-
-
-def test_what_tensors_hold_and_what_is_reserved_may_peak_at_different_moments() -> None:
-    """The allocator's share is of what comes and goes: one moment has more gradients, the other more activations."""
-    software = STACKS["torchllm"]
-    share = software.constants.allocator - 1
-    first, second = Memory(gradients=110.0), Memory(activations=100.0)
-    peak = Peak.of([first, second], software)
-    assert peak == Peak(first, pytest.approx(100 * (1 + share)))
-    assert Peak.of([first], software).with_peak(Peak.of([second], software)) == peak
 
 
 @settings(max_examples=60, deadline=None)

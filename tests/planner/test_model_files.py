@@ -22,7 +22,9 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.planner.activations import block_activations
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import Block, LogitBytes, Rank, ShardedParameters, StageSize, stage_memory
+from torchllm.planner.parameters import ShardedParameters, StageSize
+from torchllm.planner.rank import BlockMemory, LogitBytes, Rank
+from torchllm.planner.stage_memory import stage_memory
 from torchllm.runtime.torch_compat import FakeTensorMode
 
 TOLERANCE = 0.03
@@ -86,7 +88,7 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
     parallel, training = Parallel(dp_shard=1), Training(sequence_length=LENGTH)
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
     nothing = ShardedParameters(0.0, 0.0)
-    block = Block(block_activations(model, piece, kernels_of(model), TORCHLLM), unit=nothing, experts=nothing)
+    block = BlockMemory(block_activations(model, piece, kernels_of(model), TORCHLLM), unit=nothing, experts=nothing)
     rank = Rank(
         model,
         training,
@@ -99,7 +101,8 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
         zero=0,
         micro_batches=1,
         logit_bytes=LogitBytes.of(kernels_of(model), TORCHLLM),
-        sharded=0.0,
+        stages=(stage,),
+        of_size={stage: nothing},
         table=0.0,
     )
     memory = stage_memory(rank, stage, ())

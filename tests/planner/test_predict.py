@@ -14,7 +14,7 @@ from torchllm.config.schema import RecomputeMode
 from torchllm.planner.case import CP, SHARD, TP, Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import StageSize
+from torchllm.planner.parameters import StageSize
 from torchllm.planner.predict import hardware_flops, pipeline_seconds, predict
 from torchllm.planner.search.plot import TERMS
 from torchllm.planner.simulate import simulate

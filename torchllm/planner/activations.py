@@ -7,15 +7,14 @@ them they are what autograd keeps, which `tests/planner/test_memory.py` compares
 Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model, Recompute
+from torchllm.config import Lora, Model
 from torchllm.planner.compute import Kernels, Piece, dense_width
 from torchllm.planner.experts import RoutedActivations, expert_parameters, routed_activations
-from torchllm.spec.flops import WITHOUT_LORA, matrices, recompute_interval
+from torchllm.spec.flops import WITHOUT_LORA, matrices
 from torchllm.spec.software import Software
 
 
@@ -424,53 +423,3 @@ def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> fl
         return 4.0 * heads
     per_score = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
     return (per_score + 3.0 * software.dropout) * heads * piece.keys
-
-
-class StageActivations(NamedTuple):
-    """What the blocks of a stage keep of one micro batch."""
-
-    held: float
-    """bytes that are kept until the backward"""
-    recomputed: float
-    """bytes that the backward recomputes, for one block (or segment) at a time"""
-
-
-def stage_activations(
-    model: Model,
-    blocks: int,
-    recompute: Recompute,
-    block: BlockActivations,
-    software: Software,
-    first_recomputed: int = 0,
-) -> StageActivations:
-    """Return what `blocks` blocks keep. first_recomputed: of mode every_k, which of them is the first recomputed."""
-    if not blocks:
-        return StageActivations(0.0, 0.0)
-    interval = recompute_interval(recompute, model.layers)
-    match recompute.mode:
-        case "full":
-            return StageActivations(blocks * block.entry, block.whole)
-        case "segment":
-            size = min(blocks, interval)
-            return StageActivations(math.ceil(blocks / size) * block.entry, size * block.whole)
-        case "every_k":  # blocks behind the last recomputed one are freed before anything is recomputed
-            recomputed_blocks = range(first_recomputed, blocks, interval)
-            ends_with_recomputed = blocks - 1 in recomputed_blocks
-            held = len(recomputed_blocks) * block.entry + (blocks - len(recomputed_blocks)) * block.whole
-            return StageActivations(held, block.whole * ends_with_recomputed)
-        case "ffn":
-            return StageActivations(blocks * (block.whole - block.ffn), block.ffn)
-        case "selective" if software.recomputes_attention_only:
-            return StageActivations(blocks * (block.whole - block.core), block.core)
-        case "selective":
-            return _selective(blocks, block.whole, block.products, block.shared, software)
-        case "selective_half":
-            return _selective(blocks, block.whole, block.half, block.half_shared, software)
-    return StageActivations(blocks * block.whole, 0.0)
-
-
-def _selective(blocks: int, whole: float, saved: float, shared: float, software: Software) -> StageActivations:
-    """Return what blocks keep that save some results. shared: part of `saved` that is kept without recomputation."""
-    if not software.saves_collectives:
-        saved = min(saved, whole)
-    return StageActivations(blocks * saved, max(0.0, whole - shared))

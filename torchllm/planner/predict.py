@@ -14,9 +14,11 @@ from torchllm.planner import comms
 from torchllm.planner.case import CP, REPLICATE, SHARD, Case
 from torchllm.planner.compute import memory_seconds
 from torchllm.planner.experts import expert_parameters, expert_shards
-from torchllm.planner.memory import Memory, StageSize, rank_memory, sizes_of_split, stage_parameters
+from torchllm.planner.memory import rank_memory
 from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
+from torchllm.planner.parameters import StageSize, sizes_of_split, stage_parameters
+from torchllm.planner.peak import Memory
 from torchllm.planner.simulate import StageTimes, first_rounds, played, round_size, simulate_played
 from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost, waits_for_sends
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval

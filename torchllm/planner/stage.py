@@ -27,7 +27,7 @@ from torchllm.planner.experts import (
     shared_seconds,
 )
 from torchllm.planner.frozen_weights import update_seconds
-from torchllm.planner.memory import StageSize, stage_parameters
+from torchllm.planner.parameters import StageSize, stage_parameters
 from torchllm.planner.simulate import StageTimes
 from torchllm.spec.schedules import PUBLISHED
 

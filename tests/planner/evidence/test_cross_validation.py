@@ -10,7 +10,7 @@ from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.cross_validation import cross_validate, leave_out, left_out_residuals, step_errors
 from torchllm.planner.evidence.fit import fold_of
 from torchllm.planner.evidence.measurements import MeasuredRow
-from torchllm.planner.memory import counted
+from torchllm.planner.peak import counted
 from torchllm.planner.predict import predict
 
 

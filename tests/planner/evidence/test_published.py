@@ -12,7 +12,7 @@ import pytest
 from tests.planner.evidence.tables import case_of
 from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.planner.memory import counted
+from torchllm.planner.peak import counted
 from torchllm.planner.predict import predict
 
 A100: dict[str, Any] = {"gpu": "A100-80GB", "cluster": "dgx_a100", "status": "ok", "precision": "bf16"}

@@ -10,7 +10,7 @@ from tests.planner.evidence.tables import case_of, read_table, write_cells
 from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import predict_file, regret, score_files, score_rows, spearman
-from torchllm.planner.memory import counted
+from torchllm.planner.peak import counted
 from torchllm.planner.predict import predict
 
 ROW = {

@@ -13,7 +13,8 @@ from recipes.plan import read_model
 from torchllm.config import SCHEDULES, Cluster, Config, Model, Optimizer, Parallel, Recompute, Training
 from torchllm.config.checks import problems
 from torchllm.planner.case import Case
-from torchllm.planner.memory import Memory, StageSize
+from torchllm.planner.parameters import StageSize
+from torchllm.planner.peak import Memory
 from torchllm.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
 from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import MODES, DegreeMesh, Job, Layout, divisors

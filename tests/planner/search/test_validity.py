@@ -11,7 +11,7 @@ from torchllm.planner.case import Case
 from torchllm.planner.evidence import residuals
 from torchllm.planner.evidence.residuals import ANY, LEVELS, NATIVE, RowClass, Spread, own_class
 from torchllm.planner.evidence.step_errors import EVERY_STEP, RARELY_MEASURED, ErrorModel
-from torchllm.planner.memory import Memory
+from torchllm.planner.peak import Memory
 from torchllm.planner.predict import predict
 from torchllm.planner.search import validity
 from torchllm.planner.search.validity import (

@@ -28,7 +28,7 @@ from torchllm.planner.evidence.fit import (
 )
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.evidence.step_errors import KNOWLEDGE, Knowledge, StepError, generation, shares_of
-from torchllm.planner.memory import counted
+from torchllm.planner.peak import counted
 from torchllm.planner.predict import predict
 from torchllm.spec.software import Constants
 

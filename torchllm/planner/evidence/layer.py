@@ -4,7 +4,7 @@ No torch.
 """
 
 from torchllm.planner.case import Case
-from torchllm.planner.memory import StageSize
+from torchllm.planner.parameters import StageSize
 from torchllm.planner.stage import stage_cost
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.planner.memory import counted
+from torchllm.planner.peak import counted
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.validity import Verdict, judge
 from torchllm.spec.software import UNITS, Constants

@@ -17,20 +17,14 @@ from torchllm.config import SCHEDULES
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.frozen_weights import uncut_elements
-from torchllm.planner.memory import (
-    StageSize,
-    activations_of_blocks,
-    activations_of_stage,
-    gathered_parameters,
-    sharded_states,
-    stage_parameters,
-    updates_states,
-)
+from torchllm.planner.memory import sharded_states, updates_states
 from torchllm.planner.moments import WHOLE, of_rank
+from torchllm.planner.parameters import StageSize, gathered_parameters, stage_parameters
 from torchllm.planner.predict import memory_of, stage_sizes, tail
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.simulate import StageTimes
 from torchllm.planner.stage import BlockCost, Computed, StageCost, boundary, computed, cost_of_block, stage_cost
+from torchllm.planner.stage_activations import activations_of_blocks, activations_of_stage
 from torchllm.spec.stages import stages_of_ranks
 
 Key = tuple[object, ...]

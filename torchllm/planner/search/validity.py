@@ -28,7 +28,7 @@ from torchllm.planner.evidence.step_errors import (
     read_error_models,
     shares_of,
 )
-from torchllm.planner.memory import Memory
+from torchllm.planner.peak import Memory
 from torchllm.planner.predict import Prediction
 from torchllm.spec.software import Constants
 
