@@ -1,6 +1,6 @@
 """Memory of every model of train_configs/models under layouts of every kind, against the dry run's trace.
 
-By default three layouts, drawn from those of all models; of every model all of them by
+By default two layouts, at each commit of another model; of every model all of them by
 
     pytest -m every_run tests/planner/test_memory_of_models.py -s
 
@@ -15,6 +15,7 @@ from statistics import mean
 import pytest
 
 from tests.planner.memory_layouts import NAMES, Choice, Compared, build_config, compare, covering, is_valid, pairs_of
+from tests.sampling import one_part
 
 MEAN, WORST = 0.03, 0.08
 """largest errors of a model's layouts"""
@@ -68,7 +69,7 @@ def test_all_layouts_of_a_model(name: str) -> None:
     assert max(errors(lora_in_pipelines), default=0.0) <= WORST_OF_LORA_IN_PIPELINES
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "gpt_39b"])
+@pytest.mark.parametrize("name", one_part(["llama3_8b", "mixtral_8x7b", "gpt_39b"], 3))
 def test_a_drawn_layout(name: str) -> None:
     draw = random.Random(SEED)
     choices = [choice for choice in covering(name) if not is_lora_in_pipeline(choice)]
@@ -82,7 +83,7 @@ LORA_IN_PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("choice", LORA_IN_PIPELINES, ids=["stages ahead", "two buffers"])
+@pytest.mark.parametrize("choice", one_part(LORA_IN_PIPELINES, 2), ids=["stages ahead", "two buffers"])
 def test_what_a_first_forward_gathers(choice: Choice) -> None:
     """Without the stages that are gathered ahead 34 % would be missing, without the buffers of two blocks 17 %."""
     assert max(errors([choice])) <= 0.03
