@@ -43,7 +43,8 @@ def rank_memory(
     if lora.is_on:
         standing = standing.plus(updates_memory(rank, lora))
     if software.fsdp:
-        standing = standing.plus(receiving_buffers(rank))
+        buffers = receiving_buffers(stages, rank.micro_batches, rank.boundary)
+        standing = standing._replace(buffers=buffers)
     kinds = {moment.kind for moment in moments}
     memory_of_size = {size: stage_memory(rank, size, kinds) for size in rank.of_size}
     peak = peak_of_actions(rank, memory_of_size, moments)
@@ -170,11 +171,11 @@ def standing_memory(rank: Rank) -> Memory:
     return Memory(weights, gradients, states, temporary=copies)
 
 
-def receiving_buffers(rank: Rank) -> Memory:
-    """Return the buffers of torch's schedules, one per micro batch for what each neighbour of a stage sends."""
-    ends = sum(stage.first + stage.last for stage in rank.stages)
-    neighbours = 2 * len(rank.stages) - ends
-    return Memory(buffers=rank.micro_batches * rank.boundary * neighbours)
+def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary: float) -> float:
+    """Return the bytes in which torch's schedules receive: per micro batch what each neighbour of a stage sends."""
+    ends = sum(stage.first + stage.last for stage in stages)
+    neighbours = 2 * len(stages) - ends
+    return micro_batches * boundary * neighbours
 
 
 def updates_memory(rank: Rank, lora: Lora) -> Memory:

@@ -191,13 +191,18 @@ class Rank(NamedTuple):
     @property
     def boundary(self) -> float:
         """Bytes of the hidden states that are sent to the next stage."""
-        cut = self.piece.tp if self.parallel.sequence_parallel or self.parallel.scatter_gather else 1
-        return 2.0 * self.piece.tokens * self.model.hidden / cut
+        return boundary_bytes(self.model, self.parallel, self.piece)
 
     def logits_per_token(self) -> float:
         """Return the logits of a token on this rank."""
         is_cut = self.software.vocab_parallel and not self.software.whole_logits
         return self.model.vocab / (self.piece.tp if is_cut else 1)
+
+
+def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
+    """Return the bytes of the hidden states that a rank sends to the next stage."""
+    cut = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
+    return 2.0 * piece.tokens * model.hidden / cut
 
 
 def describe_rank(

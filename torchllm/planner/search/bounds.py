@@ -17,16 +17,28 @@ from torchllm.config import SCHEDULES
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.frozen_weights import uncut_elements
-from torchllm.planner.memory import sharded_states, updates_states
-from torchllm.planner.moments import WHOLE, of_rank
+from torchllm.planner.memory import receiving_buffers, sharded_states, updates_states
+from torchllm.planner.moments import REDUCED, WHOLE, of_rank
 from torchllm.planner.parameters import StageSize, gathered_parameters, stage_parameters
 from torchllm.planner.predict import memory_of, stage_sizes, tail
+from torchllm.planner.rank import boundary_bytes
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.simulate import StageTimes
 from torchllm.planner.stage import BlockCost, Computed, StageCost, boundary, computed, cost_of_block, stage_cost
-from torchllm.planner.stage_activations import activations_of_blocks, activations_of_stage
+from torchllm.planner.stage_activations import (
+    ActivationsOfBlocks,
+    ActivationsOfStage,
+    activations_of_blocks,
+    activations_of_stage,
+)
+from torchllm.spec.flops import head_size
 from torchllm.spec.stages import stages_of_ranks
 
+ONE_BLOCK = (
+    StageSize(1, first=False, last=False, first_recomputed=1),
+    StageSize(1, first=False, last=False, dense=1, first_recomputed=1),
+)
+"""the least that a stage may have: of mode every_k, a block that is not recomputed"""
 Key = tuple[object, ...]
 """settings that decide a figure: layouts that agree in them share it"""
 
@@ -83,17 +95,40 @@ class StageSplit(NamedTuple):
     groups: list[RankGroup]
 
 
-class Forward(NamedTuple):
-    """What the first rank holds at the end of a forward."""
+class UnderWay(NamedTuple):
+    """What the first rank holds at the end of a forward, or as a backward begins."""
 
     flying: Counter[StageSize]
     """micro batches whose activations it holds, by their stage"""
     graded: Counter[StageSize]
     """stages that have whole gradients"""
+    backward: StageSize | None
+    """the stage whose backward begins"""
 
-    def is_within(self, larger: "Forward") -> bool:
-        """Return whether another forward holds as much of everything."""
-        return self.flying <= larger.flying and self.graded <= larger.graded
+    def is_within(self, larger: "UnderWay") -> bool:
+        """Return whether another one holds as much of everything."""
+        is_alike = self.backward == larger.backward
+        return is_alike and self.flying <= larger.flying and self.graded <= larger.graded
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a micro batch in the blocks of a stage."""
+
+    kept: float
+    """until the backward"""
+    backward: float
+    """more, or less, at the worst moment of the last block's backward at which its weights are still gathered"""
+
+    @classmethod
+    def of(cls, stage: StageSize, activations: ActivationsOfStage, of_blocks: ActivationsOfBlocks) -> "BlockBytes":
+        """Return those of a stage whose blocks keep `activations`."""
+        if not stage.blocks:
+            return cls(activations.held, 0.0)
+        last, recomputed = of_blocks.usual, activations.usual.recomputed
+        if stage.dense == stage.blocks:
+            last, recomputed = of_blocks.dense, activations.dense.recomputed
+        working = max([phase.working for phase in last.phases if not phase.freed])
+        return cls(activations.held, working + recomputed)
 
 
 class StageCosts(NamedTuple):
@@ -117,13 +152,14 @@ class Bounds:
         self._costs: dict[Key, StageCosts] = {}
         self._splits: dict[Key, StageSplit] = {}
         self._transfers: dict[Key, float] = {}
+        self._boundaries: dict[Key, float] = {}
         self._tails: dict[Key, float] = {}
         self._needed: dict[Layout, float] = {}
         self._standing: dict[Key, float] = {}
         self._shared_standing: dict[Key, float] = {}
-        self._forwards: dict[Key, list[Forward]] = {}
+        self._under_way: dict[Key, list[UnderWay]] = {}
         self._parameters: dict[Key, float] = {}
-        self._kept_bytes: dict[Key, dict[StageSize, float]] = {}
+        self._block_bytes: dict[Key, dict[StageSize, BlockBytes]] = {}
 
     def for_job(self, job: Job) -> "Bounds":
         """Return the bounds of a job with other `fixed` keys or another memory. They share all that is computed."""
@@ -227,40 +263,62 @@ class Bounds:
     def shared_memory(self, layout: Layout) -> float:
         """Return the bytes per rank if the ranks of a pipeline share all memory evenly.
 
-        In any schedule a first micro batch has come through all stages before a backward frees what it has kept.
+        In any schedule a first micro batch has come through all stages of a rank before its first backward, which frees
+        nothing before it has computed a block again.
         """
         shards = layout.dp_shard * layout.cp
         sums_gradients = self._sums_gradients(layout)
         key = layout.pp, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
         if key not in self._shared_standing:
             self._shared_standing[key] = self._standing_of(layout, [self._whole_model]) / layout.pp
-        kept_bytes = self.kept_bytes(layout, [self._whole_model])[self._whole_model]
-        in_flight = self.job.software.constants.allocator * kept_bytes / layout.pp
+        bytes_of_size = self.block_bytes(layout, [self._whole_model, *ONE_BLOCK])
+        backward = min([bytes_of_size[block].backward for block in ONE_BLOCK]) - self._freed_head(layout)
+        stage_per_rank = [StageSize(0, stage == 0, stage == layout.pp - 1) for stage in range(layout.pp)]
+        shared = bytes_of_size[self._whole_model].kept + self._buffers(layout, stage_per_rank)
+        comes_and_goes = shared / layout.pp + max(0.0, backward)
+        in_flight = self.job.software.constants.allocator * comes_and_goes
         return self.job.software.reserve + self._shared_standing[key] + in_flight
 
     def held(self, layout: Layout) -> float:
-        """Return the bytes that the first rank holds all step long, and at the end of the forward that adds most."""
+        """Return the bytes that the first rank holds all step long, and at the action that adds most."""
         return self.standing(layout) + self.in_flight(layout)
 
     def in_flight(self, layout: Layout) -> float:
-        """Return the bytes that the first rank holds at the end of a forward, and not all step long.
-
-        How weights are sharded has no say in them.
-        """
+        """Return the bytes that the first rank holds at an action that adds most, whatever the sharding of weights."""
         if layout not in self._in_flight:
             software = self.job.software
             allocator = software.constants.allocator
-            kept_bytes = self.kept_bytes(layout, self.stage_split(layout).first_rank)
+            stages = self.stage_split(layout).first_rank
+            bytes_of_size = self.block_bytes(layout, stages)
+            freed_head = self._freed_head(layout)
             largest = 0.0
-            for forward in self.forwards(layout):
-                bytes = 0.0
-                for size, count in forward.flying.items():
-                    bytes += allocator * count * kept_bytes[size]
-                for size, count in forward.graded.items():
-                    bytes += software.gradients * count * self.parameters(layout, size)
-                largest = max(largest, bytes)
-            self._in_flight[layout] = largest
+            for under_way in self.under_way(layout):
+                comes_and_goes = gradients = 0.0
+                for size, count in under_way.flying.items():
+                    comes_and_goes += count * bytes_of_size[size].kept
+                for size, count in under_way.graded.items():
+                    gradients += software.gradients * count * self.parameters(layout, size)
+                if under_way.backward:
+                    comes_and_goes += bytes_of_size[under_way.backward].backward - freed_head
+                largest = max(largest, allocator * comes_and_goes + gradients)
+            self._in_flight[layout] = largest + allocator * self._buffers(layout, stages)
         return self._in_flight[layout]
+
+    def _buffers(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes in which a rank with these stages receives."""
+        if layout.pp == 1:
+            return 0.0
+        key = layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel
+        if key not in self._boundaries:
+            case = self.job.case(layout)
+            self._boundaries[key] = boundary_bytes(case.model, case.parallel, case.piece)
+        return receiving_buffers(stages, self.micro_batches(layout), self._boundaries[key])
+
+    def _freed_head(self, layout: Layout) -> float:
+        """Return the bytes of the head's weights, which the only backward of a step frees before those of blocks."""
+        if layout.pp > 1 or self.micro_batches(layout) > 1:
+            return 0.0
+        return self.job.software.gathered * head_size(self.job.model) / layout.tp
 
     def needed(self, layout: Layout) -> float:
         """Return the bytes that the first or the last rank needs with more shards than in any layout.
@@ -333,32 +391,32 @@ class Bounds:
             self._parameters[key] = gathered_parameters(case.model, size, case.piece, case.software.vocab_parallel)
         return self._parameters[key]
 
-    def kept_bytes(self, layout: Layout, stages: Sequence[StageSize]) -> dict[StageSize, float]:
-        """Return the bytes of a micro batch that the blocks of these stages keep, and maybe of others."""
+    def block_bytes(self, layout: Layout, stages: Sequence[StageSize]) -> dict[StageSize, BlockBytes]:
+        """Return the bytes of a micro batch in the blocks of these stages, and maybe of others."""
         compiled = self.job.compile_of(layout).block
         tokens = layout.micro_batch_size, layout.cp, layout.cp_method, layout.sequence_parallel
         key = *tokens, layout.tp, layout.ep, compiled, layout.recompute
-        bytes_of_size = self._kept_bytes.setdefault(key, {})
+        bytes_of_size = self._block_bytes.setdefault(key, {})
         missing = [size for size in stages if size not in bytes_of_size]
         if missing:
             case = self.job.case(layout)
             arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
             of_blocks = activations_of_blocks(case.model, *arguments)
             for size in missing:
-                kept = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
-                bytes_of_size[size] = kept.held
+                activations = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
+                bytes_of_size[size] = BlockBytes.of(size, activations, of_blocks)
         return bytes_of_size
 
     def micro_batches(self, layout: Layout) -> int:
         """Return the micro batches of a step on one data rank."""
         return self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
 
-    def forwards(self, layout: Layout) -> list[Forward]:
-        """Return the forwards at whose end the first rank may hold most."""
+    def under_way(self, layout: Layout) -> list[UnderWay]:
+        """Return what the first rank holds at the actions at which it may hold most."""
         key = *_split_key(layout), self.micro_batches(layout)
-        if key not in self._forwards:
-            self._forwards[key] = _forwards_of(self.job.case(layout), self.stage_split(layout).first_rank)
-        return self._forwards[key]
+        if key not in self._under_way:
+            self._under_way[key] = _under_way_of(self.job.case(layout), self.stage_split(layout).first_rank)
+        return self._under_way[key]
 
 
 def _split_key(layout: Layout) -> Key:
@@ -366,20 +424,24 @@ def _split_key(layout: Layout) -> Key:
     return layout.pp, layout.schedule, layout.virtual_stages, layout.recompute == "every_k"
 
 
-def _forwards_of(case: Case, stages: Sequence[StageSize]) -> list[Forward]:
-    """Return the forwards of the first rank, which has these stages, that are within no other one."""
+def _under_way_of(case: Case, stages: Sequence[StageSize]) -> list[UnderWay]:
+    """Return what the first rank, which has these stages, holds at those of its actions that are within no other one.
+
+    Of backwards those before any weights are freed, which are gathered once per step.
+    """
     parallel = case.parallel
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank=0)
-    largest: list[Forward] = []
+    largest: list[UnderWay] = []
     for moment in moments:
-        if moment.kind != "F":
+        is_backward = moment.kind in "BI"
+        if moment.kind == "W" or (is_backward and REDUCED in moment.graded):
             continue
-        forward = Forward(Counter(), Counter())
+        under_way = UnderWay(Counter(), Counter(), stages[moment.stage] if is_backward else None)
         for size, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
-            forward.flying[size] += count
+            under_way.flying[size] += count
             if parallel.pp > 1 and graded == WHOLE:
-                forward.graded[size] += 1
-        if not any(forward.is_within(larger) for larger in largest):
-            largest = [smaller for smaller in largest if not smaller.is_within(forward)]
-            largest.append(forward)
+                under_way.graded[size] += 1
+        if not any(under_way.is_within(larger) for larger in largest):
+            largest = [smaller for smaller in largest if not smaller.is_within(under_way)]
+            largest.append(under_way)
     return largest
