@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,9 @@ CLOUD = 4000
 ROUNDING = 1e-12
 """share by which a bound may exceed what it bounds, as sums are rounded"""
 LOOKED_AT = 40
-"""number of layouts that are predicted to find the near misses"""
+"""number of layouts that are predicted to find the closest miss"""
+NEARLY = 0.25
+"""memory that near misses may need beyond a GPU's, as a share of it"""
 NEAR_MISSES = 3
 """number of near misses that are shown"""
 MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
@@ -67,7 +69,7 @@ class Found:
     best: list[Ranked] = field(default_factory=list)
     """best first"""
     misses: list[Miss] = field(default_factory=list)
-    """of the layouts that would be faster than the best but do not fit, those that miss by the fewest bytes"""
+    """different layouts that would be faster than the best but nearly fit, those that miss by the fewest bytes first"""
     closest_miss: Miss | None = None
     """the miss by the fewest bytes, if nothing fits"""
     layouts: int = 0
@@ -106,11 +108,19 @@ class Search:
 
     Twins are left out: a layout that differs from a faster one in schedule and sharding only, and needs no less memory;
     and one that splits sequences over cp ranks which could as well have whole ones.
-    bounds: of this job, or of one with other `fixed` keys or another memory.
+    bounds: of this job, or of one with other `fixed` keys or another memory. below: seconds of a step; layouts that
+    take as long are not looked for.
     """
 
-    def __init__(self, job: Job, count: int = 10, slower: float = 1.0, bounds: Bounds | None = None) -> None:
-        self.job, self.count, self.slower = job, count, slower
+    def __init__(
+        self,
+        job: Job,
+        count: int = 10,
+        slower: float = 1.0,
+        bounds: Bounds | None = None,
+        below: float = math.inf,
+    ) -> None:
+        self.job, self.count, self.slower, self.below = job, count, slower, below
         self.capacity = job.hardware.memory
         self.bounds = bounds.for_job(job) if bounds else Bounds(job)
         self.outcome = Found(bounds=self.bounds)
@@ -157,11 +167,13 @@ class Search:
                 self.push(self.bounds.shared(start), Open(start, start, self.decide_recomputation))
 
     def is_done(self) -> bool:
-        """Return whether there are enough layouts, and all others take longer than `slower` allows."""
+        """Return whether all others take as long as `below`, or are too slow beside enough that are found."""
         best = self.outcome.best
+        least_seconds = self._queue[0][0]
+        if least_seconds >= self.below:
+            return True
         if len(best) < self.count:
             return False
-        least_seconds = self._queue[0][0]
         return least_seconds > self.slower * best[0].prediction.step
 
     def push(self, seconds: float, node: Open) -> None:
@@ -280,29 +292,32 @@ class Search:
             self._rejections[kind] = Rejection(over, layout)
 
     def find_near_misses(self) -> None:
-        """Keep different misses that would be faster than the best, the closest first."""
+        """Keep layouts that would be faster than the best and nearly fit, one of each kind.
+
+        If nothing fits, keep the closest miss.
+        """
+        if not self.outcome.best:
+            self.find_closest_miss()
+            return
+        hardware = replace(self.job.hardware, memory=(1 + NEARLY) * self.capacity)
+        larger = replace(self.job, hardware=hardware)
+        fastest = self.outcome.best[0].prediction.step
+        closest: dict[tuple[object, ...], Miss] = {}
+        for layout, _ in Search(larger, self.count, bounds=self.bounds, below=fastest).find_best().best:
+            prediction = predict(self.job.case(layout))
+            miss = Miss(layout, prediction, prediction.memory.total - self.capacity)
+            kind = layout.tp, layout.recompute, layout.micro_batch_size
+            if kind not in closest or miss.over < closest[kind].over:
+                closest[kind] = miss
+        self.outcome.misses = sorted(closest.values(), key=lambda miss: miss.over)[:NEAR_MISSES]
+
+    def find_closest_miss(self) -> None:
+        """Keep the layout that misses by the fewest bytes."""
         misses = []
         for _, layout in sorted(self._rejections.values())[:LOOKED_AT]:
             prediction = predict(self.job.case(layout), at_least)
-            over = prediction.memory.total - self.capacity
-            misses.append(Miss(layout, prediction, over))
-        misses.sort(key=lambda miss: miss.over)
-        if not self.outcome.best:
-            self.outcome.closest_miss = misses[0] if misses else None
-            return
-        fastest = self.outcome.best[0].prediction.step
-        kinds = set[tuple[object, ...]]()
-        for miss in misses:
-            layout = miss.layout
-            kind = layout.tp, layout.recompute, layout.micro_batch_size
-            if miss.prediction.step >= fastest or kind in kinds:
-                continue
-            prediction = predict(self.job.case(layout))
-            if prediction.step < fastest:
-                kinds.add(kind)
-                self.outcome.misses.append(miss._replace(prediction=prediction))
-            if len(kinds) == NEAR_MISSES:
-                break
+            misses.append(Miss(layout, prediction, prediction.memory.total - self.capacity))
+        self.outcome.closest_miss = min(misses, key=lambda miss: miss.over, default=None)
 
 
 def mesh_of(layout: Layout) -> DegreeMesh:
