@@ -16,7 +16,7 @@ from torchllm.config import SCHEDULES, Config, Lora, Model, Optimizer, Training
 from torchllm.config.checks import problems
 from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors
-from torchllm.planner.search.search import MEMORY, Found, Search
+from torchllm.planner.search.search import MEMORY, NEARLY, Found, Search
 from torchllm.spec.cluster import Hardware, read_cluster
 from torchllm.spec.flops import WITHOUT_LORA
 
@@ -206,6 +206,7 @@ def check_job(seed: int) -> None:
     for layout, prediction in outcome.best:
         assert prediction == predictions[layout]
 
+    check_near_misses(job, outcome, predictions)
     misses = list(outcome.misses)
     if outcome.closest_miss:
         misses.append(outcome.closest_miss)
@@ -219,6 +220,24 @@ def check_job(seed: int) -> None:
     if not expected:
         assert outcome.rejected[MEMORY] == len(predictions)
         assert bool(outcome.closest_miss) == bool(predictions)
+
+
+def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Prediction]) -> None:
+    """Check that layouts are named which are faster than the best and need up to a quarter more memory, if there are."""
+    if not outcome.best:
+        assert not outcome.misses
+        return
+    fastest = outcome.best[0].prediction.step
+    most_memory = (1 + NEARLY) * job.hardware.memory
+    for miss in outcome.misses:
+        assert miss.prediction.step < fastest
+        assert job.hardware.memory < miss.prediction.memory.total <= most_memory
+    nearly_fit = [
+        prediction
+        for prediction in predictions.values()
+        if prediction.step < fastest * (1 - 1e-9) and prediction.memory.total <= most_memory
+    ]
+    assert bool(outcome.misses) >= bool(nearly_fit)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
