@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.recipes.warm import pretrain
+from tests.sampling import one_part
 from tests.workers import POOL
 from torchllm.config import Config
 from torchllm.metrics.monitor import Bottlenecks, Change
@@ -64,14 +65,13 @@ def _start_again_and_again(folder: Path, recipe: Any, rank: int) -> None:
     recipe.supervise = supervise_restlessly
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["--parallel.dp_shard=2"],
-        ["--parallel.pp=2", "--parallel.dp_shard=1", "--checkpoint.asynchronous=true"],
-    ],
-    ids=["fsdp", "pipeline"],
-)
+LAYOUTS = [
+    ["--parallel.dp_shard=2"],
+    ["--parallel.pp=2", "--parallel.dp_shard=1", "--checkpoint.asynchronous=true"],
+]
+
+
+@pytest.mark.parametrize("layout", one_part(LAYOUTS, 2), ids=["fsdp", "pipeline"])
 def test_a_rank_holds_as_much_after_many_rebuilds_as_after_one(tmp_path: Path, layout: list[str]) -> None:
     POOL.stop(range(2))  # fresh ranks: what a failed test has left would end meanwhile, and be counted
     settings = [f"--training.steps={REBUILDS + 1}", "--checkpoint.interval=1", "--checkpoint.keep=1"]

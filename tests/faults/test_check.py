@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.runtime.test_run_train import QUICK, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port
 
@@ -42,6 +43,7 @@ def test_a_run_folder_that_cannot_be_written_ends_it_before_a_process_is_started
 
 def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_path: Path, trials: int) -> None:
     """Two nodes of one process, as Kubernetes starts them; the second has other keys."""
+    skip_unless_sampled(trials, has_turn("nodes with different configs"))
     for trial in range(trials):
         folder = tmp_path / str(trial)
         pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.sampling import skip_unless_sampled
+from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.namespaces import Network, can_make_hosts, network
 from tests.pods import (
     Pod,
@@ -144,7 +144,7 @@ def test_pods_stop_with_a_checkpoint_when_one_is_evicted_and_started_again_go_on
     undisturbed: Path, tmp_path: Path, trials: int, name: str
 ) -> None:
     """The first trial starts the same pods again, later ones of the Indexed Job one and three."""
-    skip_unless_sampled(trials, name == "indexed_job.yaml")
+    skip_unless_sampled(trials, name == "indexed_job.yaml" and has_turn("an evicted pod"))
     pods = MAKERS[name](read_manifest(name))
     for trial in range(trials):
         folder = tmp_path / str(trial)

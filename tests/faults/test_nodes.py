@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.launched import Started
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, SMALL, curve, free_port
@@ -103,6 +104,7 @@ def worst_difference(folder: Path, undisturbed: Path) -> float:
 def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_loss_differs(
     start: Callable[..., Started], undisturbed: Path, tmp_path: Path, trials: int
 ) -> None:
+    skip_unless_sampled(trials, has_turn("a lost node"))
     for trial in range(trials):
         folder = tmp_path / str(trial)
         lose_one_of_three(start, folder, victim=trial % 3)

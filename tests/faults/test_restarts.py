@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.sampling import skip_unless_sampled
+from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.launched import Started, children, clean, ends, start_nodes
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
@@ -73,6 +73,7 @@ def kill_a_rank(runs: list[Started], folder: Path) -> bool:
 def test_a_rank_killed_on_any_node_costs_only_time(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
 ) -> None:
+    skip_unless_sampled(trials, has_turn("a killed rank"))
     kills = 0
     while kills < trials:
         folder = tmp_path / f"run-{kills}"

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, curve, tensor_files
 
@@ -151,6 +152,7 @@ def test_in_the_start_up_a_signal_ends_it_there(
     phase: Callable[[Job], bool],
     numbers: tuple[signal.Signals, ...],
 ) -> None:
+    skip_unless_sampled(trials, has_turn("a signal in the start up"))
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "%s"}\n' % ("a line " * 40) * 300_000)  # seconds of work
     source = ("--data.sources.0.kind=jsonl", f"--data.sources.0.path={texts}", f"--data.cache={tmp_path / 'cache'}")

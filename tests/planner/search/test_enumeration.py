@@ -223,7 +223,7 @@ def check_job(seed: int) -> None:
 
 
 def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Prediction]) -> None:
-    """Check that layouts are named which are faster than the best and need up to a quarter more memory, if there are."""
+    """Check that there are near misses, if any layout is faster than the best and needs up to a quarter more memory."""
     if not outcome.best:
         assert not outcome.misses
         return
