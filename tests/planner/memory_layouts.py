@@ -21,13 +21,10 @@ from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
 from torchllm.planner.frozen_weights import with_frozen_weights
-from torchllm.planner.memory import rank_memory
-from torchllm.planner.moments import of_rank
-from torchllm.planner.parameters import sizes_of_split
 from torchllm.planner.peak import Memory
-from torchllm.spec.cluster import read_cluster
+from torchllm.planner.predict import memory_of, stage_sizes
+from torchllm.spec.cluster import Hardware, read_cluster
 from torchllm.spec.software import Software
-from torchllm.spec.stages import balanced_split, stage_of_rank
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -207,16 +204,15 @@ def planned_memory(
     attention = "eager" if model.attention == "eager" else "flash2"
     kernels = kernels or Kernels(attention, fused_norm=True)
     software = with_frozen_weights(software, model, config.lora)
-    hardware = read_cluster("dgx_h100", [])
-    assert hardware is not None
-    case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.lora, imbalance=1.0)
-    split = balanced_split(model, parallel, training.sequence_length)
-    sizes = sizes_of_split(model, split, config.recompute)
-    stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
-    moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
-    return rank_memory(
-        model, training, parallel, config.recompute, kernels, software, case.piece, stages, moments, config.lora
-    )
+    case = Case(model, training, parallel, config.recompute, kernels, hardware(), software, config.lora, imbalance=1.0)
+    return memory_of(case, stage_sizes(case), rank)
+
+
+def hardware() -> Hardware:
+    """Return any: bytes do not depend on it."""
+    read = read_cluster("dgx_h100", [])
+    assert read is not None
+    return read
 
 
 class Compared(NamedTuple):

@@ -13,19 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hollow.memory import Choice
-from tests.planner.memory_layouts import preload
+from tests.planner.memory_layouts import hardware, preload
 from tests.sampling import part_of, sampled
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
-from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.case import Case
+from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.memory import rank_memory
-from torchllm.planner.moments import of_rank
-from torchllm.planner.parameters import sizes_of_split
 from torchllm.planner.peak import Memory, counted
+from torchllm.planner.predict import memory_of, stage_sizes
 from torchllm.spec.software import AttentionKernel, Software
-from torchllm.spec.stages import balanced_split, stage_of_rank
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -82,17 +80,9 @@ def memory(
 ) -> Memory:
     """What the planner says of a pipeline rank."""
     model, parallel, training, recompute = chosen
-    micro, length = training.micro_batch_size, training.sequence_length
-    tokens = micro * length // parallel.cp
-    spread = parallel.tp if parallel.sequence_parallel else 1
-    piece = Piece(micro, tokens, length, parallel.tp, spread, parallel.ep)
-    count = training.global_batch_size // (micro * parallel.data_ranks)
     kernels = kernels or Kernels(attention_of(model))
-    split = balanced_split(model, parallel, length)
-    sizes = sizes_of_split(model, split, recompute)
-    stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
-    moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, count, rank)
-    return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments)
+    case = Case(model, training, parallel, recompute, kernels, hardware(), software, imbalance=1.0)
+    return memory_of(case, stage_sizes(case), rank)
 
 
 SP = {"sequence_parallel": True}

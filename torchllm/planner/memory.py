@@ -9,47 +9,30 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model, Parallel, Recompute, Training
-from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
 from torchllm.planner.moments import Moment, Total, totals
 from torchllm.planner.parameters import StageSize
 from torchllm.planner.peak import Memory, Peak, reserved
 from torchllm.planner.pipeline_memory import peak_of_pipeline
-from torchllm.planner.rank import Rank, describe_rank
+from torchllm.planner.rank import Rank
 from torchllm.planner.stage_memory import Stage, stage_memory
-from torchllm.spec.flops import WITHOUT_LORA
 from torchllm.spec.software import Software
 
 
-def rank_memory(
-    model: Model,
-    training: Training,
-    parallel: Parallel,
-    recompute: Recompute,
-    kernels: Kernels,
-    software: Software,
-    piece: Piece,
-    stages: Sequence[StageSize],
-    moments: tuple[Moment, ...],
-    lora: Lora = WITHOUT_LORA,
-) -> Memory:
-    """Return the peak of a rank that holds these stages. moments: from `moments.of_rank`, stages in the same order.
-
-    With lora `software` is `frozen_weights.with_frozen_weights` of it.
-    """
-    rank = describe_rank(model, training, parallel, recompute, kernels, software, piece, stages, lora)
+def rank_memory(rank: Rank, moments: tuple[Moment, ...]) -> Memory:
+    """Return the peak of a rank. moments: from `moments.of_rank`, of its stages."""
+    software = rank.software
     standing = standing_memory(rank)
-    if lora.is_on:
-        standing = standing.plus(updates_memory(rank, lora))
+    if rank.is_frozen:
+        standing = standing.plus(updates_memory(rank))
     if software.fsdp:
-        buffers = receiving_buffers(stages, rank.micro_batches, rank.boundary)
+        buffers = receiving_buffers(rank.stages, rank.micro_batches, rank.boundary)
         standing = standing._replace(buffers=buffers)
     kinds = {moment.kind for moment in moments}
     memory_of_size = {size: stage_memory(rank, size, kinds) for size in rank.of_size}
     peak = peak_of_actions(rank, memory_of_size, moments)
-    if software.fsdp and parallel.pp > 1:
-        peak = peak.with_peak(peak_of_pipeline(rank, last=memory_of_size[stages[-1]]))
+    if software.fsdp and rank.parallel.pp > 1:
+        peak = peak.with_peak(peak_of_pipeline(rank, last=memory_of_size[rank.stages[-1]]))
     memory = standing.plus(peak.live)
     cached = reserved(standing, software) + peak.reserved - memory.total
     return memory._replace(allocator=cached, reserve=software.reserve)
@@ -178,10 +161,10 @@ def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary:
     return micro_batches * boundary * neighbours
 
 
-def updates_memory(rank: Rank, lora: Lora) -> Memory:
+def updates_memory(rank: Rank) -> Memory:
     """Return what low-rank updates need beyond their share of all parameters: tp cuts one factor of each alone."""
     blocks = sum(stage.blocks for stage in rank.stages)
-    beyond = blocks * uncut_elements(rank.model, lora, rank.piece.tp)
+    beyond = blocks * uncut_elements(rank.model, rank.lora, rank.piece.tp)
     in_shards = beyond / rank.shards
     gradients = 0.0
     if rank.micro_batches > 1 and rank.parallel.pp == 1:

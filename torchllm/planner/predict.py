@@ -19,6 +19,7 @@ from torchllm.planner.moments import of_rank
 from torchllm.planner.muon_time import muon_seconds
 from torchllm.planner.parameters import StageSize, sizes_of_split, stage_parameters
 from torchllm.planner.peak import Memory
+from torchllm.planner.rank import describe_rank
 from torchllm.planner.simulate import StageTimes, first_rounds, played, round_size, simulate_played
 from torchllm.planner.stage import BlockCost, StageCost, boundary, cost_of_block, exposed, stage_cost, waits_for_sends
 from torchllm.spec.flops import flops_per_token, half_of_products, matrices, recompute_interval
@@ -320,6 +321,4 @@ def memory_of(case: Case, sizes: list[StageSize], rank: int) -> Memory:
     parallel = case.parallel
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank)
     stages = [sizes[stage] for stage in stage_of_rank(parallel, rank)]
-    model, training, recompute = case.model, case.training, case.recompute
-    kernels, software, piece = case.kernels, case.software, case.piece
-    return rank_memory(model, training, parallel, recompute, kernels, software, piece, stages, moments, case.lora)
+    return rank_memory(describe_rank(case, stages), moments)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchllm.config import Lora, Model, Parallel, Recompute, Training
 from torchllm.planner.activations import BlockActivations
+from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels, Piece
 from torchllm.planner.experts import expert_parameters
 from torchllm.planner.parameters import (
@@ -18,7 +19,7 @@ from torchllm.planner.parameters import (
     sum_of_parameters,
 )
 from torchllm.planner.stage_activations import activations_of_blocks
-from torchllm.spec.flops import recomputes_logits
+from torchllm.spec.flops import WITHOUT_LORA, recomputes_logits
 from torchllm.spec.software import Software
 
 
@@ -88,8 +89,12 @@ class Rank(NamedTuple):
     """parameters of a stage of each size"""
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
-    is_frozen: bool = False
-    """whether only low-rank updates are trained: the head and the embedding have no gradients"""
+    lora: Lora = WITHOUT_LORA
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only low-rank updates are trained: the head and the embedding have no gradients."""
+        return self.lora.is_on
 
     def block(self, stage: StageSize, position: int) -> BlockMemory:
         """Return a block of a stage. The first blocks of a model with experts are dense."""
@@ -205,44 +210,35 @@ def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
     return 2.0 * piece.tokens * model.hidden / cut
 
 
-def describe_rank(
-    model: Model,
-    training: Training,
-    parallel: Parallel,
-    recompute: Recompute,
-    kernels: Kernels,
-    software: Software,
-    piece: Piece,
-    stages: Sequence[StageSize],
-    lora: Lora,
-) -> Rank:
-    """Return what the memory of a rank that holds these stages is computed from."""
+def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
+    """Return what the memory of a rank that holds these stages, first to last, is computed from."""
+    model, parallel, software, piece = case.model, case.parallel, case.software, case.piece
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
     of_size = {}
     for size in dict.fromkeys(stages):
         whole = gathered_parameters(model, size, piece, software.vocab_parallel)
         shard = stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards
         of_size[size] = ShardedParameters(whole, shard)
-    activations = activations_of_blocks(model, piece, parallel, kernels, software, lora)
+    activations = activations_of_blocks(case)
     usual = dense = usual_block(model, piece, activations.usual, shards)
     if model.experts:
         dense = dense_block(model, piece, activations.dense, shards)
     return Rank(
         model,
-        training,
+        case.training,
         parallel,
-        recompute,
+        case.recompute,
         software,
         piece,
         usual,
         dense,
         zero=parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1),
-        micro_batches=training.global_batch_size // (training.micro_batch_size * parallel.data_ranks),
-        logit_bytes=LogitBytes.of(kernels, software),
+        micro_batches=case.micro_batches,
+        logit_bytes=LogitBytes.of(case.kernels, software),
         stages=tuple(stages),
         of_size=of_size,
         table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
-        is_frozen=lora.is_on,
+        lora=case.lora,
     )
 
 

@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model, Parallel, Recompute
+from torchllm.config import Model, Recompute
 from torchllm.planner.activations import BlockActivations, block_activations
-from torchllm.planner.compute import Kernels, Piece
+from torchllm.planner.case import Case
 from torchllm.planner.experts import without_experts
 from torchllm.planner.parameters import StageSize
 from torchllm.spec.flops import recompute_interval
@@ -21,15 +21,15 @@ class ActivationsOfBlocks(NamedTuple):
     """of the first, dense blocks of a model with experts"""
 
 
-def activations_of_blocks(
-    model: Model, piece: Piece, parallel: Parallel, kernels: Kernels, software: Software, lora: Lora
-) -> ActivationsOfBlocks:
+def activations_of_blocks(case: Case) -> ActivationsOfBlocks:
     """Return what the blocks of a layout keep."""
+    parallel = case.parallel
     ulysses = parallel.cp > 1 and parallel.cp_method == "ulysses"
-    usual = block_activations(model, piece, kernels, software, lora, ulysses)
-    if not model.experts:
+    settings = case.piece, case.kernels, case.software, case.lora, ulysses
+    usual = block_activations(case.model, *settings)
+    if not case.model.experts:
         return ActivationsOfBlocks(usual, usual)
-    dense = block_activations(without_experts(model), piece, kernels, software, lora, ulysses)
+    dense = block_activations(without_experts(case.model), *settings)
     return ActivationsOfBlocks(usual, dense)
 
 

@@ -400,8 +400,7 @@ class Bounds:
         missing = [size for size in stages if size not in bytes_of_size]
         if missing:
             case = self.job.case(layout)
-            arguments = case.piece, case.parallel, case.kernels, case.software, case.lora
-            of_blocks = activations_of_blocks(case.model, *arguments)
+            of_blocks = activations_of_blocks(case)
             for size in missing:
                 activations = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
                 bytes_of_size[size] = BlockBytes.of(size, activations, of_blocks)
