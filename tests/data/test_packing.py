@@ -106,6 +106,23 @@ def test_packing_is_its_definition_token_by_token(
         assert most <= batch.document_limit <= (most + 2 * windows_per_batch if mask else 0)
 
 
+def test_a_token_that_is_no_target_keeps_its_id_and_is_no_label() -> None:
+    ids = np.array([0, 7, 300, 2, 1], dtype=np.uint16)
+    targets = np.array([False, False, True, True, False])
+    values = torch.from_numpy(pack_windows([Window(ids, np.array([0]), targets=targets)], document_mask=False))
+    (batch,) = PackedBatches(values, 1, 1, [range(4)], document_mask=False, has_targets=True).unpack(CPU)
+    assert batch.tokens.tolist() == [[0, 7, 300, 2]]
+    assert batch.labels.tolist() == [[IGNORED, 300, 2, IGNORED]]
+
+
+def test_the_limit_of_documents_counts_every_begin_in_a_micro_batch() -> None:
+    windows = [Window(np.arange(9), np.array(begins)) for begins in ([0, 3, 6], [0], [0, 1], [2, 4, 5])]
+    values = torch.from_numpy(pack_windows(windows, document_mask=True))
+    for micro_batches, limit in ((4, 3 + 1), (2, 4 + 2), (1, 6 + 4)):
+        batches = PackedBatches(values, micro_batches, 4 // micro_batches, [range(8)], document_mask=True).unpack(CPU)
+        assert {batch.document_limit for batch in batches} == {limit}
+
+
 def test_a_packed_token_takes_four_bytes_and_a_document_four() -> None:
     begins = np.arange(0, 1024, 64)
     windows = [Window(np.zeros(1025, dtype=np.uint16), begins)] * 8

@@ -130,6 +130,17 @@ def test_files_are_checked_before_anything_is_started(
     load(f"--model.from_hf={tmp_path / 'm'}", "--run.dry_run=true")  # needs no weights
 
 
+def test_fields_that_are_not_known_are_told(
+    folder: Path, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((published / "config.json").read_text())
+    note = f"{tmp_path}/config.json: not known and not used: mystery, riddle"
+    for more in ({}, {"mystery": 1, "riddle": 2}):
+        (tmp_path / "config.json").write_text(json.dumps(content | more))
+        load(f"--model.from_hf={tmp_path}", "--run.dry_run=true")
+        assert (note in capsys.readouterr().err) == bool(more)
+
+
 def test_rows_are_padded_for_tensor_parallelism(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

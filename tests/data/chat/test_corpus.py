@@ -84,14 +84,14 @@ def stored_examples(corpus: Corpus, length: int = LENGTH) -> Counter[Tokens]:
 
 
 def direct_examples(source: Source, data: Data, talks: list[Messages], folder: Path) -> Counter[Tokens]:
-    """The examples that the conversations become, one by one."""
+    """The examples that the conversations become, one by one, cut to LENGTH."""
     chat = planned(source, data).chat
     assert chat is not None
     form = chat_format(data.tokenizer, chat, preparation_day(folder))
     found: Counter[Tokens] = Counter()
     for messages in talks:
         for ids, is_target in form.examples(Conversation(messages)).examples:
-            found[tokens_of(ids, is_target)] += 1
+            found[tokens_of(ids[:LENGTH], is_target[:LENGTH])] += 1
     return found
 
 
@@ -124,11 +124,14 @@ def test_a_corpus_does_not_depend_on_its_processes(tmp_path: Path) -> None:
 
 
 def test_long_examples_are_cut_and_counted(tmp_path: Path) -> None:
-    """One is cut within its answer, and of one the sequence length holds no answer."""
+    """One is cut within its answer, and of one the sequence length holds no answer; the masks behind them are right."""
     long = "a lazy dog " * 200
     talks = [[user("why?"), assistant(long)], [user(long), assistant("three")], *TALKS[:3]]
     data = settings(tmp_path)
-    corpus = written(tmp_path / "corpus", write_lines(tmp_path / "talks.jsonl", talks), data)
+    source = write_lines(tmp_path / "talks.jsonl", talks)
+    corpus = written(tmp_path / "corpus", source, data)
+    trained = [talks[0], *talks[2:]]
+    assert stored_examples(corpus) == direct_examples(source, data, trained, tmp_path / "corpus")
     counts = corpus.header.counts
     assert counts["examples cut to the sequence length"] == 2
     assert counts["examples dropped, for nothing in the sequence length is trained"] == 1
