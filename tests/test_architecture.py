@@ -1,6 +1,7 @@
 """The rules of the house, held by a tool: who imports whom, what is private."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from torchllm.config import FAMILIES
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
@@ -75,6 +78,7 @@ PRIVATE = {  # what only torch_compat.py may do, and where else and why
     "recipes/benchmark/counting.py": {"_python_dispatch": "no public way to see what runs"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
+TORCH_COMPAT = "torchllm/runtime/torch_compat.py"
 PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}
 
 
@@ -84,13 +88,20 @@ def module_of(file: Path) -> str:
     return ".".join(parts if parts[0] == "recipes" else parts[1:])
 
 
+@functools.cache
 def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Every node of a file, in no order that counts."""
+    return list(ast.walk(tree(file)))
+
+
 def imports(file: Path) -> Iterator[str]:
     """Every module or name that a file imports anywhere, fully dotted."""
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,22 +136,27 @@ def test_the_files_are_found() -> None:
     assert own_imports(MODULES["train.step"]) >= {"config", "models.decoder", "optim.grad_norm"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_rooms_import_only_rooms_above_them(module: str) -> None:
-    allowed = ROOMS[: ROOMS.index(room_of(module)) + 1]
-    wrong = [other for other in own_imports(MODULES[module]) if room_of(other) not in allowed]
-    assert not wrong, f"{module} may not import {wrong}"
+def test_rooms_import_only_rooms_above_them() -> None:
+    wrong = []
+    for module, file in MODULES.items():
+        allowed = ROOMS[: ROOMS.index(room_of(module)) + 1]
+        wrong += [f"{module} imports {other}" for other in own_imports(file) if room_of(other) not in allowed]
+    assert wrong == []
 
 
 def test_imports_have_no_cycle() -> None:
     TopologicalSorter({module: own_imports(file) for module, file in MODULES.items()}).prepare()  # CycleError names it
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("models.")])
-def test_models_know_nothing_of_ranks(module: str) -> None:
-    assert not [name for name in imports(MODULES[module]) if name.startswith("torch.distributed")]
-    used = {ast.unparse(node) for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Attribute)}
-    assert not [name for name in used if name.startswith("torch.distributed")]
+def test_models_know_nothing_of_ranks() -> None:
+    models = [module for module in MODULES if module.startswith("models.")]
+    assert "models.decoder" in models
+    wrong = []
+    for module in models:
+        used = {ast.unparse(node) for node in nodes(MODULES[module]) if isinstance(node, ast.Attribute)}
+        used.update(imports(MODULES[module]))
+        wrong += [f"{module}: {name}" for name in used if name.startswith("torch.distributed")]
+    assert wrong == []
 
 
 def test_config_layout_and_planner_need_no_torch() -> None:
@@ -161,14 +177,18 @@ for name in {names}:
 
 def privates(file: Path) -> Iterator[tuple[str, int]]:
     """Private names of other libraries that a file touches, and where: in imports, and attributes not defined by us."""
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for dotted in (f"{module}.{alias.name}" for alias in node.names):
                 parts = dotted.strip(".").split(".")
                 if parts[0] not in ("torchllm", "__future__"):
                     yield from ((part, node.lineno) for part in parts if _private(part))
-        elif isinstance(node, ast.Attribute) and _private(node.attr) and node.attr not in OURS | PYTHONS_OWN:
+        elif (
+            isinstance(node, ast.Attribute)
+            and _private(node.attr)
+            and node.attr not in our_private_names() | PYTHONS_OWN
+        ):
             yield node.attr, node.lineno
 
 
@@ -177,7 +197,7 @@ def _private(name: str) -> bool:
 
 
 def _defined(file: Path) -> Iterator[str]:
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -186,17 +206,22 @@ def _defined(file: Path) -> Iterator[str]:
             yield node.attr
 
 
-OURS = {name for file in FILES for name in _defined(file) if _private(name)}
+@functools.cache
+def our_private_names() -> frozenset[str]:
+    return frozenset(name for file in FILES for name in _defined(file) if _private(name))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_private_names_of_others_are_in_torch_compat_or_explained(file: Path) -> None:
-    name = str(file.relative_to(ROOT))
-    if name == "torchllm/runtime/torch_compat.py":
-        assert {"_flatten", "_checkpoint", "_utils"} <= {private for private, _ in privates(file)}
-        return
-    unexplained = {private: line for private, line in privates(file) if private not in PRIVATE.get(name, {})}
-    assert not unexplained, f"{name}: move through torchllm/runtime/torch_compat.py: {unexplained}"
+def test_private_names_of_others_are_in_torch_compat_or_explained() -> None:
+    unexplained = []
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        if name != TORCH_COMPAT:
+            used = privates(file)
+            unexplained += [
+                f"{name}:{line}: {private}" for private, line in used if private not in PRIVATE.get(name, {})
+            ]
+    assert unexplained == [], f"move them to {TORCH_COMPAT}"
+    assert {"_flatten", "_checkpoint", "_utils"} <= {private for private, _ in privates(ROOT / TORCH_COMPAT)}
 
 
 def test_explained_private_names_are_still_used() -> None:
@@ -207,33 +232,40 @@ def test_explained_private_names_are_still_used() -> None:
 def test_axes_are_spelled_in_one_file() -> None:
     """A mesh dimension is asked for by name in mesh.py only; config and planner speak of degrees, without torch."""
     axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp"}
+    spelled = []
     for module, file in MODULES.items():
         if room_of(module) not in TORCH_FREE and module != "parallel.mesh":
-            spelled = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant) and n.value in axes]
-            assert not spelled, module
+            constants = [node for node in nodes(file) if isinstance(node, ast.Constant)]
+            spelled += [f"{module}:{node.lineno}: {node.value}" for node in constants if node.value in axes]
+    assert spelled == []
 
 
 def test_recipes_have_no_if_on_the_layout() -> None:
     degrees = {"parallel", "pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel", "recompute"}
     conditions = 0
+    wrong = []
     for file in ROOT.glob("recipes/**/*.py"):
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.If | ast.IfExp | ast.While):
                 conditions += 1
                 words = {n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)}
                 words |= {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
-                assert not words & degrees, f"{file.name}:{node.lineno}: {ast.unparse(node.test)}"
+                if words & degrees:
+                    wrong.append(f"{file.name}:{node.lineno}: {ast.unparse(node.test)}")
+    assert wrong == []
     assert conditions > 5
 
 
 def test_no_family_of_models_is_asked_for_by_name() -> None:
     """Code asks for a feature (`model.features.gated_ffn`), or a third family would silently be built as a second."""
-    by_name = ast.Compare | ast.MatchValue
+    wrong = []
     for module, file in MODULES.items():
-        for node in ast.walk(tree(file)):
-            if isinstance(node, by_name):
+        for node in nodes(file):
+            if isinstance(node, ast.Compare | ast.MatchValue):
                 compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                assert not compared & FAMILIES.keys(), f"{module}:{node.lineno}: {ast.unparse(node)}"
+                if compared & FAMILIES.keys():
+                    wrong.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
 
 
 def test_the_package_itself_holds_its_version_and_nothing_else() -> None:
