@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests.patience import patience
 from tests.tiny_run import DEBUG, ROOT, free_port
 
 SCRIPT_NAME = "run_train.sh"
 SCRIPT = str(ROOT / SCRIPT_NAME)
-PATIENCE = 240.0
+PATIENCE = patience(240)
 """seconds that a run may take: alone one takes 15, but beside ranks of other tests it has a tenth of a core"""
 
 
@@ -101,7 +102,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def ends(pid: int, seconds: float = 20.0) -> bool:
+def ends(pid: int, seconds: float = patience(20)) -> bool:
     """Return whether a process ends within that time."""
     deadline = time.monotonic() + seconds
     while is_running(pid):

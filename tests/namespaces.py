@@ -13,12 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patience
+
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
 SUBNET = "10.213.77"
 """of the hosts; only they see it"""
 FIRST_PROCESS = "read -r _"
 """in bash, which waits for processes that lost their parent, as a first process must"""
-PATIENCE = 20.0
+PATIENCE = patience(20)
 
 
 def can_make_hosts() -> bool:

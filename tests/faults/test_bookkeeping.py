@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.faults.sampling import skip_unless_sampled
 from tests.launched import PATIENCE, SCRIPT, clean
+from tests.patience import patience
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import read_launches
@@ -40,58 +39,36 @@ def is_same_run(folder: Path, undisturbed: Path) -> bool:
     return same_tensors and curve(folder) == curve(undisturbed)
 
 
-class RepairedAt:
-    """A change of the recipe: `file` cannot be written until a step."""
+class Repair:
+    """A change of the recipe: files that cannot be written are removed before a step."""
 
-    def __init__(self, file: Path, step: int) -> None:
-        self.file = file
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder
         self.step = step
 
     def __call__(self, recipe: Any, rank: int) -> None:
-        due = recipe.due
-        is_repaired = False
+        class RepairingStep(recipe.TrainStep):
+            def __call__(step_, step: int, batches: Any) -> Any:
+                if step == self.step:
+                    (self.folder / "metrics.jsonl").rmdir()
+                    (self.folder / "goodput.json").rmdir()
+                    (self.folder / "tensorboard").unlink()
+                return super().__call__(step, batches)
 
-        def repair_and_ask(step: int, interval: int, steps: int) -> bool:
-            nonlocal is_repaired
-            if step == self.step and not is_repaired:  # a recipe asks more than once per step
-                is_repaired = True
-                if self.file.is_dir():
-                    self.file.rmdir()
-                else:
-                    self.file.unlink()
-            return bool(due(step, interval, steps))
-
-        recipe.due = repair_and_ask
+        recipe.TrainStep = RepairingStep
 
 
-def test_metrics_that_cannot_be_written_come_back(undisturbed: Path, tmp_path: Path, trials: int) -> None:
-    for seed in range(trials):
-        folder = tmp_path / str(seed)
+def test_records_that_cannot_be_written_come_back(undisturbed: Path, tmp_path: Path, trials: int) -> None:
+    for trial in range(trials):
+        folder = tmp_path / str(trial)
         (folder / "metrics.jsonl").mkdir(parents=True)
-        repair = RepairedAt(folder / "metrics.jsonl", Random(seed).randint(2, STEPS))
-        assert pretrain(1, folder, ONE_RANK, change=repair) == [""]
-        assert is_same_run(folder, undisturbed)
-
-
-def test_tensorboard_that_cannot_be_written_comes_back(undisturbed: Path, tmp_path: Path, trials: int) -> None:
-    for seed in range(trials):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
+        (folder / "goodput.json").mkdir()
         (folder / "tensorboard").write_text("no folder")
-        repair = RepairedAt(folder / "tensorboard", Random(seed).randint(2, STEPS))
+        repair = Repair(folder, Random(trial).randint(2, STEPS))
         assert pretrain(1, folder, ONE_RANK, "--metrics.tensorboard=true", change=repair) == [""]
         assert is_same_run(folder, undisturbed)
         points = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("at_a_glance/1_loss")
         assert [point.step for point in points] == list(range(1, STEPS + 1))
-
-
-def test_an_account_that_cannot_be_written_comes_back(undisturbed: Path, tmp_path: Path, trials: int) -> None:
-    for seed in range(trials):
-        folder = tmp_path / str(seed)
-        (folder / "goodput.json").mkdir(parents=True)
-        repair = RepairedAt(folder / "goodput.json", Random(seed).randint(2, STEPS))
-        assert pretrain(1, folder, ONE_RANK, change=repair) == [""]
-        assert is_same_run(folder, undisturbed)
         [launch] = read_launches(folder / "goodput.json")
         assert launch.step == STEPS
 
@@ -144,7 +121,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("behaviour", COMMANDS)
+@pytest.mark.parametrize(
+    "behaviour",
+    ["hangs", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("notes", "fails", "is gone"))],
+)
 def test_the_command_on_an_event_ends_nothing(undisturbed: Path, tmp_path: Path, behaviour: str) -> None:
     folder, notes, command = tmp_path / "run", tmp_path / "notes", tmp_path / "on event.sh"
     command.write_text("#!/bin/sh\n" + COMMANDS[behaviour].replace("NOTES", f"'{notes}'") + "\n")
@@ -153,22 +133,10 @@ def test_the_command_on_an_event_ends_nothing(undisturbed: Path, tmp_path: Path,
     assert pretrain(1, folder, ONE_RANK, on_event, change=_nan_at_step_3) == [""]
     assert is_same_run(folder, undisturbed)
     expected = [f"--to me nan {folder}"]  # once, not in each of six steps
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while not notes.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [line for line in notes.read_text().splitlines() if " nan " in line] == expected
-
-
-def start(folder: Path, stdout: int, stderr: int) -> "subprocess.Popen[bytes]":
-    """Start the run as a process of its own."""
-    command = [sys.executable, "recipes/pretrain.py", DEBUG, *SMALL, *QUIET, f"--run.folder={folder}"]
-    environment = clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
-
-
-def full_device() -> int:
-    """Open a file whose disk is full."""
-    return os.open("/dev/full", os.O_WRONLY)
 
 
 def pipe_without_reader() -> int:
@@ -178,23 +146,9 @@ def pipe_without_reader() -> int:
     return writing
 
 
-@pytest.mark.parametrize("output", [full_device, pipe_without_reader])
-def test_outputs_that_cannot_be_written_end_nothing(
-    undisturbed: Path, tmp_path: Path, output: Callable[[], int]
-) -> None:
-    outputs = [output(), output()]
-    process = start(tmp_path, *outputs)
-    for descriptor in outputs:
-        os.close(descriptor)
-    assert process.wait(100) == 0
-    assert is_same_run(tmp_path, undisturbed)
-
-
-def test_a_job_whose_output_nobody_reads_trains_to_its_end_and_says_so(
-    undisturbed: Path, tmp_path: Path, trials: int
-) -> None:
+@pytest.mark.exhaustive
+def test_a_job_whose_output_nobody_reads_trains_to_its_end_and_says_so(undisturbed: Path, tmp_path: Path) -> None:
     """As `./run_train.sh … 2>&1 | head`, with the sample at the end that debug.toml asks for."""
-    skip_unless_sampled(trials)  # test_outputs_that_cannot_be_written_end_nothing has a rank of such a job
     folder, notes = tmp_path / "run", tmp_path / "notes"
     command = [SCRIPT, DEBUG, *SMALL, *QUIET, f"--run.folder={folder}"]
     command.append(f"--run.on_event=sh -c 'echo $1 $2 >>{notes}' on_event")
@@ -208,10 +162,12 @@ def test_a_job_whose_output_nobody_reads_trains_to_its_end_and_says_so(
 
 
 def test_standard_output_that_is_full_is_named_once(undisturbed: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    folder, log = tmp_path / "run", tmp_path / "log"
+    command = [sys.executable, "recipes/pretrain.py", DEBUG, *SMALL, *QUIET, f"--run.folder={folder}"]
+    environment = clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     with open("/dev/full", "wb") as full, log.open("wb") as stderr:
-        process = start(tmp_path / "run", full.fileno(), stderr.fileno())
-        assert process.wait(100) == 0
+        process = subprocess.run(command, cwd=ROOT, env=environment, stdout=full, stderr=stderr, timeout=PATIENCE)
+    assert process.returncode == 0
     warnings = [line for line in log.read_text().splitlines() if "training goes on" in line]
     assert warnings == ["standard output (/dev/full): No space left on device; training goes on, and it is tried again"]
-    assert is_same_run(tmp_path / "run", undisturbed)
+    assert is_same_run(folder, undisturbed)

@@ -6,44 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.sampling import has_turn, skip_unless_sampled
-from tests.runtime.test_run_train import QUICK, clean
+from tests.launched import PATIENCE, SCRIPT, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port
 
-SCRIPT = str(ROOT / "run_train.sh")
+QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--data.sources.0.kind=text", "--data.sources.0.path=/nowhere/a.txt"], "no file matches '/nowhere/a.txt'"),
-        (["--data.tokenizer=/nowhere/tokenizer.json"], "there is no file '/nowhere/tokenizer.json'"),
-        (["--model.vocab=257"], "257 is less than the 258 ids of data.tokenizer 'bytes'"),
-        (["--checkpoint.resume=/nowhere/step-00000004"], "/nowhere/step-00000004: there is no such checkpoint folder"),
-    ],
-)
-def test_what_a_run_lacks_ends_it_before_a_process_is_started(arguments: list[str], line: str, tmp_path: Path) -> None:
-    command = [SCRIPT, DEBUG, *arguments, f"--run.folder={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, env=clean({}), capture_output=True, text=True)
-    assert done.returncode == 2
-    (said,) = done.stderr.splitlines()
-    assert said.startswith(arguments[-1].partition("=")[0])
-    assert line in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_folder_that_cannot_be_written_ends_it_before_a_process_is_started(tmp_path: Path) -> None:
+def test_what_a_run_lacks_ends_it_before_a_process_is_started(tmp_path: Path) -> None:
+    """Each lack has a case in tests/test_preflight.py."""
     (tmp_path / "file").touch()
-    command = [SCRIPT, DEBUG, f"--run.folder={tmp_path / 'file/run'}"]
+    arguments = ["--checkpoint.resume=/nowhere/step-00000004", f"--run.folder={tmp_path / 'file/run'}"]
+    command = [SCRIPT, DEBUG, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=clean({}), capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("--run.folder: ")
-    assert len(done.stderr.splitlines()) == 1
+    lines = done.stderr.splitlines()
+    assert "--checkpoint.resume: /nowhere/step-00000004: there is no such checkpoint folder" in lines
+    assert any(line.startswith("--run.folder: ") for line in lines)
+    assert len(lines) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.exhaustive
 def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_path: Path, trials: int) -> None:
     """Two nodes of one process, as Kubernetes starts them; the second has other keys."""
-    skip_unless_sampled(trials, has_turn("nodes with different configs"))
     for trial in range(trials):
         folder = tmp_path / str(trial)
         pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
@@ -54,7 +39,7 @@ def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_pa
             command = [SCRIPT, DEBUG, *arguments, *own]
             environment = clean(pod | {"PET_NODE_RANK": str(rank)})
             nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True))
-        said = [node.communicate(timeout=120) for node in nodes]
+        said = [node.communicate(timeout=PATIENCE) for node in nodes]
         assert [node.returncode for node in nodes] == [2, 2], said
         lines = said[0][1].splitlines()
         assert lines[-3:] == [

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from tests.data.test_build import BYTES, plan_for
-from tests.faults.sampling import skip_unless_sampled
 from tests.recipes.warm import pretrain
 from tests.tiny_run import STEPS, curve, tensor_files
 from torchllm.config import Source
@@ -48,6 +47,11 @@ def truncate(path: Path, random: Random) -> None:
 
 def remove(path: Path, random: Random) -> None:
     path.unlink()
+
+
+def at_night(*damages: Damage) -> list[Any]:
+    """Return the cases of damages that are not of the default tier."""
+    return [pytest.param(damage, marks=pytest.mark.exhaustive) for damage in damages]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,7 @@ def steps_of(paths: Iterable[Path]) -> list[int]:
     return sorted(int(re.findall(r"step-(\d+)", str(path))[0]) for path in paths)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
+@pytest.mark.parametrize("damage", [flip_a_bit, *at_night(write_an_unknown_id, truncate, remove)])
 def test_damage_before_the_run_is_named(
     tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
 ) -> None:
@@ -136,11 +140,10 @@ def test_damage_before_the_run_is_named(
         assert is_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, write_an_unknown_id, truncate, remove])
+@pytest.mark.parametrize("damage", [flip_a_bit, *at_night(write_an_unknown_id, truncate, remove)])
 def test_damage_during_the_run_marks_the_checkpoints_since_its_start(
     tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
 ) -> None:
-    skip_unless_sampled(trials, damage not in (truncate, remove))
     for trial in range(trials):
         copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
         shard = shard_path(copy, 0, "train")
@@ -165,7 +168,7 @@ def test_damage_during_the_run_marks_the_checkpoints_since_its_start(
         assert is_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate, remove])
+@pytest.mark.parametrize("damage", [flip_a_bit, *at_night(truncate, remove)])
 def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: Damage, trials: int) -> None:
     for number in range(100):
         (tmp_path / f"{number}.txt").write_text(f"text {number} " * 60)

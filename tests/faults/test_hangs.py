@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children, launcher_of
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, tensor_files
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a launcher looks into /proc")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(sys.platform != "linux", reason="a launcher looks into /proc"),
+]
 
 TIMEOUT = 2.0
 END_WITHIN = 20.0
@@ -117,7 +119,6 @@ before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
 def test_ranks_stuck_in_the_same_call_on_two_nodes_end_both(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    skip_unless_sampled(trials)
     variables = with_fault(tmp_path, 'before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)')
     variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     variables["PET_MASTER_PORT"] = str(free_port())
@@ -135,7 +136,6 @@ def test_ranks_stuck_in_the_same_call_on_two_nodes_end_both(
 def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: str
 ) -> None:
-    skip_unless_sampled(trials)
     for trial in range(trials):
         folder = tmp_path / f"run-{trial}"
         endless = [word for word in SMALL if not re.match("--(training.steps|evaluate.interval|checkpoint)", word)]
@@ -174,7 +174,6 @@ def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
 def test_a_hang_in_each_phase_ends_by_the_limit_of_that_phase(
     start: Callable[..., Started], tmp_path: Path, trials: int, fault: str, ranks: int, key: str, place: str
 ) -> None:
-    skip_unless_sampled(trials)
     tried = {
         "run.timeout": limits(),
         "run.save_timeout": limits(step=90.0, save=TIMEOUT),
@@ -191,7 +190,6 @@ def test_a_hang_in_each_phase_ends_by_the_limit_of_that_phase(
 def test_a_save_in_the_background_may_take_longer_than_run_timeout(
     start: Callable[..., Started], tmp_path: Path, trials: int, request: pytest.FixtureRequest, ranks: int
 ) -> None:
-    skip_unless_sampled(trials)
     fault = f'before(checkpointer.manifests, "publish", 1, lambda: time.sleep({2 * TIMEOUT + 5}))'
     folder = tmp_path / "run"
     options = [*QUICK, "--data.workers=0", *limits(), "--checkpoint.asynchronous=true", f"--run.folder={folder}"]
@@ -206,7 +204,6 @@ def test_a_save_in_the_background_may_take_longer_than_run_timeout(
 def test_a_restart_that_follows_a_hang_is_the_same_run(
     start: Callable[..., Started], tmp_path: Path, trials: int, request: pytest.FixtureRequest
 ) -> None:
-    skip_unless_sampled(trials)
     marker = tmp_path / "has-hung"
     fault = f"""
 def hang_once():
@@ -227,17 +224,3 @@ before(pretrain, "read_health", 6, hang_once)
     undisturbed = request.getfixturevalue("undisturbed")
     assert curve(folder) == curve(undisturbed)
     assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
-
-
-@pytest.mark.parametrize("node", [1, 0])
-def test_a_node_that_waits_for_another_in_vain_says_for_whom_and_ends(
-    start: Callable[..., Started], tmp_path: Path, trials: int, node: int
-) -> None:
-    skip_unless_sampled(trials, node != 0)
-    port = str(free_port())
-    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-    run = start(DEBUG, "--run.start_timeout=1", f"--run.folder={tmp_path / 'run'}", **pod, PET_NODE_RANK=str(node))
-    assert run.wait() == 1
-    line = run.err.read_text().splitlines()[-1]
-    missing = "node 1 to begin" if node == 0 else f"node 0 at 127.0.0.1:{port} ([Errno 111] Connection refused)"
-    assert line.startswith(f"error: waited for 1 s (run.start_timeout) for {missing}. ")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.sampling import has_turn, skip_unless_sampled
 from tests.namespaces import Network, can_make_hosts, network
 from tests.pods import (
     Pod,
@@ -135,16 +134,22 @@ def with_pods(manifest: dict[str, Any], pods: int) -> list[PodStart]:
     return pods_of_indexed_job(manifest)
 
 
+@pytest.fixture(scope="module")
+def _needs_hosts() -> None:
+    if not can_make_hosts():
+        pytest.skip("making namespaces needs root, unshare and ip")
+
+
 MAKERS = {"indexed_job.yaml": pods_of_indexed_job, "pytorch_job.yaml": pods_of_pytorch_job}
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="making namespaces needs root, unshare and ip")
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("_needs_hosts")
 @pytest.mark.parametrize("name", MAKERS)
 def test_pods_stop_with_a_checkpoint_when_one_is_evicted_and_started_again_go_on(
     undisturbed: Path, tmp_path: Path, trials: int, name: str
 ) -> None:
     """The first trial starts the same pods again, later ones of the Indexed Job one and three."""
-    skip_unless_sampled(trials, name == "indexed_job.yaml" and has_turn("an evicted pod"))
     pods = MAKERS[name](read_manifest(name))
     for trial in range(trials):
         folder = tmp_path / str(trial)

@@ -16,18 +16,18 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, children, launcher_of, start_nodes
 from tests.listening import listening_addresses
 from tests.tiny_run import DEBUG, SMALL, curve, free_port
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to find processes in"),
+]
 
 MARK = "TORCHLLM_FAULT_TEST"
 """environment variable that all processes of a run inherit"""
-SAMPLE = [("script", "start-up"), ("rank", "training")]
-"""which process is killed when, if each fault is tried once; a killed script kills its launcher"""
 END_WITHIN = 30.0
 """seconds in which all processes of a job are gone after one was killed"""
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
@@ -157,7 +157,6 @@ def descendants(pid: int) -> list[int]:
 def test_nothing_outlives_a_killed_process(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: str, moment: str
 ) -> None:
-    skip_unless_sampled(trials, (victim, moment) in SAMPLE)
     for trial in range(trials):
         mark = str(uuid.uuid4())
         run = start(DEBUG, *ENDLESS, f"--run.folder={tmp_path / f'run-{trial}'}", **{MARK: mark})
@@ -192,7 +191,6 @@ time.sleep(600)
 def test_the_launchers_of_all_nodes_end_when_one_is_killed_whatever_their_ranks_do(
     start: Callable[..., Started], tmp_path: Path, trials: int, victim: int, handler: str, line: str
 ) -> None:
-    skip_unless_sampled(trials, victim != 0)
     mark = str(uuid.uuid4())
     (tmp_path / "stuck.py").write_text(STUCK.replace("HANDLER", handler))
     options = {"RECIPE": str(tmp_path / "stuck.py"), MARK: mark}
@@ -210,7 +208,6 @@ def test_ranks_that_do_not_react_are_killed_when_one_has_failed(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
     """In a third of the 30 s that torch gives them."""
-    skip_unless_sampled(trials)
     mark = str(uuid.uuid4())
     (tmp_path / "stuck.py").write_text(STUCK.replace("HANDLER", "SIG_IGN"))
     run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "stuck.py"), **{MARK: mark})

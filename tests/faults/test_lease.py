@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.sampling import skip_unless_sampled
 from tests.launched import Started, launcher_of
 from tests.tiny_run import DEBUG, SMALL, metrics
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to see processes in")
+pytestmark = [
+    pytest.mark.exhaustive,  # test_process.py has two jobs in one folder on warm ranks, test_lease.py the rest
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to see processes in"),
+]
 
 CHANGED = ["--training.steps", "--evaluate.interval"]
 ENDLESS = [word for word in SMALL if word.partition("=")[0] not in CHANGED]
@@ -109,7 +111,6 @@ def suspend_take_over_and_continue(start: Callable[..., Started], folder: Path, 
 def test_a_job_that_was_suspended_and_taken_for_dead_writes_nothing_more(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    skip_unless_sampled(trials)  # tests/runtime/test_lease.py suspends a process that only holds the lease
     driver = tmp_path / "driver.py"
     driver.write_text(QUICK_LEASE)
     for trial in range(trials):

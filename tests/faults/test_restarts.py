@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.faults.sampling import has_turn, skip_unless_sampled
-from tests.launched import Started, children, clean, ends, start_nodes
+from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
 from torchllm.runtime.restarts import newest_step
@@ -70,22 +70,17 @@ def kill_a_rank(runs: list[Started], folder: Path) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 def test_a_rank_killed_on_any_node_costs_only_time(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
 ) -> None:
-    skip_unless_sampled(trials, has_turn("a killed rank"))
     kills = 0
     while kills < trials:
         folder = tmp_path / f"run-{kills}"
         on_event = f"--run.on_event=sh -c 'echo $1 >>{folder}/events' on_event"
         runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000", on_event)
-        if trials == 1:
-            runs[0].until(lambda folder=folder: has_step_2(folder))
-            os.kill(ranks_of(runs)[1], signal.SIGKILL)
-            kills = 1
-        else:
-            while kills < trials and kill_a_rank(runs, folder):
-                kills += 1
+        while kills < trials and kill_a_rank(runs, folder):
+            kills += 1
         assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
         lines = restarts_of(runs)
         killed = f" on {os.uname().nodename} was killed: SIGKILL; restart "
@@ -101,6 +96,7 @@ def test_a_rank_killed_on_any_node_costs_only_time(
 FAULTY = f"""
 import os, runpy, signal, sys, threading, time
 from pathlib import Path
+from typing import NamedTuple
 
 attempt, rank = int(os.environ.get("TORCHLLM_ATTEMPT", "1")), os.environ.get("RANK")
 folder = [word.partition("=")[2] for word in sys.argv if word.startswith("--run.folder=")][-1]
@@ -134,6 +130,7 @@ def run_with_fault(start: Callable[..., Started], folder: Path, fault: str, rest
     return start_nodes(start, folder, *QUICK, f"--run.restarts={restarts}", *limits, RECIPE=str(recipe))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "restarts"),
     [
@@ -146,7 +143,6 @@ def run_with_fault(start: Callable[..., Started], folder: Path, fault: str, rest
 def test_a_restart_in_which_something_happens_is_the_same_run(
     start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path, fault: str, restarts: int
 ) -> None:
-    skip_unless_sampled(trials)
     for trial in range(trials):
         folder = tmp_path / f"run-{trial}"
         runs = run_with_fault(start, folder, fault, 2)
@@ -155,10 +151,8 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
         assert_same_run(folder, undisturbed)
 
 
-def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(
-    start: Callable[..., Started], tmp_path: Path, trials: int
-) -> None:
-    skip_unless_sampled(trials)
+@pytest.mark.exhaustive
+def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
     runs = run_with_fault(start, tmp_path / "run", "after_step_2(lambda: os._exit(0))", 0)
     assert [run.wait() for run in runs] == [1, 1]
     assert runs[1].err.read_text().splitlines()[-1] == (
@@ -185,35 +179,50 @@ rank_notes.leave(rank)
 """ranks that do nothing for a minute, except for rank 1; the fourth attempt is done at once"""
 
 
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a short job of two ranks."""
 
-    def __init__(self, folder: Path, fault: str, restarts: int) -> None:
-        recipe = folder / "short.py"
-        recipe.write_text(SHORT.replace("FAULT", fault))
-        command = [sys.executable, "-m", "torchllm.runtime.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
-        began = time.monotonic()
-        done = subprocess.run(
-            [*command, "--nproc-per-node=2", str(recipe)],
-            cwd=ROOT,
-            env=clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        self.status = done.returncode
-        self.lines = done.stderr.splitlines()
-        self.seconds = time.monotonic() - began
+    status: int
+    lines: list[str]
+    """of standard error"""
+
+
+def outcome_of(folder: Path, fault: str, restarts: int) -> Outcome:
+    """Run a short job in which something happens to rank 1."""
+    recipe = folder / "short.py"
+    recipe.write_text(SHORT.replace("FAULT", fault))
+    command = [sys.executable, "-m", "torchllm.runtime.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
+    environment = clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [*command, "--nproc-per-node=2", str(recipe)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return Outcome(done.returncode, done.stderr.splitlines())
 
 
 LEFT = "rank 1 ended in the middle of the run, with exit status 0"
 KILLED = "rank 1 was killed: SIGKILL"
 
 
+def test_a_job_is_restarted_as_often_as_may_be_without_progress(tmp_path: Path) -> None:
+    assert outcome_of(tmp_path, "os.kill(os.getpid(), 9)", restarts=1) == (
+        1,
+        [
+            f"{KILLED}; restart 1 of 1 from the beginning",
+            "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
+            KILLED,
+        ],
+    )
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "restarts", "status", "lines"),
     [
-        ("os._exit(0)", 0, 1, [LEFT]),
         (
             "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9) if attempt < 4 else None",
             3,
@@ -224,34 +233,21 @@ KILLED = "rank 1 was killed: SIGKILL"
                 f"{KILLED}; restart 3 of 3 from the beginning",
             ],
         ),
-        (
-            "os.kill(os.getpid(), 9)",
-            1,
-            1,
-            [
-                f"{KILLED}; restart 1 of 1 from the beginning",
-                "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
-                KILLED,
-            ],
-        ),
+        ("os._exit(0)", 0, 1, [LEFT]),
         ("raise UserError('of the user')", 3, 1, ["rank 1: error: of the user"]),
         ("raise RefusedStart('of the start')", 3, 2, ["rank 1: error: of the start"]),
         ("sys.exit(2)", 3, 2, []),
     ],
-    ids=["left", "restarted", "spent", "user-error", "refused", "status-2"],
+    ids=["restarted", "left", "user-error", "refused", "status-2"],
 )
 def test_only_what_may_pass_is_tried_again(
-    tmp_path: Path, trials: int, fault: str, restarts: int, status: int, lines: list[str]
+    tmp_path: Path, fault: str, restarts: int, status: int, lines: list[str]
 ) -> None:
-    skip_unless_sampled(trials, fault == "os.kill(os.getpid(), 9)")
-    outcome = Outcome(tmp_path, fault, restarts)
-    assert (outcome.status, outcome.lines) == (status, lines)
+    assert outcome_of(tmp_path, fault, restarts) == (status, lines)
 
 
-def test_a_stop_that_is_asked_for_while_a_rank_dies_ends_the_job(
-    start: Callable[..., Started], tmp_path: Path, trials: int
-) -> None:
-    skip_unless_sampled(trials)
+@pytest.mark.exhaustive
+def test_a_stop_that_is_asked_for_while_a_rank_dies_ends_the_job(start: Callable[..., Started], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start(DEBUG, *QUICK, f"--run.folder={folder}", "--run.restarts=3")
     run.until(lambda: has_step_2(folder))

@@ -23,7 +23,7 @@ KEEP = 2
 KILLED = 9
 """exit status of a process that has died at its operation"""
 POINTS = 20
-"""operations at which the saves die if each fault is tried once; with more trials, at every operation"""
+"""operations at which the saves die in the default tier; at night, at every operation"""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate")
 """audit events of operations that change files"""
 
@@ -143,13 +143,14 @@ def check_what_is_left(folder: Path, returned: int, asynchronous: bool) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+@pytest.mark.parametrize("points", [POINTS, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_that_dies_is_whole_or_not_there(tmp_path: Path, asynchronous: bool, trials: int) -> None:
+def test_a_save_that_dies_is_whole_or_not_there(tmp_path: Path, asynchronous: bool, points: int | None) -> None:
     whole = die_at(-1, tmp_path / "whole", asynchronous)
     assert whole.is_complete
     assert whole.returned == SAVES
     assert whole.operations > 50
-    every = 1 if trials > 1 else whole.operations // POINTS
+    every = 1 if points is None else whole.operations // points
     for operation in range(1, whole.operations + 1, every):
         folder = tmp_path / str(operation)
         trial = die_at(operation, folder, asynchronous)
