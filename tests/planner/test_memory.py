@@ -21,7 +21,7 @@ from torchllm.dry_run.run import examine
 from torchllm.planner.case import Case
 from torchllm.planner.compute import Kernels
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.planner.peak import Memory, counted
+from torchllm.planner.peak import Memory
 from torchllm.planner.predict import memory_of, stage_sizes
 from torchllm.spec.software import AttentionKernel, Software
 
@@ -249,55 +249,6 @@ def has_traced_sums(chosen: Layout) -> bool:
     has_whole_gradients = parallel.pp > 1 or parallel.zero_stage < 2
     # whole gradients of stacked matrices, which have three dimensions, are called temporary
     return not (has_whole_gradients and chosen.model.experts)
-
-
-class PublishedModel(NamedTuple):
-    """A model of arXiv 2401.10241, on 8 pipeline ranks without data parallelism."""
-
-    layers: int
-    hidden: int
-    heads: int
-    micro: int
-    """sequences of a micro batch"""
-    virtual: int
-    """stages per rank of the interleaved schedule"""
-    peaks: dict[str, int]
-    """GiB by schedule (ZB-1p and ZB-2p by the schedules behind them)"""
-
-    def layout(self, schedule: str) -> Layout:
-        """Return the layout. First and last stage have a block less than the others."""
-        virtual = self.virtual if schedule == "Interleaved1F1B" else 0
-        stages = 8 * max(virtual, 1)
-        blocks = (self.layers + 2) // stages
-        inner = [blocks] * (stages - 2)
-        split = (blocks - 1, *inner, blocks - 1)
-        parallel = c.Parallel(pp=8, dp_shard=1, zero_stage=0, schedule=schedule, virtual_stages=virtual, split=split)
-        widths = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "ffn": 4 * self.hidden}
-        model = c.Model(family="gpt", **widths, vocab=32000, tied_embeddings=True, max_sequence_length=1024)
-        training = c.Training(micro_batch_size=self.micro, global_batch_size=self.micro * 24, sequence_length=1024)
-        return Layout(model, parallel, training, c.Recompute())
-
-
-# tables 3 to 5
-PUBLISHED = {
-    "1.5B": PublishedModel(22, 2304, 24, 6, 3, {"1F1B": 30, "Interleaved1F1B": 40, "ZB-H1": 32, "ZB-H2": 59}),
-    "6.2B": PublishedModel(30, 4096, 32, 3, 4, {"1F1B": 39, "Interleaved1F1B": 48, "ZB-H1": 42, "ZB-H2": 70}),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-H1", "ZB-H2"])
-def test_published_peaks_of_pipeline_schedules(schedule: str, name: str) -> None:
-    """To 6 %, in whole GiB."""
-    model = PUBLISHED[name]
-    chosen = model.layout(schedule)
-    software = STACKS["megatron-zero-bubble-2023"]
-    kernels = Kernels("fused_softmax", fused_norm=True)
-    peaks = []
-    for rank in range(8):
-        planned = memory(chosen, rank, software, kernels)
-        peaks.append(counted(planned, software) / 2**30)
-    assert max(peaks) == pytest.approx(model.peaks[schedule], rel=0.06)
 
 
 def test_true_peaks_of_steps() -> None:

@@ -11,7 +11,6 @@ from tests.planner.evidence.test_score import ROW, row
 from torchllm.planner.evidence.cells import COLUMNS
 from torchllm.planner.evidence.measurements import read_rows
 from torchllm.planner.evidence.pack import DATA, own_measurements, pack_rows
-from torchllm.planner.evidence.score import score_rows
 
 SWEPT = {**ROW, "dataset": "sweep", "source": "", "layout": "--parallel.tp=1"}
 INVALID = {**SWEPT, "status": "invalid"}
@@ -91,17 +90,6 @@ def test_every_row_that_comes_with_torchllm_names_its_source() -> None:
             assert cells["fold"], file
             assert set(cells) <= columns, file
             assert "hagemann" not in cells["dataset"].lower(), file  # CC BY-NC-SA
-
-
-def test_four_of_five_timed_rows_are_scored() -> None:
-    timed = unscored = 0
-    for file in own_measurements():
-        for scored in score_rows(read_rows(file)):
-            if scored.row.seconds is not None:
-                timed += 1
-                unscored += scored.row_class == "unscored"
-    assert timed > 1000
-    assert unscored <= 0.2 * timed
 
 
 def test_licences_that_ask_for_their_text_are_there() -> None:
