@@ -6,6 +6,7 @@
     python -m tests.mutants --only=torchllm/parallel/ring.py  those of the sample in one file
     python -m tests.mutants --survivors                       lists them, and tries nothing
     python -m tests.mutants --again                           tries unexplained survivors and time-outs again
+    python -m tests.mutants --everything                      tries unexplained survivors against all of `pytest`
 
 Exit status 0: all are tried, and each is killed or explained.
 """
@@ -18,13 +19,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.generate import Mutant, mutants_of, sample
-from tests.mutants.relevant import ROOT, mutated_files, relevant_tests
-from tests.mutants.results import Results, digest_of, is_explained, markdown_table, read_explanations, rows
-from tests.mutants.run import SURVIVED, TIMED_OUT, copied_repository, run_tests, try_mutant
+from tests.mutants.relevant import EVERYTHING, ROOT, mutated_files, relevant_tests
+from tests.mutants.results import (
+    Explanation,
+    Results,
+    digest_of,
+    is_explained,
+    markdown_table,
+    read_explanations,
+    rows,
+)
+from tests.mutants.run import IMPORT, KILLED, SURVIVED, TIMED_OUT, copied_repository, run_tests, try_mutant
 
-LIMIT = 240.0
+LIMIT = 600.0
 """seconds for the tests of one mutant: a hang is found by then"""
-UNMUTATED_LIMIT = 3600.0
+EVERYTHING_LIMIT = 3600.0
 
 
 def drawn(count: int, seed: int) -> list[Mutant]:
@@ -35,35 +44,43 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     return sample(mutants, count, seed)
 
 
-def check_tests(copy: Path, mutants: Sequence[Mutant], results: Results) -> bool:
-    """Run the tests without a mutant, but those that have passed before; return whether all pass."""
-    tests = {test for mutant in mutants for test in relevant_tests(mutant.file)}
-    new = [test for test in sorted(tests) if digest_of(test) not in results.passing]
-    if not new:
-        return True
-    print(f"{len(new)} tests or files of tests, without a mutant", flush=True)
-    run = run_tests(copy, new, UNMUTATED_LIMIT)
-    if run.outcome != SURVIVED:
-        print(f"{run.failed_test} fails without a mutant")
+def is_broken(copy: Path, test: str, results: Results) -> bool:
+    """Return whether a test that has failed with a mutant fails without one, too; each test is tried once."""
+    if test == IMPORT or (ROOT / test).is_file():  # a file that could not be collected
         return False
-    for test in new:
+    if digest_of(test) not in results.passing:
+        if run_tests(copy, [test], LIMIT).outcome != SURVIVED:
+            return True
         results.add_passing(digest_of(test))
-    return True
+    return False
 
 
-def try_all(mutants: Sequence[Mutant], results: Results, limit: float, minutes: float) -> bool:
-    """Try mutants until `minutes` are over, and note what became of each; return False if tests fail without any."""
-    deadline = time.monotonic() + 60 * minutes
+def try_all(mutants: Sequence[Mutant], results: Results, arguments: argparse.Namespace) -> bool:
+    """Try mutants until the minutes are over, and note the outcomes; return False if a test fails without any."""
+    deadline = time.monotonic() + 60 * arguments.minutes
+    limit = EVERYTHING_LIMIT if arguments.everything else arguments.limit
     with copied_repository() as copy:
-        if not check_tests(copy, mutants, results):
-            return False
         for mutant in mutants:
             if time.monotonic() > deadline:
                 break
-            run = try_mutant(copy, mutant, relevant_tests(mutant.file), limit)
+            tests = EVERYTHING if arguments.everything else relevant_tests(mutant.file)
+            run = try_mutant(copy, mutant, tests, limit)
+            if run.outcome == KILLED and is_broken(copy, run.failed_test, results):
+                print(f"{run.failed_test} fails without a mutant")
+                return False
             results.add_outcome(mutant, run)
             print(f"{run.outcome:9} {run.seconds:5.1f} s  {describe(mutant)}  {run.failed_test}", flush=True)
     return True
+
+
+def stale_explanations() -> list[Explanation]:
+    """Return the explanations of mutants that can no longer be made."""
+    stale = []
+    for explanation in read_explanations():
+        mutants = mutants_of(explanation.file, (ROOT / explanation.file).read_text())
+        if not any(explanation.explains(mutant) for mutant in mutants):
+            stale.append(explanation)
+    return stale
 
 
 def describe(mutant: Mutant) -> str:
@@ -82,6 +99,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one mutant")
     parser.add_argument("--results", type=Path, default=ROOT / "mutants.jsonl")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--everything", action="store_true")
     parser.add_argument("--survivors", action="store_true")
     arguments = parser.parse_args()
 
@@ -98,12 +116,16 @@ def main() -> int:
         to_try = [mutant for mutant in mutants if not results.outcome(mutant)]
         if arguments.again:
             to_try = [mutant for mutant in mutants if is_unexplained(mutant) or results.outcome(mutant) == TIMED_OUT]
+        if arguments.everything:
+            to_try = [mutant for mutant in mutants if is_unexplained(mutant)]
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # as Ctrl-C, it leaves no process
-        if to_try and not try_all(to_try, results, arguments.limit, arguments.minutes):
+        if to_try and not try_all(to_try, results, arguments):
             return 1
     unexplained = [mutant for mutant in mutants if is_unexplained(mutant)]
     for mutant in unexplained:
         print(f"survives: {describe(mutant)}")
+    for explanation in stale_explanations():
+        print(f"explained.toml: no such mutant: {explanation.file}: {explanation.original}  ->  {explanation.mutated}")
     print(markdown_table(rows(mutants, results, explanations)))
     missing = sum(not results.outcome(mutant) for mutant in mutants)
     if missing:

@@ -30,6 +30,8 @@ KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 MARK = "TORCHLLM_MUTANT"
 """environment variable of all processes that a run of the tests starts, whatever session they are in"""
 OUTPUT = "output.txt"
+IMPORT = "import"
+"""in place of a failed test: pytest could not begin"""
 WARM = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -127,7 +129,7 @@ def _run_pytest(copy: Path, files: Path, tests: Sequence[str], mark: str) -> Non
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
         sys.stdout = sys.stderr = output
-        status = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests])
+        status = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-n", "0", *tests])
         output.flush()
         os._exit(status)
 
@@ -141,7 +143,7 @@ def judge(status: int, output: str, seconds: float) -> TestRun:
     if any(sign in output for sign in WAITED):
         return TestRun(TIMED_OUT, "", seconds)
     failure = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return TestRun(KILLED, failure[1] if failure else "import", seconds)
+    return TestRun(KILLED, failure[1] if failure else IMPORT, seconds)
 
 
 def kill_marked(mark: str) -> None:
