@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.hugging_face.published import CONFIGS, save_published
 from tests.parity import CPU, build, tiny, world_size
-from tests.sampling import one_part
 from tests.workers import run
 from torchllm.checkpoint import hf_reader
 from torchllm.checkpoint.hf_reader import read_hub_weights
@@ -81,15 +79,29 @@ def layout(axes: tuple[str, ...]) -> Settings:
     return settings
 
 
-def sampled() -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield a few of all models, layouts and forms, so that every family and every axis is among them."""
-    draw = random.Random(16)
-    names = ["llama", "olmo2", "gpt2", "qwen2", "qwen3", "mistral-nemo", "llama31", "mixtral", "qwen3-moe", "glm4-moe"]
-    axes = list(AXES)
-    draw.shuffle(axes)
-    for number, axis in enumerate(axes):
-        pair = draw.choice([pair for pair in GRID if axis in pair])
-        yield names[number % len(names)], pair, ["", "tied", "uneven"][number % 3]
+LAYOUTS = [
+    ("llama", ("cp", "tp"), ""),
+    ("olmo2", ("1f1b", "tp"), "tied"),
+    ("gpt2", ("fsdp", "sp"), "uneven"),
+    ("qwen3", ("hsdp", "v"), "tied"),
+    ("glm4-moe", ("v",), ""),
+    ("qwen3-moe", ("sp", "zero0"), "uneven"),
+]
+"""every axis but the ZeRO stages is among them"""
+MORE_LAYOUTS = [
+    ("qwen2", ("zero2",), ""),
+    ("mistral-nemo", ("sp", "v"), "uneven"),
+    ("llama31", ("tp", "zero1"), ""),
+    ("mixtral", ("hsdp", "zero1"), "tied"),
+]
+SEED, DRAWN = 1, 60
+"""of the layouts of the night, from all models, layouts and forms: another seed draws others"""
+
+
+def drawn() -> list[tuple[str, tuple[str, ...], str]]:
+    """Return the layouts of the night."""
+    everything = [(name, axes, form) for name in CONFIGS for axes in GRID for form in ("", *MORE)]
+    return [*MORE_LAYOUTS, *random.Random(SEED).sample(everything, DRAWN)]
 
 
 @pytest.fixture(scope="session")
@@ -259,44 +271,30 @@ def plain_loss(model: Decoder, step: int) -> Tensor:
     return model(tokens[:, :-1], positions, labels=tokens[:, 1:]).detach() / tokens[:, 1:].numel()
 
 
-LOGITS = [(name, form) for name in CONFIGS for form in ("", "tied")]
-LOGITS += [(name, "stacked") for name in ("mixtral", "qwen3-moe", "olmoe", "glm4-moe")]
+LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe")]
+MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
 
-@pytest.mark.parametrize(("name", "form"), LOGITS)
-def test_logits_are_those_of_transformers(name: str, form: str, folders: Path, tmp_path: Path) -> None:
-    hub_model = save_published(name, tmp_path / "model", **MORE.get(form, {}))
-    model = one_process(config_of(tmp_path / "model", {}))
+@pytest.mark.parametrize("published", [LOGITS, pytest.param(MORE_LOGITS, marks=pytest.mark.exhaustive)], ids=len)
+def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_path: Path) -> None:
     tokens = tokens_of(0)
-    with torch.no_grad():
-        theirs = hub_model(tokens).logits
-        ours = model(tokens, torch.arange(LENGTH + 1).expand(SEQUENCES, LENGTH + 1))
-    assert error_of_logits(ours.numpy(), theirs.numpy()) <= 1e-5
+    errors = {}
+    for name, form in published:
+        folder = tmp_path / f"{name}-{form}"
+        hub_model = save_published(name, folder, **MORE.get(form, {}))
+        model = one_process(config_of(folder, {}))
+        with torch.no_grad():
+            theirs = hub_model(tokens).logits
+            ours = model(tokens, torch.arange(LENGTH + 1).expand(SEQUENCES, LENGTH + 1))
+        errors[name, form] = error_of_logits(ours.numpy(), theirs.numpy())
+    assert {published: error for published, error in errors.items() if not error <= 1e-5} == {}
 
 
-@pytest.mark.parametrize(("name", "axes", "form"), list(sampled()))
+@pytest.mark.parametrize(
+    ("name", "axes", "form"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in drawn())],
+)
 def test_a_layout_reads_the_same_weights(name: str, axes: tuple[str, ...], form: str, folders: Path) -> None:
-    check_layout(publish(folders, name, form), layout(axes))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Draw as many of all models, layouts and forms as --count says; --count=all-meshes: all of them."""
-    if "drawn_layout" not in metafunc.fixturenames:
-        return
-    option = metafunc.config.option
-    grid = [(name, axes, form) for name in CONFIGS for axes in GRID for form in ("", *MORE)]
-    drawn = []
-    if "not lattice" not in option.markexpr:
-        drawn = grid
-        if option.count != "all-meshes":
-            drawn = random.Random(option.seed).sample(grid, min(int(option.count), len(grid)))
-    names = [f"{name}-{'-'.join(axes)}-{form}" for name, axes, form in drawn]
-    metafunc.parametrize("drawn_layout", drawn, ids=names)
-
-
-@pytest.mark.lattice
-def test_a_drawn_layout_reads_the_same_weights(drawn_layout: tuple[str, tuple[str, ...], str], folders: Path) -> None:
-    name, axes, form = drawn_layout
     check_layout(publish(folders, name, form), layout(axes))
 
 
@@ -315,19 +313,24 @@ def test_ranks_read_their_own_bytes_once_and_hold_one_block(folders: Path) -> No
 SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("mixtral", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),  # by expert, and by features
     ("mixtral", {"parallel.dp_shard": 4}, "stacked"),  # 6 experts: by hidden states
+    ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
+    ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
+    ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
+]
+MORE_SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("qwen3-moe", {"parallel.dp_shard": 4}, ""),  # by expert
     ("qwen3-moe", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, ""),
     ("qwen3-moe", {"parallel.pp": 2, "parallel.tp": 2}, "stacked"),
     ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
-    ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
     ("glm4-moe", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),
-    ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
     ("mixtral", {"parallel.dp_shard": 4, "parallel.ep": 2}, "stacked"),
-    ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "form"), SPARSE_LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "settings", "form"),
+    [*SPARSE_LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in MORE_SPARSE_LAYOUTS)],
+)
 def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings, form: str, folders: Path) -> None:
     """Also counted: no rank reads a byte of an expert that it does not hold, and none twice."""
     folder = publish(folders, name, form)
@@ -410,12 +413,11 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [
-    ("llama", ()),
+TRAINED = [("llama", ()), ("qwen3", ("fsdp",))]
+MORE_TRAINED = [
     ("mixtral", ()),
     ("qwen3-moe", ("fsdp",)),
     ("glm4-moe", ("tp",)),
-    ("qwen3", ("fsdp",)),
     ("qwen3-moe", ("fsdp", "tp")),
     ("olmoe", ("fsdp",)),
     ("qwen3", ("fsdp", "tp")),
@@ -423,9 +425,10 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("trained", one_part(TRAINED, 3), ids=lambda trained: "-".join([trained[0], *trained[1]]))
-def test_training_follows_the_loop_of_transformers(trained: tuple[str, tuple[str, ...]], tmp_path: Path) -> None:
-    name, axes = trained
+@pytest.mark.parametrize(
+    ("name", "axes"), [*TRAINED, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in MORE_TRAINED)]
+)
+def test_training_follows_the_loop_of_transformers(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
     hub_model = save_published(name, tmp_path / "model")
     config = config_of(tmp_path / "model", layout(axes))
     config = replace(

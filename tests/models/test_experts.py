@@ -19,6 +19,7 @@ from torchllm.models.layers import SwiGLU, gated
 from torchllm.models.router_penalties import penalty_names
 from torchllm.models.routing_record import tokens_per_expert
 
+pytestmark = pytest.mark.quick
 MODEL = Model(layers=3, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
 VARIANTS = {
     "Mixtral": MODEL,

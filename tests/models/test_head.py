@@ -12,6 +12,7 @@ from torchllm.config import Model, Parallel, Training
 from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_squares
 from torchllm.spec.flops import recomputes_logits
 
+pytestmark = pytest.mark.quick
 MODEL = Model(hidden=16, heads=2, vocab=37)
 TOKENS = 22  # of two sequences
 
