@@ -83,7 +83,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(wheel, sdist)
 
 
-@pytest.fixture(scope="module", params=["editable", "wheel", "sdist"])
+@pytest.fixture(
+    scope="module",
+    params=["wheel", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("editable", "sdist"))],
+)
 def installation(
     request: pytest.FixtureRequest, distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
 ) -> Installation:
