@@ -9,19 +9,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.hugging_face.published import save_published
 from tests.parity import CPU, Settings, build, tiny
 from tests.workers import run
-from torchllm.checkpoint.adapter import MergedWeights, SeededWeights, frozen_weights, read_updates, write_adapter
+from torchllm.checkpoint.adapter import (
+    MergedWeights,
+    PublishedWeights,
+    SeededWeights,
+    adapter_config,
+    frozen_weights,
+    read_updates,
+    write_adapter,
+)
 from torchllm.checkpoint.by_key import WeightReader
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.initial import initial_weights, load_frozen_weights, load_weights_of_run
+from torchllm.checkpoint.initial import HubWeights, initial_weights, load_frozen_weights, load_weights_of_run
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from torchllm.checkpoint.weights import load_weights
-from torchllm.config import Checkpoint, Config
+from torchllm.config import Checkpoint, Config, Lora, Model
 from torchllm.config.errors import UserError
 from torchllm.hugging_face.config_json import family_to_export
 from torchllm.hugging_face.files import read_hub_config
@@ -169,3 +177,53 @@ def test_a_run_without_updates_has_none_to_write(tmp_path: Path) -> None:
     run(start_and_save, 1, tiny({}), str(tmp_path), 1)
     with pytest.raises(CheckpointError, match="holds no low-rank updates: it is of a run without LoRA"):
         read_updates(WeightReader(tmp_path / "checkpoints/step-00000001"))
+
+
+def published_weights(model: Model, seed: int = 0) -> PublishedWeights:
+    """Open the frozen weights of a run of a published model, as its checkpoint has recorded them."""
+    weights = HubWeights(model)
+    return PublishedWeights(model, seed, weights.record(*weights.open(Path(model.from_hf))))
+
+
+def test_a_head_of_its_own_beside_a_published_tied_embedding_is_read(tmp_path: Path) -> None:
+    save_published("llama31", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, file, {"format": "pt"})
+    model = replace(read_hub_config(tmp_path).model, from_hf=str(tmp_path), tied_embeddings=False)
+    assert torch.equal(published_weights(model).read("lm_head.weight"), tensors["lm_head.weight"])
+
+
+@pytest.mark.xfail(strict=True, reason="PublishedWeights knows only the rows of the published model")
+def test_rows_that_the_files_lack_are_those_that_the_run_drew(tmp_path: Path) -> None:
+    save_published("llama", tmp_path)
+    published = read_hub_config(tmp_path).model
+    model = replace(published, from_hf=str(tmp_path), vocab=published.vocab + 4)
+    weight = published_weights(model, seed=3).read("embed_tokens.weight")
+    stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    drawn = SeededWeights(model, 3).read("embed_tokens.weight")
+    assert torch.equal(weight, torch.cat([stored, drawn[published.vocab :]]))
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "revision"),
+    [("org/model@v1", "org/model", "v1"), ("org/model", "org/model", None), ("/at@home/model", "/at@home/model", None)],
+)
+def test_the_config_of_an_adapter_is_what_peft_needs(base: str, name: str, revision: str | None) -> None:
+    lora = Lora(rank=3, alpha=12.0, targets=("up_proj", "q_proj"))
+    assert adapter_config(lora, base) == {
+        "base_model_name_or_path": name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": 12.0,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": 3,
+        "revision": revision,
+        "target_modules": ["q_proj", "up_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    }
