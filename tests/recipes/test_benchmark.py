@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
 
 RECIPE = str(ROOT / "recipes" / "benchmark")
 SHORT = [*SMALL, "--benchmark.rounds=2", "--benchmark.steps=2", "--benchmark.warmup=1", "--benchmark.seconds=0.001"]
 
 
-def benchmark(*arguments: str, ranks: int = 0, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments: str, ranks: int = 0, seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the recipe; `ranks` over 0: under torchrun. seconds: after which it is ended, and the test fails."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [RECIPE, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(seconds))
 
 
 def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[str, Any]:
@@ -40,9 +41,8 @@ def check_ratio(row: dict[str, Any], name: str) -> None:
     assert 0 < row["least"] <= row["ratio"] <= row["largest"] < 100
 
 
-@pytest.mark.parametrize("arguments", [[], ["stpe"], ["train_configs/debug.toml"]])
-def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
-    done = benchmark(*arguments)
+def test_a_wrong_name_lists_the_right_ones() -> None:
+    done = benchmark("stpe")
     assert (done.returncode, done.stdout) == (2, "")
     assert "matmul, step, tokenizing, data, checkpoint, schedules, watch, context, scale" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -51,11 +51,12 @@ def test_a_wrong_name_lists_the_right_ones(arguments: list[str]) -> None:
 def test_a_wrong_key_is_found_before_torch_is_imported() -> None:
     program = f"import sys, runpy; sys.modules['torch'] = None; sys.argv[1:] = ['step', '--benchmark.round=1']; \
 runpy.run_path({RECIPE!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 2
     assert "did you mean benchmark.rounds?" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_matmul_prints_a_table_of_every_shape(tmp_path: Path) -> None:
     done = benchmark("matmul", *SHORT, f"--run.folder={tmp_path}", "--training.loss_chunk=48")
     assert done.returncode == 0, done.stderr
@@ -73,7 +74,9 @@ def test_matmul_prints_a_table_of_every_shape(tmp_path: Path) -> None:
     assert all(float(rate) > 0 and float(share) > 0 for *_, rate, share in cells)
 
 
-@pytest.mark.parametrize(("ranks", "baseline"), [(0, "bare loop"), (2, "bare FSDP2")])
+@pytest.mark.parametrize(
+    ("ranks", "baseline"), [(0, "bare loop"), pytest.param(2, "bare FSDP2", marks=pytest.mark.exhaustive)]
+)
 def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, baseline: str) -> None:
     result = measured("step", tmp_path, ranks=ranks)
     assert [row["loop"] for row in result["training step"]] == ["torchllm", baseline]
@@ -84,6 +87,7 @@ def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, baseline: st
     check_ratio(result["step time"][0], f"torchllm / {baseline}")
 
 
+@pytest.mark.exhaustive
 def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
     options = (
         "--training.dtype=bfloat16",
@@ -97,6 +101,7 @@ def test_step_of_bfloat16_lists_operators_on_request(tmp_path: Path) -> None:
     assert "| torchllm / bare loop |" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_tokenizing_compares_with_encode_batch_on_one_process_and_on_two(tmp_path: Path) -> None:
     (tmp_path / "schema.py").write_bytes((ROOT / "torchllm" / "config" / "schema.py").read_bytes())
     source = ("--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/schema.py")
@@ -123,6 +128,7 @@ def test_tokenizing_compares_with_encode_batch_on_one_process_and_on_two(tmp_pat
         assert processes["ratio"] < 1  # two processes take longer to start than so little text takes
 
 
+@pytest.mark.exhaustive
 def test_data_times_the_wait(tmp_path: Path) -> None:
     for name in ("schema.py", "load.py"):
         (tmp_path / name).write_bytes((ROOT / "torchllm" / "config" / name).read_bytes())
@@ -134,6 +140,7 @@ def test_data_times_the_wait(tmp_path: Path) -> None:
     assert wait["loader_alone_tokens_per_second"] > 0
 
 
+@pytest.mark.exhaustive
 def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
     result = measured("checkpoint", tmp_path)
     (saves,) = result["saves"]
@@ -144,6 +151,7 @@ def test_checkpoint_compares_the_two_kinds_of_saves(tmp_path: Path) -> None:
     check_ratio(call, "its call / synchronous")
 
 
+@pytest.mark.exhaustive
 def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
     """With stages of 5 ms, of which torch takes one or two; figures with 100 ms and more are in BENCHMARKS.md."""
     once = ["--benchmark.rounds=1", "--benchmark.sleep=0.01", "--benchmark.json=true", f"--run.folder={tmp_path}"]
@@ -173,12 +181,14 @@ def test_schedules_take_what_the_simulator_says(tmp_path: Path) -> None:
     assert interleaved["simulated_gain"] == pytest.approx((1 + 1 / 8) / (1 + 1 / 16))  # bubbles 1 / m and 1 / (2 m)
 
 
+@pytest.mark.exhaustive
 def test_schedules_need_ranks(tmp_path: Path) -> None:
     done = benchmark("schedules", *SHORT, f"--run.folder={tmp_path}")
     assert done.returncode == 1
     assert "under torchrun with 4 or 8 ranks" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
     """Ring attention keeps 1 / cp of the activations; ulysses one more (B, S / cp, H, Q) a block, behind the core."""
     result = measured("context", tmp_path, ranks=2)
@@ -196,6 +206,7 @@ def test_context_measures_what_the_formulas_say(tmp_path: Path) -> None:
     assert ulysses["backward_mib"] == ulysses["forward_mib"] > 0
 
 
+@pytest.mark.exhaustive
 def test_watch_compares_profiled_steps_with_others(tmp_path: Path) -> None:
     ((row,),) = measured("watch", tmp_path).values()
     assert row["step_s"] > 0
@@ -205,6 +216,7 @@ def test_watch_compares_profiled_steps_with_others(tmp_path: Path) -> None:
     assert row["standard_error"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("option", ["--benchmark.rounds=1", "--metrics.breakdown_interval=0"])
 def test_watch_needs_rounds_and_an_interval(option: str, tmp_path: Path) -> None:
     done = benchmark("watch", *SMALL, f"--run.folder={tmp_path}", option)

@@ -28,6 +28,7 @@ def as_runtime(folder: Path) -> Any:
     return SimpleNamespace(world_size=1, is_main=True, folder=folder, barrier=lambda: None)
 
 
+@pytest.mark.exhaustive
 def test_both_are_trained_with_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of runs beside other tests wait for each other
     options = [word for word in SMALL if not word.startswith(SIZES)]
@@ -94,6 +95,7 @@ def test_the_runs_of_every_seed_must_have_the_same_tokens(pretended: Pretended, 
         experts(EVALUATED, as_runtime(tmp_path), {"training.steps": "512"})
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_failed_runs_log_is_printed(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         train_next("experts", iter([7]), {"model.top_k": "9"}, tmp_path)
@@ -104,20 +106,18 @@ def test_the_end_of_a_failed_runs_log_is_printed(tmp_path: Path) -> None:
     assert "model.top_k" in message.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "different"),
-    [
-        ("data", {"data": DATA | {"sequences": 4080}}),
-        ("training", {"config": replace(EVALUATED, training=Training(global_batch_size=32))}),
-        ("schedule", {"config": replace(EVALUATED, schedule=Schedule(warmup_steps=1))}),
-        ("evaluate", {"config": replace(EVALUATED, evaluate=Evaluate(sequences=1))}),
-    ],
-)
-def test_runs_that_differ_in_more_than_the_model_are_not_compared(name: str, different: dict[str, Any]) -> None:
+def test_runs_that_differ_in_more_than_the_model_are_not_compared() -> None:
     dense = TrainedRun(EVALUATED, 1.5, 100.0, DATA)
     check_alike(dense, dense)
-    with pytest.raises(UserError, match=f"do not have the same {name}: "):
-        check_alike(dense, dense._replace(**different))
+    different: dict[str, dict[str, Any]] = {
+        "data": {"data": DATA | {"sequences": 4080}},
+        "training": {"config": replace(EVALUATED, training=Training(global_batch_size=32))},
+        "schedule": {"config": replace(EVALUATED, schedule=Schedule(warmup_steps=1))},
+        "evaluate": {"config": replace(EVALUATED, evaluate=Evaluate(sequences=1))},
+    }
+    for name, changes in different.items():
+        with pytest.raises(UserError, match=f"do not have the same {name}: "):
+            check_alike(dense, dense._replace(**changes))
 
 
 def test_without_evaluations_there_is_nothing_to_compare(pretended: Pretended, tmp_path: Path) -> None:
@@ -126,6 +126,7 @@ def test_without_evaluations_there_is_nothing_to_compare(pretended: Pretended, t
     assert not pretended
 
 
+@pytest.mark.exhaustive
 def test_it_takes_no_config() -> None:
     done = benchmark("experts", "train_configs/debug.toml")
     assert (done.returncode, done.stdout) == (2, "")

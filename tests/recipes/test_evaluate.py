@@ -77,7 +77,7 @@ def evaluate_on_rank(arguments: list[str], port: int) -> float:
     [
         ["--parallel.dp_shard=2"],
         ["--parallel.dp_shard=1", "--parallel.pp=2"],
-        ["--parallel.dp_shard=1", "--parallel.tp=2"],
+        pytest.param(["--parallel.dp_shard=1", "--parallel.tp=2"], marks=pytest.mark.exhaustive),
     ],
     ids=["fsdp", "pp", "tp"],
 )

@@ -12,6 +12,7 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes import evaluate
+from tests.patience import patience
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
 from torchllm.checkpoint.export import export_model
@@ -69,7 +70,11 @@ def log_likelihood(model: transformers.PreTrainedModel, context: list[int], cont
     return float(logits[0, -len(continuation) :].gather(-1, targets[:, None]).sum())
 
 
-@pytest.mark.parametrize("lora", [WITHOUT_LORA, Lora(rank=3)], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "lora",
+    [WITHOUT_LORA, pytest.param(Lora(rank=3), marks=pytest.mark.exhaustive)],
+    ids=["all weights", "LoRA"],
+)
 def test_documents_are_scored_as_transformers_does(
     lora: Lora, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,12 +109,13 @@ def test_documents_are_scored_as_transformers_does(
 
 def wait_for_text(file: Path, text: str) -> None:
     """Wait until a process of a run has written a text."""
-    until = time.monotonic() + 200
+    until = time.monotonic() + patience(300)
     while text not in file.read_text():
         assert time.monotonic() < until, file.read_text()
         time.sleep(0.2)
 
 
+@pytest.mark.exhaustive
 def test_a_run_evaluates_its_checkpoint_beside_itself(task_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "recipes/pretrain.py", DEBUG, *SMALL, f"--run.folder={run}", "--parallel.dp_shard=1"]

@@ -95,22 +95,19 @@ def test_a_small_model_learns_64_conversations_and_answers_them(
 
 
 def test_ranks_and_interruptions_change_nothing(data: list[str], tmp_path: Path) -> None:
-    """The same steps on 1, 2 and 4 data ranks; a resumed run ends with the same bits, on other ranks with the same
+    """The same steps on 1 and 2 data ranks; a resumed run ends with the same bits, on other ranks with the same
     sequences."""
     size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=6", "--checkpoint.interval=3"]
     curves = []
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2):
         assert finetune(ranks, tmp_path / str(ranks), *data, *size) == [""] * ranks
         curves.append(curve(tmp_path / str(ranks)))
-    for other in curves[1:]:
-        for (step, loss, norm, *rest), (same_step, same_loss, same_norm, *same_rest) in zip(
-            curves[0], other, strict=True
-        ):
-            assert (step, rest) == (same_step, same_rest)
-            assert same_loss == pytest.approx(loss, rel=1e-5)
-            assert same_norm == pytest.approx(norm, rel=1e-4)
+    for (step, loss, norm, *rest), (same_step, same_loss, same_norm, *same_rest) in zip(*curves, strict=True):
+        assert (step, rest) == (same_step, same_rest)
+        assert same_loss == pytest.approx(loss, rel=1e-5)
+        assert same_norm == pytest.approx(norm, rel=1e-4)
     whole = tensor_digests(tmp_path / "2", 6)
-    for ranks in (2, 4):
+    for ranks in (2, 1):
         resumed = tmp_path / f"resumed on {ranks}"
         shutil.copytree(tmp_path / "2", resumed)
         shutil.rmtree(resumed / "checkpoints/step-00000006")

@@ -137,41 +137,35 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("name", STAGE)
-def test_a_healthy_machine_has_no_problem(name: str) -> None:
-    assert STAGE[name].problems(HEALTHY[name]) == []
+def test_a_healthy_machine_has_no_problem() -> None:
+    assert {name: stage.problems(HEALTHY[name]) for name, stage in STAGE.items()} == {name: [] for name in STAGE}
 
 
-@pytest.mark.parametrize(("name", "plant", "said"), FAULTS)
-def test_a_planted_fault_is_seen(name: str, plant: Callable[[Figures], None], said: str) -> None:
-    figures = copy.deepcopy(HEALTHY[name])
-    plant(figures)
-    (problem,) = STAGE[name].problems(figures)
-    assert said in problem
-
-
-def test_every_stage_has_a_fault() -> None:
+def test_planted_faults_are_seen() -> None:
+    for name, plant, said in FAULTS:
+        figures = copy.deepcopy(HEALTHY[name])
+        plant(figures)
+        (problem,) = STAGE[name].problems(figures)
+        assert said in problem
     assert {name for name, _, _ in FAULTS} == STAGE.keys()
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_every_layout_that_a_node_measures_is_valid(gpus: int, tmp_path: Path) -> None:
-    jobs = Jobs(H100._replace(gpus=H100.gpus[:gpus]), DEBUG, tmp_path / "jobs", deadline=time.monotonic() + 480)
-
+def test_every_layout_that_a_node_measures_is_valid(tmp_path: Path) -> None:
     def check(config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
         resolved = resolve_layout(config, overrides, ranks)
         return dict.fromkeys(SHOWN, "") | {"layout": " ".join(overrides), "note": resolved.problem}
 
-    with (
-        mock.patch.object(jobs, "measure", check),
-        mock.patch.object(jobs, "dry_run", return_value={"kinds": [{"peak": 1}]}),
-    ):
-        rows = [dict(row) for row in measure_memory(jobs)["memory"]]
-        for name in ("compile", "recompute", "documents", "degrees"):
-            if not STAGE[name].obstacle(jobs.machine):
-                rows += STAGE[name].measure(jobs)["layouts"]
-    assert len(rows) == (10 if gpus == 1 else 13)
-    assert [row for row in rows if row["note"]] == []
+    for gpus, layouts in ((1, 10), (2, 13), (8, 13)):
+        machine = H100._replace(gpus=H100.gpus[:gpus])
+        jobs = Jobs(machine, DEBUG, tmp_path / "jobs", deadline=time.monotonic() + 480)
+        dry_run = mock.patch.object(jobs, "dry_run", return_value={"kinds": [{"peak": 1}]})
+        with mock.patch.object(jobs, "measure", check), dry_run:
+            rows = [dict(row) for row in measure_memory(jobs)["memory"]]
+            for name in ("compile", "recompute", "documents", "degrees"):
+                if not STAGE[name].obstacle(jobs.machine):
+                    rows += STAGE[name].measure(jobs)["layouts"]
+        assert len(rows) == layouts
+        assert [row for row in rows if row["note"]] == []
 
 
 def test_layouts_for_which_no_time_is_left_are_named_and_not_measured(tmp_path: Path) -> None:
@@ -260,6 +254,7 @@ def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_runs_and_is_written_down(tmp_path: Path) -> None:
     done = first_hour(tmp_path, "--benchmark.only=weights")
     assert done.returncode == 0, done.stderr
@@ -275,7 +270,7 @@ def test_a_stage_runs_and_is_written_down(tmp_path: Path) -> None:
     assert wrong.stderr.splitlines()[-1].startswith("error: benchmark.only: there is no stage 'weight'")
 
 
-@pytest.mark.every_run
+@pytest.mark.exhaustive
 def test_the_rehearsal(tmp_path: Path) -> None:
     """All stages on a CPU. What is slower here than on a GPU may be wrong, no job may fail."""
     done = first_hour(tmp_path)

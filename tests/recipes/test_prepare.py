@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_build import documents, write_documents
+from tests.patience import patience
 from torchllm.data.corpus import Corpus
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "prepare.py"
@@ -20,7 +21,7 @@ def prepare(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         '[[data.sources]]\nkind = "synthetic"\n[data]\ncache = "unused"\n'
     )
     command = [sys.executable, str(RECIPE), str(folder / "run.toml"), *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
 
 
 @pytest.fixture

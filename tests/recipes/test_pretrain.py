@@ -37,11 +37,9 @@ def test_resumed_on_the_same_layout_it_is_the_same_run(trained: Path, tmp_path: 
     ("ranks", "overrides"),
     [
         (1, ["--parallel.dp_shard=1", "--training.micro_batch_size=4"]),
-        (2, ["--parallel.dp_shard=1", "--parallel.tp=2"]),
         (2, ["--parallel.dp_shard=1", "--parallel.pp=2", "--parallel.schedule=Interleaved1F1B"]),
-        (2, ["--parallel.dp_shard=1", "--parallel.cp=2", "--parallel.cp_method=ulysses"]),
     ],
-    ids=["1-rank", "tp-2", "pp-2", "cp-2"],
+    ids=["1-rank", "pp-2"],
 )
 def test_resumed_on_another_layout_it_reads_the_same_samples(
     trained: Path, tmp_path: Path, ranks: int, overrides: list[str]
@@ -87,6 +85,7 @@ def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trai
     assert tensor_files(tmp_path, STEPS) == tensor_files(trained, STEPS)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_one_rank_of_a_pipeline_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     layout = ["--parallel.dp_shard=1", "--parallel.pp=2", "--parallel.schedule=ZBVZeroBubble"]
     assert pretrain(2, tmp_path, *layout, change=_signal_in_evaluation) == ["", ""]
@@ -158,7 +157,7 @@ def _slow_last_save(recipe: Any, rank: int) -> None:
     class SlowCheckpointer(recipe.Checkpointer):
         def close(self) -> None:
             super().close()
-            time.sleep(1.5)
+            time.sleep(0.2)
 
     recipe.Checkpointer = SlowCheckpointer
 
@@ -167,7 +166,7 @@ def test_the_wait_for_the_last_save_trained_nothing(tmp_path: Path) -> None:
     one_step = ["--training.steps=1", "--schedule.warmup_steps=0", "--parallel.dp_shard=1"]
     assert pretrain(1, tmp_path, *one_step, change=_slow_last_save) == [""]
     (launch,) = read_launches(tmp_path / "goodput.json")
-    assert launch.lost["checkpoint"] > 1.5
+    assert launch.lost["checkpoint"] > 0.2
 
 
 def test_a_finished_run_started_again_does_nothing(trained: Path, tmp_path: Path) -> None:

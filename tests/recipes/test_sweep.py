@@ -23,7 +23,18 @@ from recipes.sweep.figures import (
     setting_figure,
 )
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
-from recipes.sweep.sweep import Sweep, SweepAxis, append, combinations, expected, promising, read_results, read_sweep
+from recipes.sweep.sweep import (
+    Sweep,
+    SweepAxis,
+    append,
+    combinations,
+    expected,
+    main,
+    promising,
+    read_results,
+    read_sweep,
+)
+from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
 from torchllm.planner.evidence.measurements import read_row
 from torchllm.planner.search.auto import planned
@@ -77,6 +88,7 @@ def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
     assert len(can_be) >= 40
 
 
+@pytest.mark.exhaustive
 def test_the_sweep_of_experts_has_every_degree_of_expert_parallelism() -> None:
     sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "moe_debug.toml"))
     config_file = str(ROOT / "train_configs" / "moe_debug.toml")
@@ -97,37 +109,32 @@ def test_degrees_follow_from_the_number_of_processes() -> None:
     assert (config.parallel.dp_shard, config.parallel.tp) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
+def test_what_cannot_be_is_not_started(tmp_path: Path) -> None:
+    for layout, message in (
         (("--parallel.tp=3",), "3 does not divide model.heads = 8"),
         (("--parallel.dp_shard=2",), "2"),
         (("--parallel.pt=2",), "parallel.pt: unknown"),
         (("--parallel.tp=1", "--parallel.sequence_parallel=true"), "it needs parallel.tp over 1"),
-    ],
-)
-def test_what_cannot_be_is_not_started(layout: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    row = measure_layout(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
-    assert row["status"] == "invalid"
-    assert message in row["note"]
-    assert not (tmp_path / "job").exists()
+    ):
+        row = measure_layout(DEBUG, layout, 8, 3, 60.0, tmp_path / "job")
+        assert row["status"] == "invalid"
+        assert message in row["note"]
+        assert not (tmp_path / "job").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "log", "status", "note"),
-    [
+def test_how_a_job_can_end(tmp_path: Path) -> None:
+    memory = "torch.OutOfMemoryError: CUDA out of memory."
+    for code, log, status, note in (
         (None, "", "timeout", "not done after 9 s"),
-        (1, "x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\ny", "oom", "torch.OutOfMemoryError: CUDA out of"),
+        (1, f"x\n{memory} Tried\ny", "oom", "torch.OutOfMemoryError: CUDA out of"),
         (1, "  exitcode  : -9 (pid: 7)\nSignal 9 (SIGKILL)", "oom", "killed by signal 9"),
         (-9, "", "oom", "killed by signal 9"),
         (1, "step 1\nValueError: bad thing\nsome more", "crash", "exit status 1: ValueError: bad thing"),
         (3, "", "crash", "exit status 3: no output"),
-    ],
-)  # fmt: skip
-def test_how_a_job_can_end(code: int | None, log: str, status: str, note: str, tmp_path: Path) -> None:
-    outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
-    assert outcome["status"] == status
-    assert outcome["note"].startswith(note)
+    ):
+        outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
+        assert outcome["status"] == status
+        assert outcome["note"].startswith(note)
 
 
 HANGING = f"""
@@ -161,6 +168,7 @@ def alive(pids: Path) -> list[str]:
     return running
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: Path) -> None:
     row = measure_layout(DEBUG, ("--parallel.dp_shard=2",), 2, 3, 8.0, tmp_path / "job")
     assert (row["status"], row["note"]) == ("timeout", "not done after 8 s")
@@ -168,16 +176,17 @@ def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: P
     assert alive(hanging) == []
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_ended_ends_its_job(hanging: Path, tmp_path: Path) -> None:
     axis = '[[sweep.axes]]\nkey = "run.seed"\nvalues = ["1", "2"]\n'
     file = written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{axis}')
     command = [sys.executable, "recipes/sweep", file, f"--output={tmp_path / 'out'}"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as sweep:
-        until = time.monotonic() + 60
+        until = time.monotonic() + patience(120)
         while len(list(hanging.iterdir())) < 2 and time.monotonic() < until:
             time.sleep(0.1)
         sweep.send_signal(signal.SIGTERM)
-        _, message = sweep.communicate(timeout=60)
+        _, message = sweep.communicate(timeout=patience(120))
     assert (sweep.returncode, message) == (130, "interrupted; the same command continues with the remaining 2\n")
     assert len(list(hanging.iterdir())) == 2
     assert alive(hanging) == []
@@ -322,6 +331,32 @@ def test_the_best_by_setting() -> None:
     assert "| oom | 1 | `d`: too large |" in table
 
 
+def test_a_sweep_measures_what_is_not_measured_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def measure(config: str, layout: tuple[str, ...], *rest: object) -> dict[str, str]:
+        started.append(layout)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return row(" ".join(layout), "1.0")
+
+    monkeypatch.setattr("recipes.sweep.sweep.measure_layout", measure)
+    axis = '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2"]\n'
+    command = [written(tmp_path, f'[sweep]\nconfig = "run.toml"\n{axis}'), f"--output={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 130
+    assert "the same command continues with the remaining 1" in capsys.readouterr().err
+    main(command)
+    assert started == [("--parallel.tp=1",), ("--parallel.tp=2",), ("--parallel.tp=2",)]
+    main(command)
+    assert "0 layouts to measure, 2 in " in capsys.readouterr().out
+    assert len(started) == 3
+
+
+@pytest.mark.exhaustive
 def test_a_real_sweep(tmp_path: Path) -> None:
     """Two layouts that run and one that cannot; then the same command has nothing to do."""
     settings = [word.removeprefix("--").split("=") for word in SMALL[1:3]]
@@ -329,7 +364,7 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     text = f'[sweep]\nconfig = "run.toml"\nprocesses = 2\nsteps = 3\n{small}\n'
     file = written(tmp_path, text + '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2", "3"]\n')
     command = [sys.executable, "recipes/sweep", file, f"--output={tmp_path / 'out'}"]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(600))
     assert first.returncode == 0, first.stderr
     with open(tmp_path / "out" / "results.csv", newline="") as opened:
         rows = list(csv.DictReader(opened))
@@ -340,5 +375,5 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     assert (case.parallel.tp, case.parallel.dp_shard, case.model.hidden) == (2, 1, 32)
     assert (tmp_path / "out" / "results.md").is_file()
     assert not (tmp_path / "out" / "job").exists()
-    repeated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    repeated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
     assert repeated.stdout.startswith("0 layouts to measure, 3 in ")
