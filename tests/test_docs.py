@@ -105,16 +105,19 @@ def test_run_command_is_a_valid_run(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_named_exist(page: Path) -> None:
+def files_named(page: Path) -> list[str]:
+    """Return the paths from the top of the repository that a page names, those of its images among them."""
     text = page.read_text()
     names = re.findall(r"`((?:recipes|torchllm|tests|train_configs|docs)/[\w./]*\w)`", text)
     for folder, stems in re.findall(r"`(torchllm/\w+/)\{([\w,]+)\}\.py`", text):
         names += [f"{folder}{stem}.py" for stem in stems.split(",")]
     names += [f"{page.parent.relative_to(ROOT)}/{name}" for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)]
-    assert [
-        name for name in names if not (ROOT / name).exists() and name != "recipes/mine.py" and "NAME" not in name
-    ] == []
+    return [name for name in names if name != "recipes/mine.py" and "NAME" not in name]
+
+
+def test_files_named_exist() -> None:
+    missing = [f"{page.name}: {name}" for page in PAGES for name in files_named(page) if not (ROOT / name).exists()]
+    assert missing == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
