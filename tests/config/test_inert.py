@@ -102,30 +102,28 @@ def test_every_row_has_a_case() -> None:
     assert [need.key for need in IDLE] == list(WAITING)
 
 
-@pytest.mark.parametrize("key", CONTRADICTED)
-def test_a_key_that_contradicts_a_choice(key: str) -> None:
-    value, idle, active = CONTRADICTED[key]
-    assert [inert.key for inert in contradictions(config_of({key: value, **idle}))] == [key]
-    assert contradictions(config_of({key: value, **active})) == []
-    assert contradictions(config_of(idle)) == []  # its default does no harm
+def test_a_key_that_contradicts_a_choice() -> None:
+    for key, (value, idle, active) in CONTRADICTED.items():
+        assert [inert.key for inert in contradictions(config_of({key: value, **idle}))] == [key]
+        assert contradictions(config_of({key: value, **active})) == [], key
+        assert contradictions(config_of(idle)) == [], key  # its default does no harm
 
 
-@pytest.mark.parametrize("key", WAITING)
-def test_a_key_that_waits_for_another_layout(key: str) -> None:
-    value, idle, active = WAITING[key]
-    config = config_of({key: value, **idle})
-    assert contradictions(config) == []
-    assert key in [inert.key for inert in idle_keys(config)]
-    assert key not in [inert.key for inert in idle_keys(config_of({key: value, **active}))]
-    assert key not in [inert.key for inert in idle_keys(config_of(idle))]
+def test_a_key_that_waits_for_another_layout() -> None:
+    for key, (value, idle, active) in WAITING.items():
+        config = config_of({key: value, **idle})
+        assert contradictions(config) == [], key
+        assert key in [inert.key for inert in idle_keys(config)]
+        assert key not in [inert.key for inert in idle_keys(config_of({key: value, **active}))]
+        assert key not in [inert.key for inert in idle_keys(config_of(idle))]
 
 
-@pytest.mark.parametrize("kind", get_args(get_type_hints(Source)["kind"]))
-def test_keys_of_a_source(kind: Any) -> None:
-    changed = {key: f"{key} of a test" for key in SOURCE_KINDS}
-    sources = (Source(), Source(kind=kind, **changed))
-    unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
-    assert [inert.key for inert in contradictions(config_of({"data.sources": sources}))] == unused
+def test_keys_of_a_source() -> None:
+    for kind in get_args(get_type_hints(Source)["kind"]):
+        changed: Any = {key: f"{key} of a test" for key in SOURCE_KINDS}
+        sources = (Source(), Source(kind=kind, **changed))
+        unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
+        assert [inert.key for inert in contradictions(config_of({"data.sources": sources}))] == unused, kind
 
 
 def test_stage_0_of_replicas_is_ddp() -> None:

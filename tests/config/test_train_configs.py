@@ -5,16 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from tests.runtime.test_run_train import clean
-from tests.sampling import one_part
 from torchllm.config import Config, load_config, write_config
 from torchllm.dry_run.run import examine
 from torchllm.planner.predict import predict
@@ -27,10 +25,16 @@ FOLDER = ROOT / "train_configs"
 # Clusters and sweeps are no runs: tests/spec/test_cluster.py and tests/recipes/test_sweep.py read them.
 FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")} - {*FOLDER.glob("sweeps/*")})
 MODELS = sorted(FOLDER.glob("models/*.toml"))
+MODELS_BY_DEFAULT = ("llama_1b.toml", "moe_debug.toml")
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
-DRY_RUN_BY_DEFAULT = ("debug.toml",)
-REAL_RUNS = [file for file in RUNS if "# Hardware: " in file.read_text()]
+REAL_RUNS = sorted(file for file in FOLDER.glob("*.toml") if "debug" not in file.name)
 """runs on a data set that the user prepares"""
+
+
+def left_for_the_night(files: list[Path], *by_default: str) -> list[Any]:
+    """Return the parameters of a test, of which these files are tried by default."""
+    exhaustive = pytest.mark.exhaustive
+    return [file if file.name in by_default else pytest.param(file, marks=exhaustive) for file in files]
 
 
 def name_of(file: Path) -> str:
@@ -73,18 +77,19 @@ def load_for_dry_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config([str(file), "--run.folder=unused", "--run.dry_run=true"])
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_file_and_its_resolved_config_load_without_a_line(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_files_and_their_resolved_configs_load_without_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No key of it does nothing, on as many ranks as its header says."""
-    config = load_for_dry_run(file, monkeypatch)
-    write_config(config, tmp_path / "config.toml")
-    assert load_config([str(tmp_path / "config.toml")]) == config
-    assert capsys.readouterr() == ("", "")
+    """No key of them does nothing, on as many ranks as their headers say."""
+    for file in FILES:
+        with monkeypatch.context() as environment:
+            config = load_for_dry_run(file, environment)
+            write_config(config, tmp_path / "config.toml")
+            assert load_config([str(tmp_path / "config.toml")]) == config, file
+            assert capsys.readouterr() == ("", ""), file
 
 
-@pytest.mark.parametrize("file", one_part(MODELS, 4), ids=name_of)
+@pytest.mark.parametrize("file", left_for_the_night(MODELS, *MODELS_BY_DEFAULT), ids=name_of)
 def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, with two of its blocks; they are alike, or the first is dense and the second has experts."""
     monkeypatch.setenv("NPROC", "1")
@@ -98,23 +103,14 @@ def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(kind.memory.values()) > 3 * kind.memory["parameters"]
 
 
-# The test of the README's quotes dry-runs the largest; the rest is `pytest -m every_run`, four minutes on two cores.
-DRY_RUNS = [
-    file if file.name in DRY_RUN_BY_DEFAULT else pytest.param(file, marks=pytest.mark.every_run) for file in RUNS
-]
-
-
-@pytest.mark.parametrize("file", DRY_RUNS, ids=name_of)
+@pytest.mark.parametrize("file", left_for_the_night(RUNS, "debug.toml"), ids=name_of)
 def test_run_dry_runs(file: Path) -> None:
     command = [str(ROOT / "run_train.sh"), str(file), "--run.dry_run=true", "--json"]
     # Each process may have 1 GiB of its own: the target is 2 GB for the two that run at a time.
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30)); "
     limit += "os.execv(sys.argv[1], sys.argv[1:])"
     environment = clean(dry_run_environment(file))
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", limit, *command], capture_output=True, text=True, env=environment)
-    # The largest, Llama 3 405B on 16,384 ranks, takes 21 s on two idle cores (target 60).
-    assert time.monotonic() - started < 2 * 60
     assert done.returncode == 0, done.stderr
     kinds = json.loads(done.stdout)["kinds"]
     assert kinds[0]["peak"] > 0
@@ -143,7 +139,7 @@ def test_planned_figures_of_the_header(file: Path, monkeypatch: pytest.MonkeyPat
     assert prediction.memory.total / 2**30 == pytest.approx(gib, rel=0.1)
 
 
-@pytest.mark.parametrize("file", REAL_RUNS, ids=name_of)
+@pytest.mark.parametrize("file", left_for_the_night(REAL_RUNS, "llama_1b_1gpu.toml"), ids=name_of)
 def test_prepare_command_writes_what_the_run_reads(file: Path, tmp_path: Path) -> None:
     """With two web pages for a data set and bytes for a tokenizer."""
     (prepare,) = [command for command in header_commands(file) if "recipes/prepare.py" in command.words]
@@ -161,14 +157,16 @@ def test_prepare_command_writes_what_the_run_reads(file: Path, tmp_path: Path) -
     assert Path(path) == (tmp_path / source.path).resolve()
 
 
-@pytest.mark.parametrize("file", RUNS, ids=name_of)
-def test_run_says_what_it_is_and_how_to_start_it(file: Path) -> None:
-    header = file.read_text().split("base = ")[0]
-    assert len(header.splitlines()) >= 3
-    started = [command for command in header_commands(file) if any("run_train.sh" in word for word in command.words)]
-    assert started
-    if "benchmarks" not in file.parts:
-        assert "synthetic" not in file.read_text()  # random tokens teach nothing
+def test_runs_say_what_they_are_and_how_to_start_them() -> None:
+    for file in RUNS:
+        text = file.read_text()
+        header = text.split("base = ")[0]
+        assert len(header.splitlines()) >= 3, file
+        words = [word for command in header_commands(file) for word in command.words]
+        assert any("run_train.sh" in word for word in words), file
+        assert ("# Hardware: " in text) == (file in REAL_RUNS), file
+        if "benchmarks" not in file.parts:
+            assert "synthetic" not in text, file  # random tokens teach nothing
 
 
 def test_debug_run_lets_every_axis_up_to_its_limit_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:

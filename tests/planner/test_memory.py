@@ -1,8 +1,8 @@
 """Memory of a layout: against the dry run's trace, against published peaks, and as it must move."""
 
 import csv
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, get_args
@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hollow.memory import Choice
-from tests.planner.memory_layouts import hardware, preload
-from tests.sampling import part_of, sampled
+from tests.planner.memory_layouts import hardware, preload, read_model
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
@@ -25,13 +24,7 @@ from torchllm.planner.peak import Memory
 from torchllm.planner.predict import memory_of, stage_sizes
 from torchllm.spec.software import AttentionKernel, Software
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 TORCH_2_15 = torch.__version__ >= (2, 15)
-MODELS = Path(__file__).parents[2] / "train_configs" / "models"
 TRUE_PEAKS = Path(__file__).parents[1] / "hollow" / "memory.csv"
 
 
@@ -59,15 +52,13 @@ def layout(
 
     micro: sequences of a micro batch. count: of micro batches. chunk: of the loss. settings: of [parallel].
     """
-    text = (MODELS / f"{name}.toml").read_text()
-    table = tomllib.loads(text)["model"]
-    table |= {"layers": layers, "attention": attention}
     settings.setdefault("dp_shard", 1)
     parallel = c.Parallel(**settings)
     batch = count * micro * parallel.data_ranks
     sizes = {"micro_batch_size": micro, "global_batch_size": batch, "sequence_length": length}
     training = c.Training(**sizes, loss_chunk=chunk, dtype="bfloat16")
-    return Layout(c.Model(**table), parallel, training, c.Recompute(mode=mode))
+    model = replace(read_model(name), layers=layers, attention=attention)
+    return Layout(model, parallel, training, c.Recompute(mode=mode))
 
 
 def attention_of(model: c.Model) -> AttentionKernel:
@@ -87,71 +78,77 @@ def memory(
 
 SP = {"sequence_parallel": True}
 TRACED = {
-    "8B, FSDP": layout("llama3_8b", dp_shard=8),
-    "8B, one micro batch, last block freed": layout("llama3_8b", dp_shard=8, count=1, keep_last_block=False),
-    "8B, HSDP, full recompute, larger micro batch": layout(
-        "llama3_8b", dp_shard=8, dp_replicate=4, micro=4, mode="full"
+    "8B, FSDP": partial(layout, "llama3_8b", dp_shard=8),
+    "8B, one micro batch, last block freed": partial(layout, "llama3_8b", dp_shard=8, count=1, keep_last_block=False),
+    "8B, HSDP, full recompute, larger micro batch": partial(
+        layout, "llama3_8b", dp_shard=8, dp_replicate=4, micro=4, mode="full"
     ),
-    "8B, ZeRO 2, feed-forward recomputed": layout("llama3_8b", dp_shard=8, zero_stage=2, mode="ffn"),
-    "8B, ZeRO 1": layout("llama3_8b", dp_shard=8, zero_stage=1, micro=2),
-    "8B, DDP": layout("llama3_8b", dp_replicate=8, zero_stage=0),
-    "8B, ring": layout("llama3_8b", cp=4, dp_shard=2, length=8192),
-    "8B, all-to-all": layout("llama3_8b", cp=2, cp_method="ulysses", dp_shard=4, length=4096),
-    "8B, loss in chunks": layout("llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
-    "8B, loss in larger chunks": layout("llama3_8b", dp_shard=8, length=8192, mode="full", chunk=2048),
-    "8B, FSDP, half of the products": layout("llama3_8b", dp_shard=8, micro=4, mode="selective_half"),
-    "8B, sequences cut, half of the products": layout("llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP),
-    "8B, sequence parallel, selective": layout("llama3_8b", 3, tp=4, dp_shard=4, micro=2, mode="selective", **SP),
-    "13B, matrices of scores": layout("llama_13b", dp_shard=8, attention="eager"),
-    "13B, segments": layout("llama_13b", 4, dp_shard=8, micro=2, mode="segment"),
-    "13B, every other block": layout("llama_13b", dp_shard=16, micro=2, mode="every_k"),
-    "13B, pipeline, ZeRO 1, full recompute": layout(
-        "llama_13b", 4, pp=2, dp_shard=2, zero_stage=1, micro=2, mode="full", count=4
+    "8B, ZeRO 2, feed-forward recomputed": partial(layout, "llama3_8b", dp_shard=8, zero_stage=2, mode="ffn"),
+    "8B, ZeRO 1": partial(layout, "llama3_8b", dp_shard=8, zero_stage=1, micro=2),
+    "8B, DDP": partial(layout, "llama3_8b", dp_replicate=8, zero_stage=0),
+    "8B, ring": partial(layout, "llama3_8b", cp=4, dp_shard=2, length=8192),
+    "8B, all-to-all": partial(layout, "llama3_8b", cp=2, cp_method="ulysses", dp_shard=4, length=4096),
+    "8B, loss in chunks": partial(layout, "llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
+    "8B, sequences cut, half of the products": partial(
+        layout, "llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP
     ),
-    "13B, pipeline, ZeRO 3, selective": layout("llama_13b", 4, pp=2, dp_shard=4, mode="selective", count=4),
-    "13B, tensor and pipeline parallel": layout("llama_13b", 4, pp=2, tp=2, dp_shard=2, zero_stage=1, count=4),
-    "GPT, tied": layout("gpt_1.7b", dp_shard=8, micro=4),
-    "GPT, selective": layout("gpt_1.7b", dp_shard=8, micro=4, mode="selective"),
-    "GPT, half of the products": layout("gpt_1.7b", dp_shard=8, micro=4, mode="selective_half"),
-    "GPT, interleaved pipeline": layout("gpt_1.7b", 6, pp=2, dp_shard=2, micro=2, count=4, schedule="Interleaved1F1B"),
-    "GPT 18B, sequence parallel, full recompute": layout("gpt_18b", tp=8, dp_shard=2, micro=4, mode="full", **SP),
-    "1B, tied, ZeRO 1": layout("llama_1b", dp_shard=8, zero_stage=1, micro=4, mode="full"),
-    "1B, tied, short": layout("llama_1b", dp_shard=8, length=512),
-    "Qwen3, norms of q and k": layout("qwen3_0.6b", dp_shard=8, micro=4),
-    "OLMo 2, norms after, sequence parallel, half of the products": layout(
-        "olmo2_1b", tp=4, dp_shard=4, micro=2, mode="selective_half", **SP
+    "8B, sequence parallel, selective": partial(
+        layout, "llama3_8b", 3, tp=4, dp_shard=4, micro=2, mode="selective", **SP
     ),
-    "OLMo 2, norms after, selective": layout("olmo2_1b", dp_shard=8, micro=2, mode="selective"),
-    "Qwen3, sequence parallel, selective": layout("qwen3_0.6b", tp=4, dp_shard=4, micro=2, mode="selective", **SP),
-    "13B, every other block, pipeline": layout(
-        "llama_13b", 6, pp=2, dp_shard=2, micro=4, count=4, mode="every_k", split=(3, 3)
+    "13B, matrices of scores": partial(layout, "llama_13b", dp_shard=8, attention="eager"),
+    "13B, segments": partial(layout, "llama_13b", 4, dp_shard=8, micro=2, mode="segment"),
+    "13B, every other block": partial(layout, "llama_13b", dp_shard=16, micro=2, mode="every_k"),
+    "13B, pipeline, ZeRO 1, full recompute": partial(
+        layout, "llama_13b", 4, pp=2, dp_shard=2, zero_stage=1, micro=2, mode="full", count=4
     ),
-    "70B, zero bubble, V, segments": layout(
-        "llama3_70b", pp=2, dp_shard=4, micro=4, count=4, schedule="ZBVZeroBubble", mode="segment"
+    "13B, pipeline, ZeRO 3, selective": partial(layout, "llama_13b", 4, pp=2, dp_shard=4, mode="selective", count=4),
+    "13B, tensor and pipeline parallel": partial(layout, "llama_13b", 4, pp=2, tp=2, dp_shard=2, zero_stage=1, count=4),
+    "GPT, tied": partial(layout, "gpt_1.7b", dp_shard=8, micro=4),
+    "GPT, selective": partial(layout, "gpt_1.7b", dp_shard=8, micro=4, mode="selective"),
+    "GPT, interleaved pipeline": partial(
+        layout, "gpt_1.7b", 6, pp=2, dp_shard=2, micro=2, count=4, schedule="Interleaved1F1B"
     ),
-    "GLM-4.5 Air, experts over tp, pipeline": layout("glm4.5_air", 4, pp=2, tp=8, ep=2, count=4, mode="full", **SP),
-    "8B, all forwards first": layout("llama3_8b", pp=2, dp_shard=2, count=4, schedule="GPipe"),
-    "1B, zero bubble, V": layout("llama_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
-    "70B, sequence and context parallel": layout("llama3_70b", 2, tp=8, cp=2, dp_shard=2, length=8192, **SP),
-    "8B, breadth first": layout("llama3_8b", pp=2, dp_shard=2, count=4, schedule="LoopedBFS"),
-    "70B, zero bubble, interleaved": layout(
-        "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
+    "GPT 18B, sequence parallel, full recompute": partial(
+        layout, "gpt_18b", tp=8, dp_shard=2, micro=4, mode="full", **SP
     ),
-    "Qwen3 30B, experts, FSDP": layout("qwen3_30b_a3b", 2, dp_shard=8),
-    "Qwen3 30B, expert parallel": layout("qwen3_30b_a3b", 2, dp_shard=8, ep=8, micro=2),
-    "Qwen3 30B, expert parallel, full recompute": layout("qwen3_30b_a3b", 3, dp_shard=16, ep=8, mode="full"),
-    "Qwen3 30B, expert parallel, selective": layout("qwen3_30b_a3b", 3, dp_shard=16, ep=8, mode="selective"),
-    "Qwen3 30B, experts, selective": layout("qwen3_30b_a3b", 3, dp_shard=16, mode="selective"),
-    "Qwen3 30B, experts, half of the products": layout("qwen3_30b_a3b", 3, dp_shard=16, mode="selective_half"),
-    "Mixtral, experts cut by tp": layout("mixtral_8x7b", 3, tp=4, dp_shard=2, **SP),
-    "Mixtral, expert parallel over tp": layout("mixtral_8x7b", 3, tp=4, dp_shard=8, ep=8, **SP),
-    "Mixtral, expert parallel, pipeline": layout("mixtral_8x7b", 6, pp=2, dp_shard=8, ep=4, count=4),
-    "GLM-4.5 Air, one dense block, shared expert": layout("glm4.5_air", 3, dp_shard=8, ep=8),
-    "GLM-4.5 Air, feed-forward recomputed, ZeRO 2": layout("glm4.5_air", 3, dp_shard=8, ep=4, zero_stage=2, mode="ffn"),
-    "GLM-4.5 Air, half of the products": layout("glm4.5_air", 3, dp_shard=8, ep=8, mode="selective_half"),
-    "OLMoE, ZeRO 1": layout("olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
+    "1B, tied, ZeRO 1": partial(layout, "llama_1b", dp_shard=8, zero_stage=1, micro=4, mode="full"),
+    "Qwen3, norms of q and k": partial(layout, "qwen3_0.6b", dp_shard=8, micro=4),
+    "OLMo 2, norms after, sequence parallel, half of the products": partial(
+        layout, "olmo2_1b", tp=4, dp_shard=4, micro=2, mode="selective_half", **SP
+    ),
+    "OLMo 2, norms after, selective": partial(layout, "olmo2_1b", dp_shard=8, micro=2, mode="selective"),
+    "Qwen3, sequence parallel, selective": partial(
+        layout, "qwen3_0.6b", tp=4, dp_shard=4, micro=2, mode="selective", **SP
+    ),
+    "13B, every other block, pipeline": partial(
+        layout, "llama_13b", 6, pp=2, dp_shard=2, micro=4, count=4, mode="every_k", split=(3, 3)
+    ),
+    "70B, zero bubble, V, segments": partial(
+        layout, "llama3_70b", pp=2, dp_shard=4, micro=4, count=4, schedule="ZBVZeroBubble", mode="segment"
+    ),
+    "GLM-4.5 Air, experts over tp, pipeline": partial(
+        layout, "glm4.5_air", 4, pp=2, tp=8, ep=2, count=4, mode="full", **SP
+    ),
+    "1B, zero bubble, V": partial(layout, "llama_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
+    "70B, sequence and context parallel": partial(layout, "llama3_70b", 2, tp=8, cp=2, dp_shard=2, length=8192, **SP),
+    "8B, breadth first": partial(layout, "llama3_8b", pp=2, dp_shard=2, count=4, schedule="LoopedBFS"),
+    "70B, zero bubble, interleaved": partial(
+        layout, "llama3_70b", pp=2, dp_shard=2, count=4, schedule="InterleavedZeroBubble", mode="full"
+    ),
+    "Qwen3 30B, experts, FSDP": partial(layout, "qwen3_30b_a3b", 2, dp_shard=8),
+    "Qwen3 30B, expert parallel": partial(layout, "qwen3_30b_a3b", 2, dp_shard=8, ep=8, micro=2),
+    "Qwen3 30B, expert parallel, selective": partial(layout, "qwen3_30b_a3b", 3, dp_shard=16, ep=8, mode="selective"),
+    "Mixtral, experts cut by tp": partial(layout, "mixtral_8x7b", 3, tp=4, dp_shard=2, **SP),
+    "Mixtral, expert parallel over tp": partial(layout, "mixtral_8x7b", 3, tp=4, dp_shard=8, ep=8, **SP),
+    "Mixtral, expert parallel, pipeline": partial(layout, "mixtral_8x7b", 6, pp=2, dp_shard=8, ep=4, count=4),
+    "GLM-4.5 Air, one dense block, shared expert": partial(layout, "glm4.5_air", 3, dp_shard=8, ep=8),
+    "GLM-4.5 Air, feed-forward recomputed, ZeRO 2": partial(
+        layout, "glm4.5_air", 3, dp_shard=8, ep=4, zero_stage=2, mode="ffn"
+    ),
+    "GLM-4.5 Air, half of the products": partial(layout, "glm4.5_air", 3, dp_shard=8, ep=8, mode="selective_half"),
+    "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""51 layouts of 13 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
+"""43 layouts of 13 models: every axis, schedule family, sharding policy, recompute mode and kernel of a CPU"""
 
 
 ON_A_CPU = (
@@ -190,31 +187,26 @@ embedding's, beside its reduced part: that was the peak of the first two. torch 
 block, and takes memory for a message when it comes."""
 
 
-SAMPLE = (
-    "8B, FSDP",
-    "8B, HSDP, full recompute, larger micro batch",
-    "8B, ZeRO 2, feed-forward recomputed",
-    "8B, ring",
-    "8B, sequences cut, half of the products",
-    "13B, every other block, pipeline",
+BY_DEFAULT = (
+    "8B, loss in chunks",
+    "GPT, tied",
     "Qwen3, sequence parallel, selective",
     "OLMo 2, norms after, selective",
-    "70B, zero bubble, V, segments",
-    "Mixtral, expert parallel over tp",
-    "GLM-4.5 Air, experts over tp, pipeline",
-    "OLMoE, ZeRO 1",
+    "13B, every other block, pipeline",
+    "GLM-4.5 Air, one dense block, shared expert",
 )
-"""those of which `pytest` traces a half, another one at each commit; all others `pytest -m every_run`"""
+"""one of each kind of block, and a pipeline; all others are `pytest -m exhaustive`"""
+CASES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRACED]
 
 
-@pytest.mark.parametrize("name", sampled(TRACED, part_of(SAMPLE, 2)))
+@pytest.mark.parametrize("name", CASES)
 def test_memory_agrees_with_the_dry_run(name: str) -> None:
     """Every kind of rank: weights and optimizer to a millionth, the peak to 1 % without a pipeline, to 5 % with chosen.
 
     Without a pipeline activations and logits, too, to 0.3 %. The sums of gradients are exact, but for put-off ones,
     which the trace does not tell from temporary results, and a single micro batch, of which there is no sum.
     """
-    chosen = TRACED[name]
+    chosen = TRACED[name]()
     is_on_cpu = name in ON_A_CPU
     cluster = c.Cluster() if is_on_cpu else c.Cluster(name="dgx_h100")
     kernels = Kernels(attention_of(chosen.model), fused_norm=not is_on_cpu)
@@ -341,7 +333,7 @@ def peak(chosen: Layout, stack: str) -> float:
     return max(totals_of_ranks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(layouts(), STACK)
 def test_memory_moves_as_it_must(chosen: Layout, stack: str) -> None:
     """Never up with more shards or tp ranks, nor down with larger micro batches, longer sequences, more blocks."""
@@ -370,18 +362,7 @@ def test_memory_moves_as_it_must(chosen: Layout, stack: str) -> None:
     assert peak(more_blocks, stack) >= at_least
 
 
-@settings(max_examples=60, deadline=None)
-@given(layouts(), STACK)
-def test_every_purpose_is_counted_once_and_none_is_negative(chosen: Layout, stack: str) -> None:
-    purposes = memory(chosen, 0, STACKS[stack])
-    assert min(purposes) >= 0
-    total = purposes.live + purposes.allocator + purposes.reserve
-    assert purposes.total == pytest.approx(total)
-    standing = purposes.weights + purposes.gradients + purposes.optimizer
-    assert purposes.live == pytest.approx(standing + purposes.under_way)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(layouts(), STACK)
 def test_full_recomputation_keeps_at_most_the_inputs_of_a_block_more(chosen: Layout, stack: str) -> None:
     # Full recomputation keeps a block's input on top of what the block, computed again, keeps: more than without where

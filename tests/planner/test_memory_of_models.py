@@ -1,21 +1,19 @@
 """Memory of every model of train_configs/models under layouts of every kind, against the dry run's trace.
 
-By default two layouts, at each commit of another model; of every model all of them by
+By default one layout; of every model all of them by
 
-    pytest -m every_run tests/planner/test_memory_of_models.py -s
+    pytest -m exhaustive tests/planner/test_memory_of_models.py -s
 
 which takes hours on two cores: about 45 layouts per model, in which every pair of settings occurs. It prints the error
 of every rank, and mean and worst of every model.
 """
 
-import random
 from collections.abc import Sequence
 from statistics import mean
 
 import pytest
 
 from tests.planner.memory_layouts import NAMES, Choice, Compared, build_config, compare, covering, is_valid, pairs_of
-from tests.sampling import one_part
 
 MEAN, WORST = 0.03, 0.08
 """largest errors of a model's layouts"""
@@ -24,8 +22,6 @@ WORST_OF_LORA_IN_PIPELINES = 0.15
 stage has two blocks. FSDP keeps a buffer or two more, or fewer, than the formulas say"""
 SMALLEST = 2**29
 """bytes of the smallest rank whose error counts: messages and single tensors, which the planner omits, are 50 MB"""
-SEED = 3
-"""of the layouts that are drawn"""
 
 
 OTHERS = ("micro batches", "whole logits", "document mask", "LoRA")
@@ -55,7 +51,7 @@ def line_of(compared: Compared) -> str:
     return f"{compared.difference:+.1%} of {traced:.2f} GiB, rank {compared.rank}: {compared.choice.label}"
 
 
-@pytest.mark.every_run
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TOYS])
 def test_all_layouts_of_a_model(name: str) -> None:
@@ -69,26 +65,17 @@ def test_all_layouts_of_a_model(name: str) -> None:
     assert max(errors(lora_in_pipelines), default=0.0) <= WORST_OF_LORA_IN_PIPELINES
 
 
-@pytest.mark.parametrize("name", one_part(["llama3_8b", "mixtral_8x7b", "gpt_39b"], 3))
-def test_a_drawn_layout(name: str) -> None:
-    draw = random.Random(SEED)
-    choices = [choice for choice in covering(name) if not is_lora_in_pipeline(choice)]
-    small = [choice for choice in choices if build_config(choice).parallel.pp == 1]
-    assert max(errors(draw.sample(small, 1))) <= WORST
+STAGES_AHEAD = Choice("llama3_8b", ("full", "tp 2", "ulysses 2", "pp 2, zero bubble", "ZeRO 3", *OTHERS))
+TWO_BUFFERS = Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "ZeRO 1", *OTHERS))
 
 
-LORA_IN_PIPELINES = [
-    Choice("llama3_8b", ("full", "tp 2", "ulysses 2", "pp 2, zero bubble", "ZeRO 3", *OTHERS)),
-    Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "ZeRO 1", *OTHERS)),
-]
-
-
-@pytest.mark.parametrize("choice", one_part(LORA_IN_PIPELINES, 2), ids=["stages ahead", "two buffers"])
+@pytest.mark.parametrize("choice", [STAGES_AHEAD, pytest.param(TWO_BUFFERS, marks=pytest.mark.exhaustive)])
 def test_what_a_first_forward_gathers(choice: Choice) -> None:
     """Without the stages that are gathered ahead 34 % would be missing, without the buffers of two blocks 17 %."""
     assert max(errors([choice])) <= 0.03
 
 
+@pytest.mark.exhaustive
 def test_every_pair_of_settings_occurs() -> None:
     """Of a dense model, and of one with experts; the drawn layouts are valid."""
     for name in ("llama3_8b", "qwen3_30b_a3b"):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -18,13 +19,26 @@ from torchllm.planner.search.explain import (
     terms,
     why,
 )
-from torchllm.planner.search.layouts import Layout
+from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.search.price import Purchase
-from torchllm.planner.search.search import Ranked, search
+from torchllm.planner.search.search import Found, Ranked, search
 
-JOB = make_job(LARGE, gpus=16, batch=32, length=2048)
-OUTCOME = search(JOB)
-WINNER = OUTCOME.best[0]
+
+@cache
+def large_job() -> Job:
+    """Return the job that most of these tests speak of."""
+    return make_job(LARGE, gpus=16, batch=32, length=2048)
+
+
+@cache
+def outcome() -> Found:
+    """Return what a search of it finds."""
+    return search(large_job())
+
+
+def winner() -> Ranked:
+    """Return its fastest layout."""
+    return outcome().best[0]
 
 
 def first_count(line: str) -> int:
@@ -33,7 +47,7 @@ def first_count(line: str) -> int:
 
 
 def test_figures_agree_with_each_other() -> None:
-    figures = layout_figures(JOB, WINNER, Purchase(1e12))
+    figures = layout_figures(large_job(), winner(), Purchase(1e12))
     tokens = 32 * 2048
     tokens_per_second = figures["tokens_per_second"]
     assert tokens_per_second == pytest.approx(tokens / figures["step_seconds"])
@@ -43,24 +57,24 @@ def test_figures_agree_with_each_other() -> None:
     assert figures["petaflops"] == pytest.approx(figures["mfu"] * 16 * 0.312)
     assert sum(figures["terms"].values()) == pytest.approx(figures["step_seconds"])
     assert sum(figures["memory"].values()) == pytest.approx(figures["memory_gib"])
-    assert "days" not in layout_figures(JOB, WINNER)
+    assert "days" not in layout_figures(large_job(), winner())
 
 
 def test_a_table_has_two_lines_per_layout_and_the_terms_largest_first() -> None:
-    heading, *lines = ranking_table(JOB, OUTCOME.best, Purchase(1e12))
+    heading, *lines = ranking_table(large_job(), outcome().best, Purchase(1e12))
     assert "GPU-hours" in heading
-    assert len(lines) == 2 * len(OUTCOME.best)
+    assert len(lines) == 2 * len(outcome().best)
     assert lines[0].startswith(" 1.")
-    assert WINNER.layout.text() in lines[0]
-    numbers = re.findall(r" ([\d.e+-]+) s", terms(WINNER.prediction))
+    assert winner().layout.text() in lines[0]
+    numbers = re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))
     seconds = [float(number) for number in numbers]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_columns_stand_under_their_titles() -> None:
     purchase = Purchase(1e12, dollars_per_gpu_hour=2)
-    heading, line, _ = ranking_table(JOB, OUTCOME.best[:1], purchase)
-    figures = layout_figures(JOB, WINNER, purchase)
+    heading, line, _ = ranking_table(large_job(), outcome().best[:1], purchase)
+    figures = layout_figures(large_job(), winner(), purchase)
     shown = {
         "step s": f"{figures['step_seconds']:.4g}",
         "HFU": f"{figures['hfu']:.1%}",
@@ -73,13 +87,12 @@ def test_columns_stand_under_their_titles() -> None:
         start = heading.index(f" {title} ")
         end = start + len(f" {title}")
         assert line[:end].endswith(value), title
-    assert line.index(WINNER.layout.text()) == heading.index("layout")
+    assert line.index(winner().layout.text()) == heading.index("layout")
 
 
 def test_scaling_is_against_the_smallest() -> None:
-    twice = replace(JOB, gpus=32)
-    best_of_twice = search(twice).best[0]
-    heading, smallest, largest = scaling([(twice, best_of_twice), (JOB, WINNER)])
+    twice = replace(large_job(), gpus=32)
+    heading, smallest, largest = scaling([(twice, winner()), (large_job(), winner())])
     assert heading.split()[0] == "GPUs"
     assert smallest.split()[0] == "16"
     assert largest.split()[0] == "32"
@@ -91,38 +104,38 @@ LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes 
 
 def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
     """What is compared is predicted anew from the words."""
-    sentence, *comparisons = why(JOB, WINNER)
+    sentence, *comparisons = why(large_job(), winner())
     assert re.match(r"Matmul takes \d+% of a step, ", sentence)
     assert len(comparisons) > 1
     for line in comparisons:
         assert "takes" in line or "GiB more than a GPU has" in line
         if "micro batch size" in line and "longer" in line:
             size, longer = LONGER.match(line).groups()
-            layout = WINNER.layout._replace(micro_batch_size=int(size))
-            changed = predict(JOB.case(layout))
-            slower = changed.step / WINNER.prediction.step - 1
+            layout = winner().layout._replace(micro_batch_size=int(size))
+            changed = predict(large_job().case(layout))
+            slower = changed.step / winner().prediction.step - 1
             assert 100 * slower == pytest.approx(float(longer), abs=0.06)
 
 
 def test_near_misses_name_what_is_missing() -> None:
     job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
-    outcome = search(job)
-    lines = list(misses(job, outcome))
+    found = search(job)
+    lines = list(misses(job, found))
     assert lines
-    for line, miss in zip(lines, outcome.misses, strict=True):
+    for line, miss in zip(lines, found.misses, strict=True):
         over = miss.over / 2**30
         assert f"{over:.1f} GiB more than the 37.3 GiB of a GPU" in line
 
 
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     layouts = meshes = 0
-    for line in rejections(OUTCOME):
+    for line in rejections(outcome()):
         if "layout" in line:
             layouts += first_count(line)
         if "mesh" in line:
             meshes += first_count(line)
-    assert layouts + len(OUTCOME.best) == OUTCOME.layouts
-    refused = [mesh for mesh in JOB.meshes if JOB.refusal(mesh)]
+    assert layouts + len(outcome().best) == outcome().layouts
+    refused = [mesh for mesh in large_job().meshes if large_job().refusal(mesh)]
     assert meshes == len(refused)
 
 
@@ -154,6 +167,6 @@ def test_one_gpu_is_named_without_a_plural() -> None:
 
 def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
     layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
-    pipeline = Ranked(layout, predict(JOB.case(layout)))
-    text = " ".join(why(JOB, pipeline))
+    pipeline = Ranked(layout, predict(large_job().case(layout)))
+    text = " ".join(why(large_job(), pipeline))
     assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text

@@ -11,9 +11,6 @@ from torchllm.config.checks import problems
 from torchllm.planner.search.layouts import DegreeMesh, Job, Layout, kernels_of, layout_of
 
 MODEL = Model(layers=8, hidden=256, heads=8, ffn=512, vocab=512)
-
-
-JOB = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=32)
 FSDP = Layout(pp=1, dp_replicate=1, dp_shard=32, cp=1, tp=1)
 PIPELINE = Layout(2, 2, 2, 1, 4, "Interleaved1F1B", 4, 2, 1, "full", True)
 CONTEXT = Layout(1, 4, 2, 4, 1, micro_batch_size=4, zero_stage=2, recompute="selective", cp_method="ulysses")
@@ -21,11 +18,12 @@ CONTEXT = Layout(1, 4, 2, 4, 1, micro_batch_size=4, zero_stage=2, recompute="sel
 
 @pytest.mark.parametrize("layout", [FSDP, PIPELINE, CONTEXT], ids=["FSDP", "pipeline", "context"])
 def test_a_layout_is_that_of_the_config_that_has_it(layout: Layout) -> None:
-    config = JOB.config(Config(), layout)
+    job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=32)
+    config = job.config(Config(), layout)
     assert layout_of(config) == layout
-    case = JOB.case(layout)
+    case = job.case(layout)
     assert case.parallel == config.parallel
-    assert case.kernels == kernels_of(MODEL, config.compile, JOB.software, JOB.hardware)
+    assert case.kernels == kernels_of(MODEL, config.compile, job.software, job.hardware)
 
 
 def test_ep_divides_the_experts_and_the_ranks_that_it_borrows() -> None:

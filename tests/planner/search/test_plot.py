@@ -1,13 +1,19 @@
 """What the picture of a search says without its text beside it."""
 
+from functools import cache
+
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tests.planner.search.test_search import LARGE, SMALL, make_job
+from torchllm.planner.search.layouts import Job
 from torchllm.planner.search.plot import TERMS, draw
 from torchllm.planner.search.search import search
 
-LARGE_JOB = make_job(LARGE, batch=8, length=2048)
+
+@cache
+def large_job() -> Job:
+    return make_job(LARGE, batch=8, length=2048)
 
 
 def color_of_term(figure: Figure) -> dict[str, str]:
@@ -18,7 +24,7 @@ def color_of_term(figure: Figure) -> dict[str, str]:
 
 def test_a_term_has_one_color_in_all_pictures() -> None:
     of_term: dict[str, str] = {}
-    for planned in (make_job(SMALL, gpus=8), LARGE_JOB):
+    for planned in (make_job(SMALL, gpus=8), large_job()):
         colors = color_of_term(draw(planned, search(planned), "title"))
         assert colors.keys() <= set(TERMS)
         assert len(set(colors.values())) == len(colors)
@@ -28,7 +34,7 @@ def test_a_term_has_one_color_in_all_pictures() -> None:
 
 
 def test_it_has_a_title_and_says_what_each_color_and_line_means() -> None:
-    figure = draw(LARGE_JOB, search(LARGE_JOB), "a model on 8 GPUs\n16 sequences")
+    figure = draw(large_job(), search(large_job()), "a model on 8 GPUs\n16 sequences")
     assert figure.get_suptitle() == "a model on 8 GPUs\n16 sequences"
     bars, cloud = figure.axes
     for axes in (bars, cloud):

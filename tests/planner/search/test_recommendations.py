@@ -19,8 +19,6 @@ from torchllm.planner.predict import Prediction, predict
 from torchllm.planner.search.layouts import Job, Layout
 from torchllm.planner.search.search import search
 
-DGX = read_hardware("dgx_a100")
-DGX_H100 = read_hardware("dgx_h100")
 HAGEMANN = [("llama_13b", 2048), ("llama_13b", 8192), ("llama_30b", 2048), ("llama_30b", 8192), ("llama_65b", 2048)]
 
 
@@ -30,6 +28,7 @@ def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[L
     shape = read_model(model).config.model
     kernels = Kernels("flash2", fused_norm=True)
     software = STACKS["aleph-alpha-megatron-2023"]
+    hardware = read_hardware("dgx_a100")
     batch = 2048 * 2048 // length
     sizes = degrees = (1, 2, 4, 8)
     for tp, pp, size, mode in product(degrees, degrees, sizes, ("none", "full")):
@@ -37,7 +36,7 @@ def hagemann(model: str, length: int, sequence_parallel: bool = False) -> dict[L
         dp = 64 // tp // pp
         sp = sequence_parallel and tp > 1
         parallel = Parallel(pp=pp, dp_shard=dp, tp=tp, sequence_parallel=sp, zero_stage=1)
-        case = Case(shape, training, parallel, Recompute(mode), kernels, DGX, software)
+        case = Case(shape, training, parallel, Recompute(mode), kernels, hardware, software)
         prediction = predict(case)
         if prediction.fits:
             layout = Layout(pp, 1, dp, 1, tp, micro_batch_size=size, recompute=mode)
@@ -87,7 +86,7 @@ def test_larger_micro_batches_only_when_parallelism_cannot_shrink() -> None:
     """Where nothing is split a larger micro batch is best; where it would cost more splitting it is not."""
     small = replace(model_of("llama3_8b"), layers=8)
     training = Training(global_batch_size=512, sequence_length=2048)
-    unsplit = best_layout(Job(small, training, DGX, 64))
+    unsplit = best_layout(Job(small, training, read_hardware("dgx_a100"), 64))
     assert (unsplit.pp, unsplit.tp, unsplit.cp) == (1, 1, 1)
     assert unsplit.micro_batch_size > 1
     predictions = hagemann("llama_65b", 2048, sequence_parallel=True)
@@ -122,7 +121,7 @@ def narayanan(pp: int, tp: int, batch: int, size: int = 1, gpus: int = 64, v: in
     parallel = Parallel(pp=pp, tp=tp, dp_shard=dp, zero_stage=0, schedule=schedule, virtual_stages=v)
     kernels = Kernels("fused_softmax", fused_norm=True)
     software = STACKS["megatron-2021"]
-    return predict(Case(model, training, parallel, Recompute("full"), kernels, DGX, software))
+    return predict(Case(model, training, parallel, Recompute("full"), kernels, read_hardware("dgx_a100"), software))
 
 
 def test_tensor_parallel_up_to_the_node_then_pipeline() -> None:
@@ -175,16 +174,23 @@ def test_fewer_model_parallel_ranks_and_more_data_parallel(axis: str) -> None:
 def test_shards_stay_in_the_node_once_there_are_many() -> None:
     """HSDP, its shards on the 8 GPUs of a node, against FSDP over 256, zero_stage 3."""
     training = Training(global_batch_size=512, sequence_length=4096)
-    job = Job(model_of("llama3_8b"), training, DGX_H100, 256)
+    job = Job(model_of("llama3_8b"), training, read_hardware("dgx_h100"), 256)
     hsdp = Layout(pp=1, dp_replicate=32, dp_shard=8, cp=1, tp=1)
     fsdp = Layout(pp=1, dp_replicate=1, dp_shard=256, cp=1, tp=1)
     assert predict(job.case(hsdp)).step < predict(job.case(fsdp)).step
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("llama_65b", 64), ("llama3_70b", 128), ("gpt_145b", 128)])
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [
+        ("llama_65b", 64),
+        pytest.param("llama3_70b", 128, marks=pytest.mark.exhaustive),
+        pytest.param("gpt_145b", 128, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_axis_that_sends_most_stays_in_the_node(model: str, gpus: int) -> None:
     training = Training(global_batch_size=512, sequence_length=2048)
-    job = Job(model_of(model), training, DGX, gpus)
+    job = Job(model_of(model), training, read_hardware("dgx_a100"), gpus)
     for ranked in search(job, 10).best:
         assert ranked.layout.tp <= 8
 
@@ -192,17 +198,22 @@ def test_the_axis_that_sends_most_stays_in_the_node(model: str, gpus: int) -> No
 def degree_of_cp(model: str, length: int, batch: int) -> int:
     """Return the context parallelism of the fastest layout on 64 H100."""
     training = Training(global_batch_size=batch, sequence_length=length)
-    job = Job(model_of(model), training, DGX_H100, 64)
+    job = Job(model_of(model), training, read_hardware("dgx_h100"), 64)
     return best_layout(job).cp
 
 
-@pytest.mark.parametrize("model", ["llama3_8b", "llama3_70b"])
+@pytest.mark.parametrize("model", ["llama3_8b", pytest.param("llama3_70b", marks=pytest.mark.exhaustive)])
 def test_context_parallelism_when_activations_are_the_limit(model: str) -> None:
     assert degree_of_cp(model, length=131072, batch=32) > 1
 
 
 @pytest.mark.parametrize(
-    ("model", "length", "batch"), [("llama3_8b", 2048, 512), ("llama3_8b", 8192, 128), ("llama3_70b", 2048, 512)]
+    ("model", "length", "batch"),
+    [
+        ("llama3_8b", 8192, 128),
+        pytest.param("llama3_8b", 2048, 512, marks=pytest.mark.exhaustive),
+        pytest.param("llama3_70b", 2048, 512, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_no_context_parallelism_when_weights_are_the_limit(model: str, length: int, batch: int) -> None:
     assert degree_of_cp(model, length, batch) == 1

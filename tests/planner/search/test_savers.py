@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-
 from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
-from torchllm.config.checks import problems
 from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
 from torchllm.planner.search.savers import savers
@@ -64,10 +61,3 @@ def test_of_an_unknown_machine_nothing_is_known() -> None:
     four_ranks = Parallel(dp_shard=4)  # this_cpu is of eight
     unknown = replace(LLAMA, cluster=Cluster(), parallel=four_ranks)
     assert savers(unknown) == []
-
-
-@pytest.mark.parametrize("steps", ["10", "10:", "0:3", "3:3", "a:b", "5:4"])
-def test_wrong_profile_steps(steps: str) -> None:
-    metrics = replace(LLAMA.metrics, profile_steps=steps)
-    (problem,) = problems(replace(LLAMA, metrics=metrics), 8)
-    assert problem.key == "metrics.profile_steps"
