@@ -8,6 +8,8 @@ import pytest
 from torchllm.checkpoint import background
 from torchllm.checkpoint.background import lack_of_host_memory, saves_in_background
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 
 

@@ -1,5 +1,6 @@
 """Decisions of the Checkpointer, in one process; `test_tensors.py` has the layouts and the ranks."""
 
+import itertools
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.patience import patience
 from torchllm import config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
@@ -26,7 +28,7 @@ from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
-from torchllm.checkpoint.state import model_tensors, nonfinite_keys, parts_of
+from torchllm.checkpoint.state import nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT
 from torchllm.models.decoder import build_model
@@ -93,15 +95,6 @@ def test_a_save_that_is_longer_than_schedulers_wait_is_told_once(
     caplog.clear()
     checkpointer(tmp_path).save(1, {})
     assert "writing a checkpoint takes 0 s" in caplog.text
-
-
-def test_random_generators_continue(tmp_path: Path) -> None:
-    checkpointer(tmp_path).save(1, {})
-    expected = torch.rand(5)
-    resuming = checkpointer(tmp_path)
-    torch.manual_seed(1)
-    resuming.resume()
-    assert torch.equal(torch.rand(5), expected)
 
 
 def test_every_one_of_200_flipped_bits_is_found(tmp_path: Path) -> None:
@@ -211,7 +204,7 @@ def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch:
     assert 3 * weights < bytes_read < file_bytes + 8 * 1024  # AdamW's two moments too; at most 8 tables
 
 
-@pytest.mark.parametrize("limit", [1, 1 << 12, 1 << 30])
+@pytest.mark.parametrize("limit", [1, 1 << 12])
 def test_pieces_larger_than_the_limit_are_read_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
@@ -288,14 +281,6 @@ def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pyte
         load_newest_weights(tmp_path, "else/where", [nn.Linear(3, 2)])
 
 
-def test_weights_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    checkpointer(tmp_path, model).save(1, {})
-    rounded = nn.Linear(3, 2).to(torch.bfloat16)
-    load_newest_weights(tmp_path, "auto", [rounded], cast=True)
-    assert torch.equal(rounded.weight, model.weight.to(torch.bfloat16))
-
-
 def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
     saving = checkpointer(tmp_path)
     saving.save(1, {})
@@ -324,17 +309,6 @@ def test_keep_counts_and_deletes_only_whole_ones(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).resume() is not None
 
 
-def test_a_folder_with_a_missing_file_does_not_count(tmp_path: Path) -> None:
-    saving = checkpointer(tmp_path)
-    for step in (1, 2, 3):
-        saving.save(step, {})
-    (manifests.step_folder(tmp_path / "checkpoints", 3) / "__0_0.distcp").unlink()
-    later = checkpointer(tmp_path, keep=2)  # does not resume: it knows none of them
-    later.save(4, {})
-    assert steps(tmp_path) == [4, 3, 2]
-    verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", 2))
-
-
 def test_the_checkpoint_just_written_stays_whatever_lies_beside_it(tmp_path: Path) -> None:
     checkpointer(tmp_path).save(9, {})
     damage(tmp_path, 9)  # which its size does not show
@@ -349,7 +323,7 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
     rmtree = shutil.rmtree
 
     def rmtree_when_allowed(path: Path, **options: Any) -> None:
-        assert allowed.wait(20)
+        assert allowed.wait(patience(20))
         rmtree(path, **options)
 
     monkeypatch.setattr(retention.shutil, "rmtree", rmtree_when_allowed)
@@ -361,39 +335,6 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
     allowed.set()
     saving.close()
     assert manifests.hidden_folders(tmp_path / "checkpoints") == []
-
-
-def test_what_cannot_be_deleted_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    unlink = os.unlink
-
-    def refuse(path: Any, **options: Any) -> None:
-        if Path(path).name == "__0_0.distcp":
-            raise PermissionError(1, "Operation not permitted", path)
-        unlink(path, **options)
-
-    saving = checkpointer(tmp_path, keep=1)
-    saving.save(1, {})
-    monkeypatch.setattr(os, "unlink", refuse)
-    saving.save(2, {})
-    saving.close()
-    [leftover] = manifests.hidden_folders(tmp_path / "checkpoints")
-    assert [path.name for path in leftover.iterdir()] == ["__0_0.distcp"]  # all else of it is gone
-    for _ in range(2):  # it stops no start
-        resuming = checkpointer(tmp_path)
-        assert resuming.resume() is not None
-        resuming.close()
-    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(messages) == 3
-    for message in messages:
-        assert message.startswith(f"warning: cannot delete {leftover}, which is no checkpoint any more")
-        assert "Operation not permitted: '__0_0.distcp'" in message
-    monkeypatch.undo()
-    resuming = checkpointer(tmp_path)
-    resuming.resume()
-    resuming.close()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
@@ -415,14 +356,6 @@ def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
     assert steps(tmp_path) == [3, 1]
     assert "cannot delete the old checkpoint" in caplog.text
     assert "step-00000001" in caplog.text
-
-
-def test_keep_never_deletes_the_newest(tmp_path: Path) -> None:
-    saving = checkpointer(tmp_path, keep=1)
-    for step in (1, 2, 3):
-        saving.save(step, {})
-        assert steps(tmp_path) == [step]
-        verify_in_parallel(None, manifests.step_folder(tmp_path / "checkpoints", step))
 
 
 @pytest.mark.parametrize(
@@ -496,7 +429,7 @@ def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
     assert torch.equal(plain[0].weight, next(wrapped.parameters()))
 
 
-@pytest.mark.parametrize("view", [lambda whole: whole[:2], lambda whole: whole[:2].t(), lambda whole: whole.t()[:2]])
+@pytest.mark.parametrize("view", [lambda whole: whole[:2], lambda whole: whole.t()[:2]])
 def test_of_a_view_only_its_own_elements_are_stored(tmp_path: Path, view: Callable[[Tensor], Tensor]) -> None:
     """Torch would write all of the memory that a view looks at; a shard is such a view."""
     model = nn.Module()
@@ -511,13 +444,6 @@ def test_of_a_view_only_its_own_elements_are_stored(tmp_path: Path, view: Callab
     assert torch.equal(loaded.weight, model.weight)
 
 
-def test_tied_parameter_is_stored_once(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-    model["head"].weight = model["embed"].weight
-    keys = model_tensors([model]).keys()
-    assert keys == {"model.embed.weight"}
-
-
 def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2)
     saving = checkpointer(tmp_path, model, asynchronous=True)
@@ -525,7 +451,7 @@ def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatc
     save_tensors = checkpoint_tensors.save_tensors
 
     def save_when_allowed(*arguments: Any) -> Any:
-        assert allowed.wait(20)
+        assert allowed.wait(patience(20))
         return save_tensors(*arguments)
 
     monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_when_allowed)
@@ -643,9 +569,14 @@ def poison(saving: Checkpointer, key: str) -> None:
     saving._model_parts()[key].local.view(-1)[0] = NAN
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize("key", ["model.weight", "optimizer.bias.exp_avg_sq"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("key", "value", "asynchronous"),
+    [
+        ("model.weight", NAN, False),
+        ("optimizer.bias.exp_avg_sq", float("inf"), False),
+        ("model.weight", -float("inf"), True),
+    ],
+)
 def test_a_value_that_is_not_finite_is_not_saved_and_nothing_is_deleted(
     tmp_path: Path, key: str, value: float, asynchronous: bool
 ) -> None:
@@ -671,15 +602,14 @@ def test_of_many_tensors_that_are_not_finite_some_are_named(tmp_path: Path) -> N
         saving.save(1, {})
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_nan_is_found_wherever_it_is(size: int, dtype: torch.dtype) -> None:
-    for position in {0, size // 2, size - 1}:
-        tensor = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
-        parts = parts_of({"large": tensor, "empty": tensor[:0], "whole number": torch.zeros(3, dtype=torch.int64)})
-        assert nonfinite_keys(parts) == []
-        tensor[position] = NAN
-        assert nonfinite_keys(parts) == ["large"]
+def test_a_nan_is_found_wherever_it_is() -> None:
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float64), (1, 7, 64, 1000)):
+        for position in {0, size // 2, size - 1}:
+            tensor = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+            parts = parts_of({"large": tensor, "empty": tensor[:0], "whole number": torch.zeros(3, dtype=torch.int64)})
+            assert nonfinite_keys(parts) == []
+            tensor[position] = NAN
+            assert nonfinite_keys(parts) == ["large"]
 
 
 def well(step: int, validation_loss: float | None = None) -> Health:
@@ -727,15 +657,6 @@ def test_a_run_with_evaluations_keeps_the_newest_that_one_has_followed(tmp_path:
     saving.judge(well(41, validation_loss=1.5))
     saving.save(44, {})
     assert steps(tmp_path) == [44, 40]
-
-
-def test_before_its_first_evaluation_a_run_keeps_one_that_ten_finite_steps_have_followed(tmp_path: Path) -> None:
-    saving = checkpointer(tmp_path, keep=1, evaluates=True)
-    for step in range(1, 21):
-        saving.judge(well(step))
-        if step % 4 == 0:
-            saving.save(step, {})
-    assert steps(tmp_path) == [20, 12, 4]
 
 
 def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,8 @@ from torchllm.checkpoint.index import INDEX, Index, PieceGrid, Region, parse_ind
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.weights import load_weights
 
+pytestmark = pytest.mark.quick
+
 
 def piece_grid(cuts: list[list[int]], writers: list[int]) -> PieceGrid:
     return PieceGrid(tuple(np.array(entry, dtype=np.int64) for entry in cuts), np.array(writers, dtype=np.int64))
@@ -37,8 +39,7 @@ def test_what_is_written_is_read() -> None:
     assert parsed.writers() == {0, 2, 4}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_pieces_in_a_region_are_those_that_share_an_element_with_it(seed: int) -> None:
+def check_pieces_in_a_region(seed: int) -> None:
     generator = random.Random(seed)
     shape = [generator.randint(1, 9) for _ in range(generator.randint(1, 3))]
     cuts = [[0, *sorted(generator.sample(range(1, n), generator.randint(0, n - 1))), n] for n in shape]
@@ -53,6 +54,11 @@ def test_pieces_in_a_region_are_those_that_share_an_element_with_it(seed: int) -
     box = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
     writers_in_box = [piece.writer for piece in cut.pieces_in(Region(offset, size))]
     assert writers_in_box == sorted(set(writers[box].flatten().tolist()))
+
+
+def test_pieces_in_a_region_are_those_that_share_an_element_with_it() -> None:
+    for seed in range(20):
+        check_pieces_in_a_region(seed)
 
 
 GOOD = {"grids": [{"cuts": [[0, 2], [0, 3]], "writers": [0]}], "tensors": {"model.weight": ["float32", 0]}}
@@ -78,12 +84,18 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_index_is_refused(forged: Any) -> None:
-    parse_index(json.dumps(GOOD).encode(), "index.json")
-    content = forged if isinstance(forged, bytes) else json.dumps(GOOD | forged).encode()
-    with pytest.raises(DamagedCheckpoint, match=r"index\.json: not an index of tensors"):
+def is_refused(content: bytes) -> bool:
+    try:
         parse_index(content, "index.json")
+    except DamagedCheckpoint as error:
+        return str(error).startswith("index.json: not an index of tensors")
+    return False
+
+
+def test_a_forged_index_is_refused() -> None:
+    assert not is_refused(json.dumps(GOOD).encode())
+    for name, forged in FORGED.items():
+        assert is_refused(forged if isinstance(forged, bytes) else json.dumps(GOOD | forged).encode()), name
 
 
 @pytest.fixture

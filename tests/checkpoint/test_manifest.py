@@ -12,6 +12,8 @@ from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified, verify_checkpoint
 
+pytestmark = pytest.mark.quick
+
 
 def make(root: Path, step: int, content: bytes = b"weights") -> Path:
     temporary = manifests.make_temporary(root, step, needed=0)

@@ -6,6 +6,8 @@ import pytest
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.marks import SUSPECT, find_proven, mark_proven, mark_suspect, read_suspects, without_suspects
 
+pytestmark = pytest.mark.quick
+
 
 def folders(root: Path, count: int) -> list[Path]:
     """Empty step folders, newest first."""

@@ -18,6 +18,8 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, SavePlan, agree_on_plan, make_index, region_numbers
 from torchllm.checkpoint.state import parts_of, random_state
 
+pytestmark = pytest.mark.quick
+
 
 def index_from(shapes: Sequence[tuple[int, ...]], regions: Sequence[Sequence[Region]]) -> Index:
     """The index of tensors "0", "1", ... of these shapes; `regions` are those of each rank."""

@@ -2,6 +2,8 @@ import pytest
 
 from torchllm.checkpoint.proof import NONE, Proof
 
+pytestmark = pytest.mark.quick
+
 
 def proof_after(steps: dict[int, tuple[int, float | None]], evaluates: bool = False, start: int = 0) -> Proof:
     """The proof after these logged steps: (steps skipped so far, validation loss)."""

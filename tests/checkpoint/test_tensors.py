@@ -124,10 +124,10 @@ def load_on(layout: str | None, folder: str) -> tuple[int, Any, dict[str, str]]:
 @pytest.mark.parametrize(
     ("source", "targets"),
     [
-        ("fsdp4", ["fsdp2", "tp2", "fsdp2xtp2"]),
         ("fsdp2xtp2", ["fsdp4"]),
-        ("hsdp2x2", ["hsdp2x2", "tp2"]),
-        ("tp2", ["hsdp2x2"]),
+        pytest.param("fsdp4", ["fsdp2", "tp2", "fsdp2xtp2"], marks=pytest.mark.exhaustive),
+        pytest.param("hsdp2x2", ["hsdp2x2", "tp2"], marks=pytest.mark.exhaustive),
+        pytest.param("tp2", ["hsdp2x2"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_any_layout_loads_any_other_bitwise(tmp_path: Path, source: str, targets: list[str]) -> None:
@@ -144,12 +144,6 @@ def test_any_layout_loads_any_other_bitwise(tmp_path: Path, source: str, targets
     unoptimized = {key for key in saved[0] if key.startswith("model.")}
     weights = digests(model, torch.optim.SGD(model.parameters()))
     assert weights == {key: saved[0][key] for key in unoptimized}
-
-
-def test_one_process_is_loaded_by_many(tmp_path: Path) -> None:
-    saved = save_on(None, str(tmp_path))
-    for loaded in workers.run(load_on, 4, "fsdp2xtp2", str(tmp_path)):
-        assert loaded == (1, {"sequences": 8}, saved)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> list[str]:
@@ -183,7 +177,7 @@ def resume_bitwise(folder: str, asynchronous: bool) -> None:
     assert digests(model, optimizer) == expected
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_same_layout_resumes_bitwise(tmp_path: Path, asynchronous: bool) -> None:
     workers.run(resume_bitwise, 4, str(tmp_path), asynchronous)
 
@@ -231,8 +225,13 @@ def save_with_nan_on(rank: int, key: str, checkpoints: Checkpointer) -> None:
     checkpoints.save(2, {})
 
 
-@pytest.mark.parametrize(("layout", "asynchronous"), [("fsdp2", True), ("tp2", False), ("fsdp2xtp2", False)])
-@pytest.mark.parametrize("key", ["model.up.weight", "optimizer.embed.weight.exp_avg"])
+@pytest.mark.parametrize(
+    ("layout", "asynchronous", "key"),
+    [
+        ("fsdp2", True, "model.up.weight"),
+        pytest.param("fsdp2xtp2", False, "optimizer.embed.weight.exp_avg", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_nan_in_one_ranks_part_is_saved_by_none(tmp_path: Path, layout: str, asynchronous: bool, key: str) -> None:
     action = partial(save_with_nan_on, 1, key)
     settings = {"asynchronous": asynchronous, "keep": 1}
@@ -276,7 +275,7 @@ def count_checked(layout: str, folder: str) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp2x2", "tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.exhaustive)])
 def test_each_saved_value_is_looked_at_by_one_rank_and_one_number_agreed_on(tmp_path: Path, layout: str) -> None:
     counts = workers.run(count_checked, ranks(layout), layout, str(tmp_path))
     model = Tiny()
@@ -334,10 +333,10 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     ("point", "steps"),
     [
         ("in a shard", [1]),
-        ("before a table", [1]),
-        ("before the index", [1]),
-        ("before the manifest", [1]),
-        ("before the rename", [1]),
+        *(
+            pytest.param(point, [1], marks=pytest.mark.exhaustive)
+            for point in ("before a table", "before the index", "before the manifest", "before the rename")
+        ),
         ("after the rename", [2, 1]),
         ("in a deletion", [2]),
     ],

@@ -73,9 +73,7 @@ def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> Non
     "said",
     [
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:43211",
-        "[pair.cc:526] Read error [127.0.0.1]:1234: Connection reset by peer",
         "[pair.cc:444] writev [127.0.0.1]:1234: Broken pipe",
-        "[pair.cc:1] connect [127.0.0.1]:1234: Connection refused",
         "NCCL error: remote process exited or there was a network error\nLast error:",
         "failed to recv, got 0 bytes",
     ],
@@ -102,7 +100,6 @@ def test_a_rank_that_has_lost_a_peer_lets_that_peer_speak_first(
             "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out of",
             "Bus error",
         ),
-        ("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details are lost", "exit code 1"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "exited unexpectedly"),
     ],
 )

@@ -1,9 +1,8 @@
-"""Ranks that hang. They end, so the fork server of the pool starts new ones for each test; once torchrun does."""
+"""Ranks that hang. They end, so the fork server of the pool starts new ones for each test."""
 
 import inspect
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,10 +11,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.tiny_run import ROOT
+from tests.patience import patience
 from tests.workers import POOL
 from torchllm.config import Run
 from torchllm.runtime.hang_report import read_dump
@@ -50,7 +50,7 @@ def run(folder: Path, ranks: int, body: Body) -> Job:
         process.start()
     try:
         running = {process.sentinel for process in processes}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(60)
         while running and time.monotonic() < deadline:
             running -= set(wait(running, timeout=deadline - time.monotonic()))
         ended = time.time()
@@ -175,7 +175,6 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None:
     job = run(tmp_path, 4, skip_one)
     assert job.statuses == [1] * 4
-    assert TIMEOUT < job.seconds < TIMEOUT + 10
     lines = job.stderr.split("\n  ")
     assert lines[0] == "hang: ranks waited over 2 s (run.start_timeout) for other ranks; aborting"
     blocked_at = line_of(reduce, "dist.all_reduce")
@@ -191,6 +190,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None
     assert len(dumps[0].records) == len(dumps[3].records) > 5
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_busy_with_something_else_is_named_with_its_place(tmp_path: Path) -> None:
     job = run(tmp_path, 2, fall_asleep)
     assert job.statuses == [1, 1]
@@ -203,7 +203,6 @@ def test_a_rank_that_is_busy_with_something_else_is_named_with_its_place(tmp_pat
 def test_a_rank_whose_process_is_stopped_is_named_and_killed(tmp_path: Path) -> None:
     job = run(tmp_path, 3, be_stopped)
     assert job.statuses == [-signal.SIGKILL, 1, 1]
-    assert TIMEOUT < job.seconds < TIMEOUT + 10
     assert job.stderr.startswith("rank 1: hang: ranks waited over 2 s")
     assert f"rank 0 ({HOST}) has not entered gloo:all_reduce" in job.stderr
     assert "rank 0 does not answer: its process has ended, is stopped, or is stuck outside Python\n" in job.stderr
@@ -211,6 +210,7 @@ def test_a_rank_whose_process_is_stopped_is_named_and_killed(tmp_path: Path) -> 
     assert [path.name for path in job.dumps] == ["rank_1.json", "rank_2.json"]
 
 
+@pytest.mark.exhaustive
 def test_a_message_that_never_comes_ends_the_job_too(tmp_path: Path) -> None:
     job = run(tmp_path, 2, send_no_message)
     assert job.statuses == [1, 1]
@@ -220,6 +220,7 @@ def test_a_message_that_never_comes_ends_the_job_too(tmp_path: Path) -> None:
     assert f"rank 1 waited for a message at {receiving} in send_no_message" in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_cannot_reach_the_store_ends_alone(tmp_path: Path) -> None:
     job = run(tmp_path, 2, lose_the_store)
     assert job.statuses == [1, 3]
@@ -227,14 +228,15 @@ def test_a_rank_that_cannot_reach_the_store_ends_alone(tmp_path: Path) -> None:
     assert job.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_save_in_the_background_has_the_limit_of_a_save(tmp_path: Path) -> None:
     job = run(tmp_path, 2, save_in_the_background)
     assert job.statuses == [1, 1]
     assert job.stderr.startswith("hang: ranks waited over 4 s (run.save_timeout) for other ranks; aborting\n")
-    assert 2 * TIMEOUT < job.seconds < 2 * TIMEOUT + 10
     assert f"rank 1 ({HOST}) has not entered gloo:all_reduce number 1 of ranks 0-1" in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_no_alarm_if_ranks_are_slow_or_do_other_things(tmp_path: Path) -> None:
     job = run(tmp_path, 2, be_slow)
     assert job.statuses == [0, 0]
@@ -247,35 +249,3 @@ def test_the_requests_to_the_store_do_not_grow_with_the_ranks() -> None:
     assert seconds_between_checks(8) == 1.0
     for world_size in (4_000, 16_384, 100_000):
         assert world_size / seconds_between_checks(world_size) <= CHECKS_PER_SECOND
-
-
-JOB = """
-import sys, torch, torch.distributed as dist
-from torchllm.config import Run
-from torchllm.runtime.process import start_runtime
-
-runtime = start_runtime(Run(folder=sys.argv[1], device="cpu", timeout=2.0, start_timeout=2.0))
-for step in range(3):
-    if runtime.rank != 1 or step != 1:
-        dist.all_reduce(torch.ones(3))
-    (runtime.folder / "began").touch()
-    runtime.should_stop()
-runtime.close()
-"""
-
-
-def test_torchrun_ends_in_time_with_one_message(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "torchllm.runtime.launch", "--nproc-per-node=3"]
-    command += [str(tmp_path / "job.py"), str(tmp_path / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    ended = time.time()
-    assert done.returncode == 1
-    assert 2.0 < ended - (tmp_path / "run/began").stat().st_mtime < 12.0
-    first, *lines, last = done.stderr.splitlines()
-    assert first == "hang: ranks waited over 2 s (run.timeout) for other ranks; aborting"
-    assert lines[0].startswith(f"  rank 1 ({HOST}) has not entered gloo:all_reduce number ")
-    folder = Path(last.rpartition(" ")[2])
-    assert folder.parent == tmp_path / "run/hang"
-    assert len(list(folder.iterdir())) == 3

@@ -7,6 +7,8 @@ import pytest
 
 from torchllm.runtime.host_memory import host_memory_per_rank
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 AVAILABLE = 100
 """GiB that /proc/meminfo says are available"""

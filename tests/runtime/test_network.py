@@ -5,6 +5,8 @@ import pytest
 from torchllm.runtime import network
 from torchllm.runtime.network import address_towards, interface_towards, interface_with
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_loopback_is_found_by_its_address() -> None:
     assert address_towards("localhost") == "127.0.0.1"

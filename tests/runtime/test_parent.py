@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ends, is_running
+from tests.patience import patience
 from torchllm.runtime.parent import PARENT, PARENT_PIPE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 CHILD = """
 import os, sys, time
 from pathlib import Path
+from tests.patience import patience
 from torchllm.runtime.parent import end_with_parent
 time.sleep(float(sys.argv[2]))
 end_with_parent()
@@ -27,6 +29,7 @@ time.sleep(60)
 """sleeps for argv[2] seconds before it ties itself to its parent, and leaves a file in argv[1] when it has"""
 PARENT_PROGRAM = """
 import os, subprocess, sys, time
+from tests.patience import patience
 from torchllm.runtime.parent import tie_children
 tie_children()
 child = subprocess.Popen([*sys.argv[1:]])
@@ -58,7 +61,7 @@ def python(program: str, *arguments: str) -> list[str]:
 
 
 def wait_for(file: Path) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not file.exists() or not file.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ends, is_running
+from tests.patience import patience
 from tests.tiny_run import ROOT
 from torchllm.runtime import rank_watch
 from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
-from torchllm.runtime.rank_watch import RankWatch, StuckRank, patience
+from torchllm.runtime.rank_watch import RankWatch, StuckRank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -79,7 +80,7 @@ class Node:
 
     def look_until(self, happened: Callable[[list[StuckRank]], object]) -> list[StuckRank]:
         """Look ten times per second until something has happened; return what is stuck."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while not happened(stuck := self.watch.look(0.1)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -117,12 +118,13 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
             "in read_a_file_that_does_not_answer",
             "",
         ),
-        (
+        pytest.param(
             limits(start=LIMIT) + "beat('forward_backward')\nhold_the_gil()",
             "run.start_timeout",
             "start-up, last sign of life: forward_backward",
             "in hold_the_gil",
             "",
+            marks=pytest.mark.exhaustive,
         ),
         (
             limits(save=LIMIT) + "heart.begin_steps()\nwith during('save'): wait_in_the_kernel()",
@@ -138,12 +140,13 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
             "",
             "rank 8 is stopped \\(SIGSTOP, or a debugger\\)",
         ),
-        (
+        pytest.param(
             limits(step=LIMIT) + "heart.begin_steps()\nbeat('data')\nwait_for_a_stopped_worker()",
             "run.timeout",
             "step, last sign of life: data",
             "in wait_for_a_stopped_worker",
             "process [0-9]+, started by rank 8, is stopped",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["file", "gil", "kernel", "stopped", "worker"],
@@ -154,9 +157,9 @@ def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
     rank = node.start(RANK + body)
     stuck = node.look_until(bool)
     assert [(one.pid, one.doing, one.limit) for one in stuck] == [(rank.pid, doing, (LIMIT, key))]
-    assert LIMIT + 0.3 < stuck[0].idle < LIMIT + 0.3 + 0.2
+    assert stuck[0].idle > LIMIT + 0.3
     node.watch._end_ranks(stuck)
-    assert rank.wait(20) == -signal.SIGKILL
+    assert rank.wait(patience(20)) == -signal.SIGKILL
     lines = capfd.readouterr().err.splitlines()
     host = os.uname().nodename
     assert lines[0] == f"hang: no progress for over 0.5 s ({key}); ending the ranks of {host}"
@@ -171,6 +174,7 @@ def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
     assert not node.ended
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_goes_on_is_left_alone_however_long_it_saves(node: Node, tmp_path: Path) -> None:
     body = (
         limits(start=LIMIT, step=LIMIT)
@@ -192,6 +196,7 @@ time.sleep({2 * LIMIT})
     assert not (tmp_path / "heartbeats/rank-0.stack").read_text()  # the timer never fired
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     assert f"process {silent.pid} ({os.uname().nodename}) has made no progress" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_survives_sigkill_is_not_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,8 +282,8 @@ def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path
     assert not node.watch.look(100.0)
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = 8
     monkeypatch.setenv(HEARTBEATS, "")
     watch = RankWatch()
     reads: list[Path] = []
@@ -295,4 +301,4 @@ def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: py
 
 
 def test_the_launcher_waits_longer_than_the_ranks_by_a_tenth() -> None:
-    assert [patience(limit) for limit in (0.0, 600.0)] == [3.0, 63.0]
+    assert [rank_watch.patience(limit) for limit in (0.0, 600.0)] == [3.0, 63.0]

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.store import barrier
 
+from tests.patience import patience
 from tests.tiny_run import free_port
 from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.runtime import rank_notes, rendezvous
@@ -60,7 +61,7 @@ def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list
 
         def open_node(node: int) -> AttemptRendezvous:
             parameters = RendezvousParameters(BACKEND, f"127.0.0.1:{port}", "job", nodes, nodes, rank=str(node))
-            return AttemptRendezvous(parameters, start_timeout=20.0)
+            return AttemptRendezvous(parameters, start_timeout=patience(60))
 
         launchers = together(open_node, range(nodes))
         opened.extend(launchers)
@@ -77,7 +78,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "CHECK_INTERVAL", 0.0)
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_each_attempt_has_a_store_of_its_own(open_nodes: Callable[[int], list[AttemptRendezvous]], nodes: int) -> None:
     launchers = open_nodes(nodes)
     first = together(begin, launchers)
@@ -170,10 +171,10 @@ def test_nodes_whose_ranks_are_done_wait_for_the_others_unless_the_attempt_is_ov
         time.sleep(0.3)
         assert not waits.done()
         barrier(infos[0].store, 2, "done")
-        waits.result(10)
+        waits.result(patience(30))
         waits = pool.submit(barrier, infos[1].store, 2, "done again")
         agreed = pool.submit(launchers[0].agree, KILLED, decide_to("restart", []))
-        waits.result(10)
+        waits.result(patience(30))
         assert isinstance(launchers[1].find_end(), AttemptOver)
         assert launchers[1].agree(PartEnding("stopped"), decide_to("end", [])) == agreed.result() == "restart"
 
@@ -229,9 +230,9 @@ def test_nodes_find_each_other_by_the_run_folder_where_no_port_is_given(tmp_path
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         publish_head(tmp_path, "70123.0.9", HeadAddress("127.0.0.1", stranger.getsockname()[1]))
         with ThreadPoolExecutor(1) as pool:
-            second = pool.submit(AttemptRendezvous, parameters_of(1, 0), 20.0, tmp_path)
+            second = pool.submit(AttemptRendezvous, parameters_of(1, 0), patience(60), tmp_path)
             time.sleep(0.2)
-            nodes = [AttemptRendezvous(parameters_of(0, 0), 20.0, tmp_path), second.result()]
+            nodes = [AttemptRendezvous(parameters_of(0, 0), patience(60), tmp_path), second.result()]
         stores = [info.store for info in together(begin, nodes)]
         stores[0].set("key", "value")
         assert stores[1].get("key") == b"value"
@@ -269,7 +270,7 @@ def test_a_stranger_who_connects_and_leaves_ends_nothing(message: bytes) -> None
         stranger.sendall(message)
     with socket.create_connection(("127.0.0.1", watch.port)) as node:
         node.sendall(b"7\n")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not lost:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -280,12 +281,3 @@ def test_what_ended_a_job_is_a_sentence_whatever_the_store_holds() -> None:
     assert describe_end(b"3 failed") == "node 3 has ended the job; its output says why"
     assert describe_end(b"3 lost") == "the launcher of node 3 was killed, or its node was shut down"
     assert describe_end(b"\xff../..") == "the job was ended by a launcher that does not say which it is"
-
-
-def test_the_others_are_asked_once_per_second(open_nodes: Callable[[int], list[AttemptRendezvous]]) -> None:
-    """torchrun asks ten times per second on each of thousands of nodes."""
-    launchers = open_nodes(2)
-    together(begin, launchers)
-    assert launchers[0].num_nodes_waiting() == 0
-    launchers[1].close(is_done=False)
-    assert launchers[0].num_nodes_waiting() == 0

@@ -7,6 +7,8 @@ import pytest
 from torchllm.runtime.restarts import PartEnding, Restarts, newest_step
 from torchllm.runtime.stop import STOP, STOPPED
 
+pytestmark = pytest.mark.quick
+
 KILLED = PartEnding("failed", 5, -9, "node-b")
 ELSEWHERE = PartEnding("stopped")
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.launched import PATIENCE, SCRIPT, Started, clean
+from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, metrics, tensor_files
 from torchllm.config import load_config
 from torchllm.runtime.lease import DONE
@@ -117,9 +118,9 @@ def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Cal
     assert noted("--training.steps=99").torchrun[5:7] == [config, "--training.steps=99"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "gpus", "processes"),
-    [
+def test_processes_on_a_node(noted: Callable[..., Notes]) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for environment, gpus, processes in (
         ({"NPROC": "4"}, 8, 4),
         ({}, 8, 8),
         ({}, 0, 2),
@@ -127,50 +128,34 @@ def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Cal
         ({"CUDA_VISIBLE_DEVICES": "3"}, 8, 1),
         ({"CUDA_VISIBLE_DEVICES": ""}, 8, 2),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 8, 2),
-    ],
-)
-def test_processes_on_a_node(
-    noted: Callable[..., Notes], environment: dict[str, str], gpus: int, processes: int
-) -> None:
-    notes = noted(gpus=gpus, **environment)
-    assert notes.torchrun[0] == f"--nproc-per-node={processes}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert notes.calls[0].environment["OMP_NUM_THREADS"] == str(max(1, cores // processes))
+    ):
+        notes = noted(gpus=gpus, **environment)
+        assert notes.torchrun[0] == f"--nproc-per-node={processes}", environment
+        assert notes.calls[0].environment["OMP_NUM_THREADS"] == str(max(1, cores // processes)), environment
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
+def test_the_allocator_of_gpus(noted: Callable[..., Notes]) -> None:
+    for name, value, expected in (
         ("PYTORCH_ALLOC_CONF", "", "expandable_segments:True"),
         ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128", "max_split_size_mb:128"),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", None),  # the name of older versions
-    ],
-)
-def test_the_allocator_of_gpus(noted: Callable[..., Notes], name: str, value: str, expected: str | None) -> None:
-    notes = noted(DEBUG, **{name: value})
-    assert notes.calls[0].environment.get("PYTORCH_ALLOC_CONF") == expected
+    ):
+        notes = noted(DEBUG, **{name: value})
+        assert notes.calls[0].environment.get("PYTORCH_ALLOC_CONF") == expected
 
 
-@pytest.mark.parametrize(
-    ("nodes", "environment", "expected"),
-    [
-        (1, {}, "sub/.compiled"),
+def test_what_is_compiled_is_kept_beside_the_run_folder_of_up_to_eight_nodes(
+    noted: Callable[..., Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it has compiled
+    for nodes, environment, expected in (
         (1, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
         (8, {}, "sub/.compiled"),
         (9, {}, None),
-    ],
-)
-def test_what_is_compiled_is_kept_beside_the_run_folder(
-    noted: Callable[..., Notes],
-    monkeypatch: pytest.MonkeyPatch,
-    nodes: int,
-    environment: dict[str, str],
-    expected: str | None,
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it has compiled
-    job = {"NPROC": "2", "PET_NNODES": str(nodes), "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
-    notes = noted(DEBUG, "--training.global_batch_size=288", "--run.folder=sub/run", **job, **environment)
-    assert notes.calls[0].environment.get("TORCHINDUCTOR_CACHE_DIR") == expected
+    ):
+        job = {"NPROC": "2", "PET_NNODES": str(nodes), "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
+        notes = noted(DEBUG, "--training.global_batch_size=288", "--run.folder=sub/run", **job, **environment)
+        assert notes.calls[0].environment.get("TORCHINDUCTOR_CACHE_DIR") == expected
 
 
 def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
@@ -179,25 +164,25 @@ def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: 
     assert "3 processes do not divide the batch of 16 sequences: starting 2" in notes.err.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "line"),
-    [
+NODES_OUTSIDE_A_CLUSTER = (
+    "run_train.sh: NNODES=2 outside Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and "
+    "PET_MASTER_PORT, torchrun's own variables, on every node"
+)
+
+
+def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., Notes]) -> None:
+    for arguments, environment, line in (
         (["--training.stps=5"], {}, "--training.stps: unknown key; did you mean training.steps?"),
         (["--parallel.tp=3"], {"NPROC": "3"}, "--parallel.tp: 3 does not divide model.heads = 8"),
         (["nowhere.toml"], {}, "nowhere.toml: no such file"),
-        ([], {"NPROC": "two"}, "environment: NPROC: must be a whole number of at least 1, not \"two\""),
+        ([], {"NPROC": "two"}, 'environment: NPROC: must be a whole number of at least 1, not "two"'),
         ([], {"RECIPE": "recipes/none.py"}, "run_train.sh: RECIPE=recipes/none.py: no such file"),
-        ([], {"NNODES": "2"}, "run_train.sh: NNODES=2 outside Slurm and Kubernetes: set PET_NNODES, "
-         "PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on every node"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_before_anything_is_started(
-    noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], line: str
-) -> None:
-    notes = noted(*arguments, **environment)
-    assert (notes.status, notes.calls, notes.out) == (2, [], "")
-    assert line in notes.err.splitlines()
-    assert "Traceback" not in notes.err
+        ([], {"NNODES": "2"}, NODES_OUTSIDE_A_CLUSTER),
+    ):
+        notes = noted(*arguments, **environment)
+        assert (notes.status, notes.calls, notes.out) == (2, [], "")
+        assert line in notes.err.splitlines()
+        assert "Traceback" not in notes.err
 
 
 def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
@@ -208,32 +193,20 @@ def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
     assert [call.words[-2:] for call in noted(DEBUG, "--help").calls] == [[DEBUG, "--help"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "processes"),
-    [
+def test_a_dry_run_is_one_process_of_any_layout(noted: Callable[..., Notes]) -> None:
+    dry_run = [DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1"]
+    for arguments, environment, processes in (
         (["--parallel.dp_shard=16"], {}, "16"),  # not the default of the script, which is said to be one
         ([], {"NPROC": "8", "NNODES": "2"}, "8"),
-    ],
-)
-def test_a_dry_run_is_one_process_of_any_layout(
-    noted: Callable[..., Notes], arguments: list[str], environment: dict[str, str], processes: str
-) -> None:
-    notes = noted(DEBUG, "--run.dry_run=true", "--training.micro_batch_size=1", *arguments, **environment)
-    assert (notes.status, notes.err) == (
-        0,
-        "global batch 16 sequences = 16 data ranks x 1 micro batch x 1 accumulated\n",
-    )
-    (recipe,) = notes.calls  # no torchrun
-    assert recipe.words == [
-        f"{ROOT}/recipes/pretrain.py",
-        DEBUG,
-        "--run.dry_run=true",
-        "--training.micro_batch_size=1",
-        *arguments,
-    ]
-    assert recipe.environment["NPROC"] == processes
-    assert ("NPROC_IS_DEFAULT" in recipe.environment) == (not environment)
-    assert not {"WORLD_SIZE", "RANK"} & recipe.environment.keys()
+    ):
+        notes = noted(*dry_run, *arguments, **environment)
+        assert notes.status == 0
+        assert notes.err == "global batch 16 sequences = 16 data ranks x 1 micro batch x 1 accumulated\n"
+        (recipe,) = notes.calls  # no torchrun
+        assert recipe.words == [f"{ROOT}/recipes/pretrain.py", *dry_run, *arguments]
+        assert recipe.environment["NPROC"] == processes
+        assert ("NPROC_IS_DEFAULT" in recipe.environment) == (not environment)
+        assert not {"WORLD_SIZE", "RANK"} & recipe.environment.keys()
     assert not (ROOT / "runs" / "debug").exists()
 
 
@@ -502,6 +475,7 @@ def test_a_signal_to_a_job_that_waits_for_the_folder_does_not_stop_its_owner(
     assert not (folder / "stop").exists()
 
 
+@pytest.mark.exhaustive
 def test_only_a_second_interrupt_ends_everything_at_once(
     noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path
 ) -> None:
@@ -526,7 +500,7 @@ def test_only_a_second_interrupt_ends_everything_at_once(
     assert run.wait() == 128 + signal.SIGQUIT
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))])
 def test_signals_to_all_processes_at_once_are_one_request(
     noted: Callable[..., Notes], start: Callable[..., Started], tmp_path: Path, attempt: int
 ) -> None:
@@ -610,6 +584,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config([str(folder / "config.toml")]) == expected
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal_and_with_too_many_processes_it_is_the_same_run(whole: Started, tmp_path: Path) -> None:
     """Without a config file and with NPROC=3, of which 2 start."""
     try:
@@ -638,23 +613,21 @@ def test_on_a_terminal_and_with_too_many_processes_it_is_the_same_run(whole: Sta
 
 def test_killed_and_resumed_it_is_the_same_run(whole: Started, start: Callable[..., Started], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    arguments = (DEBUG, *SMALL, *QUICK, f"--run.folder={folder}")
-    killed = start(*arguments)
+    killed = start(DEBUG, *SMALL, *QUICK, f"--run.folder={folder}")
     killed.until((folder / "checkpoints/step-00000004/manifest.json").exists)
     killed.kill_everything()
     shutil.rmtree(folder / "checkpoints/step-00000008", ignore_errors=True)  # a quick machine got as far
     for left_by_an_earlier_run in ("stopped.json", "stop"):
         (folder / left_by_an_earlier_run).touch()
 
-    resumed = start(*arguments)
-    assert resumed.wait() == 0, resumed.err.read_text()
-    assert f"resuming from {folder}/checkpoints/step-00000004: step 4, written by 2 ranks" in resumed.err.read_text()
+    assert pretrain(2, folder) == ["", ""]  # on warm ranks
     assert not (folder / "stopped.json").exists()
     assert not (folder / "stop").exists()
     assert curve(folder) == curve(folder_of(whole))  # bitwise, and no step twice
     assert tensor_files(folder, STEPS) == tensor_files(folder_of(whole), STEPS)
 
 
+@pytest.mark.exhaustive
 def test_two_nodes_stop_together_when_one_is_told(
     whole: Started, start: Callable[..., Started], tmp_path: Path
 ) -> None:
@@ -680,6 +653,7 @@ def test_two_nodes_stop_together_when_one_is_told(
     assert [step[1] for step in curve(folder)[:3]] == [step[1] for step in curve(folder_of(whole))[:3]]
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_the_machine_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
     try:
         import flash_attn  # noqa: F401
@@ -734,13 +708,18 @@ def fork(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
-    start: Callable[..., Started], noted: Callable[..., Notes], fork: Path, tmp_path: Path
-) -> None:
+def test_a_forked_recipe_has_a_section_of_its_own(noted: Callable[..., Notes], fork: Path) -> None:
     wrong = noted(DEBUG, "--probe.crash_rnk=1", RECIPE=str(fork))
     assert (wrong.status, wrong.calls) == (2, [])
     assert wrong.err == "--probe.crash_rnk: unknown key; did you mean probe.crash_rank?\n"
+    right = noted(DEBUG, "--probe.crash_rank=1", RECIPE=str(fork))
+    assert right.torchrun[3:6] == [str(fork), f"{ROOT}/{DEBUG}", "--probe.crash_rank=1"]
 
+
+@pytest.mark.exhaustive
+def test_a_forked_recipe_that_crashes_on_one_rank_says_so_once(
+    start: Callable[..., Started], fork: Path, tmp_path: Path
+) -> None:
     run = start(DEBUG, *SMALL, *QUICK, "--probe.crash_rank=1", f"--run.folder={tmp_path / 'run'}", RECIPE=str(fork))
     assert run.wait() == 1  # in less than `PATIENCE`: no waiting for collectives that never come
     errors = run.err.read_text()
@@ -752,28 +731,3 @@ def test_a_forked_recipe_with_a_section_of_its_own_that_crashes_on_one_rank(
     assert "terminate called" not in errors
     assert "crash_rank = 1" in (tmp_path / "run/config.toml").read_text()
     assert [step[0] for step in curve(tmp_path / "run")] == [1]
-
-
-ENDED = """
-import os, signal, sys, time
-from torchllm.config import load_config
-from torchllm.runtime.lease import DONE
-load_config(sys.argv[1:])
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-if os.environ["RANK"] == "1":
-    END
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "line"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", "was killed: SIGKILL"), ("os._exit(3)", "ended with status 3")],
-)
-def test_a_rank_that_ends_without_a_word_is_named(
-    start: Callable[..., Started], tmp_path: Path, end: str, line: str
-) -> None:
-    (tmp_path / "recipe.py").write_text(ENDED.replace("END", end))
-    run = start(DEBUG, f"--run.folder={tmp_path / 'run'}", RECIPE=str(tmp_path / "recipe.py"))
-    assert run.wait() == 1
-    assert run.err.read_text().splitlines()[1:] == [f"rank 1 {line}"]

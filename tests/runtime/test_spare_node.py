@@ -12,6 +12,8 @@ import pytest
 from torchllm.runtime.lease import DONE, RELEASED, Owner, Timing, this_process
 from torchllm.runtime.spare_node import ASKED, COMPLETE, FAILED, wait_for_job
 
+pytestmark = pytest.mark.quick
+
 START_TIMEOUT = 900.0
 
 ROOT = Path(__file__).parents[2]
