@@ -1,16 +1,7 @@
-"""Corpora of very many, very small shards: what opening one costs, and a run on one under a low limit of descriptors.
+"""Corpora of very many, very small shards, and what opening one costs."""
 
-python -m tests.data.many_shards             # counts at 100 ... 100,000 shards
-python -m tests.data.many_shards --train     # debug.toml on 20,000 shards: 2 ranks, 2 workers, ulimit -n 1024
-"""
-
-import json
 import os
-import resource
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 
-from tests.tiny_run import DEBUG, ROOT, curve
 from torchllm.config import Source
 from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus import Corpus
@@ -35,8 +25,6 @@ from torchllm.data.shard import ShardFileWriter, shard_path
 
 TOKENS_PER_SHARD = 256
 _DOCUMENTS_PER_SHARD = 4
-_LIMIT = 1024
-"""descriptors of a process, as most systems set it"""
 
 
 def write_many_shards(folder: Path, shards: int) -> Source:
@@ -130,9 +118,6 @@ class OpeningCost(NamedTuple):
     """size of corpus.json"""
     read_bytes: int
     """read to open the corpus"""
-    seconds: float
-    resident_mib: float
-    """that the process grew by"""
     opened_by_opening: int
     opened_by_reading: int
     """by reading 100 random sequences"""
@@ -145,11 +130,9 @@ class OpeningCost(NamedTuple):
 def opening_cost(folder: Path) -> OpeningCost:
     """Open the corpus in `folder` in this process and count."""
     with counting(folder) as calls:
-        resident, read = _resident_bytes(), _bytes_read()
-        start = time.perf_counter()
+        read = _bytes_read()
         corpus = Corpus(folder)
-        seconds = time.perf_counter() - start
-        read, resident = _bytes_read() - read, _resident_bytes() - resident
+        read = _bytes_read() - read
         opened_by_opening = len(calls.opened)
         for number in np.random.default_rng(0).integers(corpus.count("train", 300), size=100):
             corpus.window("train", int(number), 300)
@@ -160,8 +143,6 @@ def opening_cost(folder: Path) -> OpeningCost:
         shards=corpus.header.shards,
         header_bytes=(folder / "corpus.json").stat().st_size,
         read_bytes=read,
-        seconds=seconds,
-        resident_mib=resident / 2**20,
         opened_by_opening=opened_by_opening,
         opened_by_reading=opened_by_reading,
         descriptors=held,
@@ -169,56 +150,6 @@ def opening_cost(folder: Path) -> OpeningCost:
     )
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def _bytes_read() -> int:
     """Return the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        if "--train" in sys.argv:
-            _train(Path(folder))
-        elif "--open" in sys.argv:
-            print(json.dumps(opening_cost(Path(sys.argv[-1]))._asdict()))
-        else:
-            print(" | ".join(OpeningCost._fields))
-            for shards in (100, 1000, 10_000, 100_000):
-                write_many_shards(Path(folder) / str(shards), shards)
-                _print_cost(Path(folder) / str(shards))
-
-
-def _print_cost(folder: Path) -> None:
-    """Print the cost of opening a corpus in a new process."""
-    command = [sys.executable, "-m", "tests.data.many_shards", "--open", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    print(" | ".join(f"{value:.4g}" for value in json.loads(done.stdout).values()))
-
-
-def _train(folder: Path) -> None:
-    """Run debug.toml on 20,000 shards."""
-    source = write_many_shards(folder / "corpus", 20_000)
-    settings = [
-        "--data.sources.0.kind=tokens",
-        f"--data.sources.0.path={source.path}",
-        "--data.workers=2",
-        "--training.steps=20",
-        f"--run.folder={folder / 'run'}",
-    ]
-    environment = os.environ | {"NPROC": "2"}
-    limit = (_LIMIT, _LIMIT)
-    subprocess.run(
-        ["./run_train.sh", DEBUG, *settings],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit),
-    )
-    print(f"trained {len(curve(folder / 'run'))} logged steps on 20,000 shards with {_LIMIT:,} descriptors per process")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -247,29 +248,15 @@ def test_megatrons_prefix_glob_and_file_are_found(tmp_path: Path) -> None:
         assert documents_of(open_in_place("megatron", tmp_path / path, settings_of(tmp_path))) == DOCUMENTS
 
 
-class Reads:
-    """Counts the calls of os.pread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        pread = os.pread
-
-        def counted(descriptor: int, size: int, offset: int) -> bytes:
-            self.calls += 1
-            return pread(descriptor, size, offset)
-
-        monkeypatch.setattr(os, "pread", counted)
-
-
-def test_a_sequence_of_megatrons_costs_a_search_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_of_megatrons_costs_a_search_of_the_index(tmp_path: Path) -> None:
     calls = []
     for count in (64, 4096):
         write_megatron(tmp_path / f"{count}.idx", [[1] * 9 + [END]] * count)
         corpus = open_in_place("megatron", tmp_path / f"{count}.idx", settings_of(tmp_path))
         corpus.window("train", 0, 20)
-        reads = Reads(monkeypatch)
-        corpus.window("train", count // 3, 20)
-        calls.append(reads.calls)
+        with mock.patch.object(os, "pread", wraps=os.pread) as pread:
+            corpus.window("train", count // 3, 20)
+        calls.append(pread.call_count)
     assert calls[1] <= 1 + 2 * 12 + 2  # ids, two reads for each halving of 4096 documents, their begins
     assert calls[1] - calls[0] <= 2 * 6
 
@@ -328,14 +315,16 @@ WRONG: list[tuple[str, str, Damage, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "damage", "message"), WRONG)
-def test_a_wrong_file_is_named(kind: str, name: str, damage: Damage, message: str, tmp_path: Path) -> None:
-    data = written(kind, tmp_path / "tokens")
-    damage(tmp_path / "tokens" / name)
-    with pytest.raises(DataError) as error:
-        open_in_place(kind, tmp_path / "tokens", data)
-    assert message in str(error.value)
-    assert str(tmp_path / "tokens" / Path(name).parent) in str(error.value)
+def test_a_wrong_file_is_named(tmp_path: Path) -> None:
+    for number, (kind, name, damage, message) in enumerate(WRONG):
+        folder = tmp_path / str(number) / "tokens"
+        folder.parent.mkdir()
+        data = written(kind, folder)
+        damage(folder / name)
+        with pytest.raises(DataError) as error:
+            open_in_place(kind, folder, data)
+        assert message in str(error.value)
+        assert str(folder / Path(name).parent) in str(error.value)
 
 
 def test_no_file_is_an_error(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.data.many_shards import Calls, counting, descriptors, write_many_shar
 from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
 from tests.launched import ends
+from tests.patience import patience
 from torchllm.config import Data, MixtureStage, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
@@ -113,11 +114,11 @@ class Part(NamedTuple):
 
 
 parts_strategy = st.builds(
-    Part, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3)
+    Part, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(0, 3)
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(parts_strategy, min_size=1, max_size=3),
     st.lists(st.integers(1, 30), min_size=1, max_size=3),
@@ -159,18 +160,6 @@ def test_stops_and_changes_of_layout_do_not_change_the_stream(parts: list[Part],
 
 def test_a_step_has_one_batch_per_micro_batch() -> None:
     assert len(next_batches(numbered_loader([10], micro_batch=2, accumulation=3))) == 3
-
-
-def test_a_late_state_is_resumed_as_fast_as_an_early_one() -> None:
-    loader = numbered_loader([10**9], micro_batch=2, accumulation=2, workers=1)
-    state = loader.state() | {"sequences": 4 * 10**12}
-    start = time.process_time()
-    loader.load_state(state)
-    first, _ = next_batches(loader)
-    assert time.process_time() - start < 1.0
-    _, _, number = sequences_of(first)[0]
-    assert number == DataOrder(0, [10**9], [1.0]).locate(4 * 10**12).number
-    loader.close()
 
 
 def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
@@ -299,21 +288,15 @@ def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(
     real(tmp_path, Source(kind="tokens", path=str(folder))).load_state(state)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_runs_random_state_is_not_touched(workers: int) -> None:
+@pytest.mark.filterwarnings("error")
+def test_the_runs_random_state_is_not_touched_and_nothing_warns() -> None:
     torch.manual_seed(0)
     expected = torch.get_rng_state()
-    loader = numbered_loader([10], workers=workers)
-    loader.next_step()
-    loader.close()
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
-@pytest.mark.filterwarnings("error")
-def test_nothing_warns() -> None:
-    loader = numbered_loader([10], workers=1)
-    loader.next_step()
-    loader.close()
+    for count in (0, 1):
+        loader = numbered_loader([10], workers=count)
+        loader.next_step()
+        loader.close()
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
 def validation_stream(
@@ -378,17 +361,6 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
     assert not held_out & trained
 
 
-def test_labels_are_the_next_tokens_also_across_sequences(tmp_path: Path) -> None:
-    loader = real(tmp_path, write_documents(tmp_path, 50), document_mask=True)
-    for batch in next_batches(loader):
-        assert batch.document_ids is not None
-        ends = batch.tokens[:, :-1] == 257
-        following = batch.tokens[:, 1:]
-        assert torch.equal(batch.labels[:, :-1], torch.where(ends, -100, following))
-        assert torch.equal(batch.document_ids[:, 1:], batch.document_ids[:, :-1] + ends)
-        assert torch.equal(batch.positions[:, 1:], torch.where(ends, 0, batch.positions[:, :-1] + 1))
-
-
 def context_ranks(ranks: int, method: str) -> list[SequencePieces]:
     """The pieces of ranks that share each sequence, as `parallel.context.sequence_pieces` deals them."""
     if method == "ring":
@@ -410,8 +382,7 @@ def counted_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize(("method", "mask"), [("ring", True), ("ulysses", False)])
 def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, method: str, mask: bool) -> None:
     corpus = write_corpus_of(write_documents(tmp_path, 600, size=2000), tmp_path / "c", shard_mib=0.25)
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=2**17)
@@ -436,19 +407,6 @@ def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, meth
             reads = 2 * len(pieces.indices)
             tokens = 2 * 2**17 // ranks + reads  # after each piece the token that follows it
             assert 0 < bytes_read - 2 * tokens < reads * 12_000  # the boundaries of documents in it and next to it
-
-
-def test_what_crosses_the_workers_pipe_is_four_bytes_per_token(tmp_path: Path) -> None:
-    corpus = write_corpus_of(write_documents(tmp_path, 400), tmp_path / "c", shard_mib=0.004)
-    training = Training(micro_batch_size=2, global_batch_size=8, sequence_length=512)
-    data = Data(sources=(Source(kind="tokens"),), workers=1, document_mask=True)
-    loader = TrainLoader([corpus], data, training, 0, DataRanks())
-    packed = loader.next_step()
-    loader.close()
-    begins = sum(int((batch.labels == -100).sum()) for batch in packed.unpack(CPU))
-    sequences = training.global_batch_size
-    assert begins > 8 * sequences
-    assert packed.values.nbytes == 4 * (sequences * (512 + 1) + begins + 2 * sequences)
 
 
 def test_held_out_sequences_are_listed_once() -> None:
@@ -487,13 +445,10 @@ def test_rounded_shares_are_described() -> None:
     assert numbered_loader([10] * 8, weights=weights).describe_rounded_shares().endswith("; and 2 other sources")
 
 
-def test_the_standard_library_in_bytes_is_fast_and_cached(tmp_path: Path) -> None:
-    start = time.process_time()
+def test_the_standard_library_in_bytes_is_tokenized_once(tmp_path: Path) -> None:
     first = real(tmp_path, Source(), length=256)
-    assert time.process_time() - start < 10.0
-    start = time.process_time()
-    second = real(tmp_path, Source(), length=256)
-    assert time.process_time() - start < 1.0
+    with mock.patch("torchllm.data.cache.write_corpus", side_effect=AssertionError):
+        second = real(tmp_path, Source(), length=256)
     assert first.state() == second.state()
     assert first._order._sizes[0] * 256 > 5e6
     assert first.validation_sequences(64) > 30  # Debian's library has fewer files: 36 sequences of them are held out
@@ -556,9 +511,9 @@ def test_runs_that_prepare_the_same_corpus_at_once_do_not_disturb_each_other(tmp
         f"print(real(pathlib.Path({str(tmp_path)!r}), Source(kind='jsonl', path={source.path!r})).state())"
     )
     command = [sys.executable, "-c", script]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     states = {run.communicate()[0] for run in runs}
-    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert [run.returncode for run in runs] == [0, 0]
     assert len(states) == 1
     assert not list((tmp_path / "cache").glob("*/raw*"))
     assert not list((tmp_path / "cache").glob("*/*.tmp"))
@@ -586,19 +541,12 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
-def test_an_uncaught_error_ends_the_process_and_its_workers() -> None:
-    done = run_script("print(time.monotonic()); raise RuntimeError('boom')")
-    assert done.returncode == 1
-    assert "boom" in done.stderr
-    assert time.monotonic() - float(done.stdout) < 30
-
-
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_trainer() -> None:
     """Slurm, torchrun and Ctrl-C signal every process; the trainer still needs batches until it has saved."""
     done = run_script(
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):\n"
         "    signal.signal(number, lambda *_: print('signalled'))\n"
-        "    os.killpg(0, number); time.sleep(0.1)\n"
+        "    os.killpg(0, number)\n"
         "rest = [sequences_of(next_batches(loader)[0]) for _ in range(20)]\n"
         "whole = numbered_loader([100])\n"
         "assert first + rest == [sequences_of(next_batches(whole)[0]) for _ in range(23)]\n"
@@ -762,29 +710,26 @@ def _tokens(folder: Path, count: int) -> Source:
     return Source(kind="tokens", path=str(folder / "corpus"))
 
 
-def _failures(tmp_path: Path) -> dict[str, Failure]:
+def _failures(tmp_path: Path) -> list[Failure]:
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\nnonsense')
     bad = Source(kind="jsonl", path=str(tmp_path / "bad.jsonl"))
     missing = Source(kind="jsonl", path="gone")
     good = {"sources": (_tokens(tmp_path / "good", 50),)}
     different = {"sources": (_tokens(tmp_path / "different", 60),)}
     gone = {"sources": (Source(kind="tokens", path=str(tmp_path / "gone")),)}
-    return {
-        "bad line": Failure({"sources": (bad,)}, {}, "bad.jsonl:2: broken JSON"),
-        "missing file": Failure({"sources": (missing,)}, {}, "no file matches 'gone'"),
-        "one rank cannot open": Failure(good, gone, "holds no token shards"),
-        "one rank has other data": Failure(good, different, "not all ranks read the same data"),
-    }
+    return [
+        Failure({"sources": (bad,)}, {}, "bad.jsonl:2: broken JSON"),
+        Failure({"sources": (missing,)}, {}, "no file matches 'gone'"),
+        Failure(good, gone, "holds no token shards"),
+        Failure(good, different, "not all ranks read the same data"),
+    ]
 
 
-@pytest.mark.parametrize("case", ["bad line", "missing file", "one rank cannot open", "one rank has other data"])
-def test_an_error_on_one_rank_stops_all(tmp_path: Path, case: str) -> None:
-    changes, of_rank_1, message = _failures(tmp_path)[case]
-    start = time.monotonic()
-    errors = [error for error, _ in workers.POOL.run(_on_a_rank, 2, str(tmp_path), changes, of_rank_1)]
-    assert time.monotonic() - start < 60
-    assert errors[0] == errors[1]
-    assert message in errors[0]
+def test_an_error_on_one_rank_stops_all(tmp_path: Path) -> None:
+    for changes, of_rank_1, message in _failures(tmp_path):
+        errors = [error for error, _ in workers.POOL.run(_on_a_rank, 2, str(tmp_path), changes, of_rank_1)]
+        assert errors[0] == errors[1]
+        assert message in errors[0]
 
 
 def damaged_run(tmp_path: Path, source: Source, workers: int = 0) -> "tuple[TrainLoader, list[tuple[int, str]]]":
@@ -817,7 +762,7 @@ def test_a_late_find_names_shard_and_steps_and_marks_them(tmp_path: Path) -> Non
     numbers = range(BLOCK // 2 // 1000, BLOCK // 1000 + 1)  # of the sequences with tokens of the second MiB
     steps = sorted({step for number in numbers for step in read_in.get(number, [])})
     flip_bit(folder / "00000.train.bin", BLOCK + 77)
-    end = time.monotonic() + 60
+    end = time.monotonic() + patience(60)
     while verification.problem is None and time.monotonic() < end:
         time.sleep(0.01)
     listed = ", ".join(map(str, steps[:5]))
@@ -873,26 +818,24 @@ def flip_first_bit(folder: Path) -> None:
     flip_bit(folder / "00000.train.bin", 0)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (flip_first_bit, r"00000\.train\.bin is damaged: its bytes 0 to .* do not have their checksum"),
-        (lambda folder: os.truncate(folder / "00000.train.bin", 100), r"00000\.train\.bin is 100 bytes"),
-        (lambda folder: (folder / "00000.train.bin").unlink(), r"00000\.train\.bin is missing"),
-        (lambda folder: (folder / "corpus.json").write_text("{"), r"corpus\.json is damaged"),
-        (lambda folder: (folder / "shards.bin").unlink(), r"shards\.bin cannot be read"),
-        (lambda folder: os.truncate(folder / "sums.bin", 1), r"sums\.bin was changed"),
-    ],
-)
-def test_a_damaged_cache_is_rebuilt(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str
-) -> None:
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (flip_first_bit, r"00000\.train\.bin is damaged: its bytes 0 to .* do not have their checksum"),
+    (lambda folder: os.truncate(folder / "00000.train.bin", 100), r"00000\.train\.bin is 100 bytes"),
+    (lambda folder: (folder / "00000.train.bin").unlink(), r"00000\.train\.bin is missing"),
+    (lambda folder: (folder / "corpus.json").write_text("{"), r"corpus\.json is damaged"),
+    (lambda folder: (folder / "shards.bin").unlink(), r"shards\.bin cannot be read"),
+    (lambda folder: os.truncate(folder / "sums.bin", 1), r"sums\.bin was changed"),
+]
+
+
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write_documents(tmp_path, 200)
     state = real(tmp_path, source).state()
     (folder,) = (tmp_path / "cache").glob("jsonl-*")
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert not caplog.records
-    damage(folder)
-    assert real(tmp_path, source).state() == state
-    assert re.search(message + ".*; its source is tokenized again", caplog.text)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+    for damage, message in DAMAGES:
+        caplog.clear()
+        damage(folder)
+        assert real(tmp_path, source).state() == state
+        assert re.search(message + ".*; its source is tokenized again", caplog.text)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == content

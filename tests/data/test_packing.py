@@ -1,6 +1,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from torchllm.data.corpus import Window
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, PackedBatches, SequencePieces, pack_windows
 
+pytestmark = pytest.mark.quick
 BEGIN, END = 1000, 1001
 CPU = torch.device("cpu")
 

@@ -22,6 +22,10 @@ FRAGMENTS = st.lists(st.sampled_from(WORDS + NUMBERS + BLANKS + RARE_BLANKS + SI
 TEXTS = FRAGMENTS | st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
+OTHERS = ["cl100k", "gpt2", "o200k"]
+"""tokenizers of the night"""
+
+
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     (ids,) = tokenizer.encode_documents([text])
     return [int(token) for token in ids]
@@ -61,7 +65,10 @@ def sentence_piece(folder: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=["llama3", "cl100k", "gpt2", "o200k", "gpt2.json"])
+@pytest.fixture(
+    scope="module",
+    params=["llama3", "gpt2.json", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)],
+)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gpt2.json":

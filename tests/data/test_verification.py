@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_corpus import flip_bit, write_two_shards
+from tests.patience import patience
 from torchllm.data import verification as module
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus
@@ -35,7 +36,7 @@ def corpus(tmp_path: Path) -> CountedCorpus:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + patience(60)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -47,6 +47,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", SIZES),
     "llama31": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_SCALING, "tie_word_embeddings": True}),
     "yarn": ("LlamaConfig", SIZES | {"rope_parameters": YARN}),
+    "yarn-whole": ("LlamaConfig", SIZES | {"rope_parameters": YARN | {"truncate": False, "beta_slow": 2.0}}),
+    "one-group": ("LlamaConfig", SIZES | {"num_key_value_heads": 1, "head_dim": 12}),
+    "every-head": ("LlamaConfig", SIZES | {"num_key_value_heads": 4}),
     "linear": ("LlamaConfig", SIZES | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "mistral": ("MistralConfig", SIZES | WINDOW_HEADS | {"sliding_window": 9}),
     "mistral-nemo": ("MistralConfig", SIZES | {"sliding_window": None, "head_dim": 10}),
@@ -72,6 +75,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "routed_scaling_factor": 2.5},
     ),
     "glm4-moe-air": ("Glm4MoeConfig", SIZES | GLM_EXPERTS | {"partial_rotary_factor": 0.25, "attention_bias": True}),
+    "glm4-moe-yarn": (
+        "Glm4MoeConfig",
+        SIZES
+        | GLM_EXPERTS
+        | {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""

@@ -275,6 +275,7 @@ LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mix
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("published", [LOGITS, pytest.param(MORE_LOGITS, marks=pytest.mark.exhaustive)], ids=len)
 def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_path: Path) -> None:
     tokens = tokens_of(0)

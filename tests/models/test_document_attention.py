@@ -1,19 +1,16 @@
-"""Attention within documents, block by block: the numbers of the eager core, and memory linear in the sequence."""
+"""Attention within documents, block by block: the numbers of the eager core."""
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from torchllm.models import document_attention as module
-from torchllm.models.attention import EagerAttention, FlexAttention, ScaledDotProductAttention
+from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.document_attention import QUERY_BLOCK, document_attention, query_blocks, visible_keys
-from torchllm.runtime.torch_compat import allocations
 
 LENGTH = 29
 WIDTH = 8
@@ -147,44 +144,3 @@ def test_only_the_pairs_near_a_window_are_computed() -> None:
     for window, expected in ((0, 1.9), (100, 1.0)):
         exponent = math.log2(pairs(16 * QUERY_BLOCK, window) / pairs(8 * QUERY_BLOCK, window))
         assert exponent == pytest.approx(expected, abs=0.05)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the most memory that `work` takes at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    held = peak = 0
-    for size in allocations(profiler):
-        held += size
-        peak = max(peak, held)
-    return peak
-
-
-def documents_of(length: int) -> Tensor:
-    return (torch.arange(length) // 700).unsqueeze(0)
-
-
-def peak_of_attention(core: Any, length: int) -> int:
-    """Return the most memory that the mask, the attention and its gradients take at a time."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = (torch.randn(1, length, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
-    documents = documents_of(length)
-    return peak_bytes(lambda: forward_backward(core, Inputs(q, k, v, d_out), documents))
-
-
-def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
-    peaks = {length: peak_of_attention(ScaledDotProductAttention(), length) for length in (2048, 4096, 8192)}
-    assert math.log2(peaks[8192] / peaks[2048]) / 2 < 1.3, peaks
-    assert math.log2(peak_of_attention(EagerAttention(), 2048) / peak_of_attention(EagerAttention(), 1024)) > 1.8
-
-
-def test_the_mask_of_flex_is_of_blocks() -> None:
-    """64 bytes per pair of blocks while it is made, and a longer sequence does not have more blocks."""
-    core = FlexAttention()
-    peaks = {}
-    for length in (8192, 131_072, 1_048_576):
-        documents = documents_of(length)
-        peaks[length] = peak_bytes(lambda: core.mask(documents))  # noqa: B023  # called at once
-    assert peaks[8192] < 64 * (8192 // 128) ** 2
-    assert peaks[131_072] < 64 * 1024**2
-    assert peaks[1_048_576] < 64 * 1024**2
