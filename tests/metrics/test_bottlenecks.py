@@ -1,6 +1,6 @@
 """Waits for data and times of stages, the same figures on all ranks."""
 
-import time
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.workers import run
+from torchllm.metrics import bottlenecks
 from torchllm.metrics.bottlenecks import (
     DataWait,
     DataWaitClock,
@@ -18,15 +19,27 @@ from torchllm.metrics.bottlenecks import (
 )
 
 
+class FakeClock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 def _waits(totals: list[list[float]]) -> list[DataWait]:
-    """The longest waits at checkpoints 0.1 s apart; totals: of each checkpoint, by rank."""
+    """The longest waits at checkpoints 0.25 s apart; totals: of each checkpoint, by rank."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    clock = DataWaitClock(group)
-    waits = []
-    for by_rank in totals:
-        time.sleep(0.1)
-        waits.append(clock.longest(by_rank[dist.get_rank()]))
+    clock = FakeClock()
+    with mock.patch.object(bottlenecks, "time", clock):
+        waits_clock = DataWaitClock(group)
+        waits = []
+        for by_rank in totals:
+            clock.now += 0.25
+            waits.append(waits_clock.longest(by_rank[dist.get_rank()]))
     return waits
 
 
@@ -35,8 +48,8 @@ def test_the_longest_wait_since_the_last_checkpoint_is_that_of_one_rank_on_all_r
     assert waits == waits_of_rank_1
     assert [wait.rank for wait in waits] == [1, 0]
     assert [wait.seconds for wait in waits] == pytest.approx([0.05, 0.06])
-    assert all(wait.elapsed >= 0.1 for wait in waits)
-    assert waits[0].share == waits[0].seconds / waits[0].elapsed
+    assert [wait.elapsed for wait in waits] == [0.25, 0.25]
+    assert waits[0].share == waits[0].seconds / 0.25
 
 
 def _gathered() -> ForwardTimes:
@@ -56,31 +69,30 @@ def test_stage_times_are_medians_over_the_ranks_that_hold_a_stage() -> None:
         assert times.noise == pytest.approx(0.5)
 
 
-class Sleeper(nn.Module):
-    def __init__(self, seconds: float) -> None:
+class Stage(nn.Module):
+    """A stage whose forward takes so many seconds of a clock."""
+
+    def __init__(self, clock: FakeClock, seconds: float) -> None:
         super().__init__()
+        self.clock = clock
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        self.clock.now += self.seconds
         return x
 
 
-def test_the_clock_takes_medians_of_each_stage_early_and_late() -> None:
-    stages = [Sleeper(0.01), Sleeper(0.03)]
+def test_the_clock_takes_medians_of_each_stage_early_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeClock()
+    monkeypatch.setattr(bottlenecks, "time", fake)
+    stages = [Stage(fake, 0.25), Stage(fake, 0.5)]
     clock = StageClock(stages, (1, 2), torch.device("cpu"))
-    for _ in range(3):
-        for stage in stages:
-            stage(torch.ones(1))
-    stages[0].seconds = 0.5  # once: the medians do not see it
-    stages[0](torch.ones(1))
-    stages[0].seconds = 0.01
-    for _ in range(4):
+    for seconds in (0.25, 0.25, 0.25, 8.0, 0.125, 0.125, 0.125, 0.125):  # once 8 s: the medians do not see it
+        stages[0].seconds = seconds
         stages[0](torch.ones(1))
+    for _ in range(3):
+        stages[1](torch.ones(1))
     clock.close()
     stages[0](torch.ones(1))
-    times = clock.seconds()
-    assert times.keys() == {1, 2}
-    assert times[1] == pytest.approx((0.01, 0.01), abs=0.01)
-    assert times[2] == pytest.approx((0.03, 0.03), abs=0.01)
+    assert clock.seconds() == {1: (0.25, 0.125), 2: (0.5, 0.5)}
     assert len(clock.forwards[1]) == 8

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from torchllm.metrics import task_processes
 from torchllm.metrics.task_processes import TaskProcesses
 
@@ -38,7 +39,7 @@ def publish(folder: Path, step: int) -> None:
 
 def finish(processes: TaskProcesses) -> None:
     assert processes.process is not None
-    processes.process.wait(60)
+    processes.process.wait(patience(60))
 
 
 def test_a_checkpoint_that_is_due_is_evaluated_once(run: Path) -> None:
@@ -79,7 +80,7 @@ def test_one_is_skipped_while_another_runs_and_a_failure_ends_nothing(
         processes.start_due(4)
         running, processes.process = processes.process, None
         assert running is not None
-        running.wait(60)
+        running.wait(patience(60))
         monkeypatch.setattr(running, "returncode", None)
         monkeypatch.setattr(running, "poll", lambda: running.returncode)
         processes.process = running

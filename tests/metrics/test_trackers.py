@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patience
 from tests.tiny_run import DEBUG, ROOT, SMALL, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
 from torchllm.config.checks import problems
@@ -173,7 +174,7 @@ def start_run(folder: Path, patience: float = 60.0) -> tuple[JsonLines, TrackerS
 
 
 def wait_for_output(folder: Path, text: str) -> None:
-    file, until = folder / "trackers/trackio.log", time.monotonic() + 60
+    file, until = folder / "trackers/trackio.log", time.monotonic() + patience(60)
     while not file.exists() or text not in file.read_text():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -191,7 +192,7 @@ def test_a_tracker_that_raises_loses_no_record(
         sink.write(step, record(step))
     wait_for_output(folder, "the tracker has failed")
     assert sink.helper is not None
-    sink.helper.wait(60)
+    sink.helper.wait(patience(60))
     monkeypatch.delenv("FAKE_FAILS")
     lines.write(3, record(3))
     sink.write(3, record(3))
@@ -212,7 +213,7 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
     for step in range(1, 4):
         lines.write(step, record(step))
         sink.write(step, record(step))
-    until = time.monotonic() + 60
+    until = time.monotonic() + patience(60)
     while logged(read_calls(calls)) != [1, 2]:
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -247,7 +248,7 @@ time.sleep(600)
         assert run.stdout is not None
         pid = int(run.stdout.readline())
         run.kill()
-        until = time.monotonic() + 60
+        until = time.monotonic() + patience(60)
         while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -321,6 +322,7 @@ def steps_at_the_tracker(folder: Path, tracker: str) -> list[int]:
     return steps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_run_and_its_resumption_with_the_real_library_and_no_network(tmp_path: Path, tracker: str) -> None:
     if importlib.util.find_spec(tracker) is None:
