@@ -154,23 +154,6 @@ def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path, split: Sp
             assert (window.document, window.position) == (0, 0)
 
 
-def test_a_piece_of_a_sequence_knows_what_came_before_it(tmp_path: Path) -> None:
-    corpus = write_corpus_of(write_documents(tmp_path, 200), tmp_path / "c", shard_mib=0.002)
-    length = corpus.tokens("train") // 3  # over several shards
-    for number in (0, 1):
-        whole = corpus.window("train", number, length)
-        inner_begins = whole.begins[whole.begins > 0]
-        for start in range(0, length, 37):
-            stop = min(start + 100, length)
-            piece = corpus.window("train", number, length, range(start, stop))
-            assert np.array_equal(piece.ids, whole.ids[start : stop + 1])
-            inside = (whole.begins >= start) & (whole.begins <= stop)
-            assert np.array_equal(piece.begins, whole.begins[inside] - start)
-            earlier = inner_begins[inner_begins <= start]
-            assert piece.document == len(earlier)
-            assert piece.position == start - (earlier[-1] if len(earlier) else 0)
-
-
 def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     plan = plan_for(write_documents(tmp_path, 300), shard_mib=0.003)
     alone = write_corpus(plan, BYTES, tmp_path / "alone")

@@ -424,19 +424,6 @@ def test_sources_are_described() -> None:
     assert numbered_loader([10] * 8).describe_sources(steps=5)[5:] == ["and 3 other sources"]
 
 
-def test_a_corpus_is_described_by_what_it_holds(tmp_path: Path) -> None:
-    corpus = write_corpus_of(write_documents(tmp_path, 400), tmp_path / "c")
-    data = Data(sources=(Source(kind="tokens", path="c"),))
-    training = Training(micro_batch_size=2, global_batch_size=8, sequence_length=16)
-    loader = TrainLoader([corpus], data, training, 0, DataRanks())
-    train, held_out = corpus.tokens("train"), corpus.tokens("validation")
-    epochs = 3 * 8 / corpus.count("train", 16)
-    assert loader.describe_sources(steps=3) == [
-        f"data.sources.0 (tokens 'c'): 400 documents, {train:,} tokens to train on, {held_out:,} held out; "
-        f"{epochs:.3g} epochs in 3 steps"
-    ]
-
-
 def test_rounded_shares_are_described() -> None:
     assert not numbered_loader([10, 10], weights=[0.7, 0.3]).describe_rounded_shares()
     described = numbered_loader([10, 10], weights=[1 - 1e-6, 1e-6]).describe_rounded_shares()
@@ -631,38 +618,6 @@ def test_nodes_share_out_the_check_of_a_corpus(tmp_path: Path) -> None:
     first, second = workers.POOL.run(_sizes_looked_at, 2, source.path, source)
     assert (len(first), len(second)) == (52, 50)  # the first shard has a file of held-out documents, too
     assert len({*first, *second}) == 102
-
-
-class RankCalls(NamedTuple):
-    """What a rank asked of the file system to build a loader on a raw source and take a step."""
-
-    raw_stats: int
-    corpus_stats: int
-    opened: list[str]
-    """names of files of the cached corpus"""
-
-
-def _calls_of_a_rank(folder: str, source: Source) -> RankCalls:
-    with counting(Path(folder)) as calls:
-        error, _ = _on_a_rank(folder, {"sources": (source,), "workers": 0}, {})
-    assert not error
-    in_cache = [path for path in calls.asked_for_size if "/cache/" in path]
-    opened = [Path(path).name for path in calls.opened if "/cache/jsonl-" in path]
-    return RankCalls(len(calls.asked_for_size) - len(in_cache), len(in_cache), opened)
-
-
-def test_one_rank_per_node_looks_at_the_files(tmp_path: Path) -> None:
-    files = 20
-    for number in range(files):
-        lines = [json.dumps({"text": f"{number} {index} " * 10}) for index in range(20)]
-        (tmp_path / f"{number:02d}.jsonl").write_text("\n".join(lines))
-    source = Source(kind="jsonl", path=str(tmp_path / "*.jsonl"))
-    real(tmp_path, source)  # cached from here on
-    first, second = workers.POOL.run(_calls_of_a_rank, 2, str(tmp_path), source)
-    assert files <= first.raw_stats <= 2 * files
-    assert first.corpus_stats >= 2  # the files of its shard
-    assert (second.raw_stats, second.corpus_stats) == (0, 0)
-    assert second.opened == ["corpus.json", "shards.bin", "00000.train.bin"]
 
 
 class CountedCorpus(Corpus):

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models import attention
-from torchllm.models.attention import CORES, Attention, CachedAttention, EagerAttention, document_mask
+from torchllm.models.attention import CORES, Attention, CachedAttention, EagerAttention
 from torchllm.models.layers import rotary_angles
 
 pytestmark = pytest.mark.quick
@@ -130,15 +130,6 @@ def test_gradients_of_the_cores(heads: int, kv: int, window: int, documents: Ten
         torch.testing.assert_close(computed.q, expected.q, **tolerance)
         torch.testing.assert_close(computed.k, expected.k, **tolerance)
         torch.testing.assert_close(computed.v, expected.v, **tolerance)
-
-
-def test_document_mask() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 1]]))
-    assert mask.shape == (1, 1, 3, 3)
-    first, second, third = mask[0, 0].tolist()
-    assert first == [True, False, False]
-    assert second == [True, True, False]
-    assert third == [False, False, True]
 
 
 def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
