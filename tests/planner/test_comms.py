@@ -101,34 +101,6 @@ def test_a_group_in_a_node_is_on_its_link() -> None:
     assert ranks.latency == node.latency
 
 
-def test_latency_is_of_the_hops_that_leave_the_node() -> None:
-    hardware = dgx_a100()
-    node, network, *_ = hardware.links
-    ranks = AxisOfMesh("dp_shard", dp_shard=16).group(hardware)
-    hops = 2 * network.latency + 14 * node.latency
-    assert ranks.latency == pytest.approx(hops / 16)
-
-
-def slower(hardware: Hardware, factor: float) -> Hardware:
-    """Return hardware whose links have this share of their bandwidth."""
-    links = []
-    for link in hardware.links:
-        links.append(replace(link, bandwidth=link.bandwidth * factor))
-    return replace(hardware, links=tuple(links))
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.5, 0.1])
-def test_a_slower_link_is_never_faster(factor: float) -> None:
-    hardware = dgx_a100()
-    across_nodes = AxisOfMesh("dp_shard", dp_shard=16, tp=4)
-    on_a_node = AxisOfMesh("tp", tp=8)
-    pipeline = AxisOfMesh("pp", pp=4, dp_shard=4, tp=8)
-    for ranks in (across_nodes, on_a_node, pipeline):
-        seconds = ranks.group(hardware).reduce(1e8)
-        slower_seconds = ranks.group(slower(hardware, factor)).reduce(1e8)
-        assert slower_seconds >= seconds
-
-
 def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> None:
     ranks = AxisOfMesh("dp_shard", dp_shard=16, tp=8)
     alone = ranks.group(dgx_a100())
@@ -136,13 +108,6 @@ def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> 
     assert crowded.collective_bandwidth == pytest.approx(alone.bandwidth / math.sqrt(16 / 2))
     assert crowded.gather(1e12) == pytest.approx(math.sqrt(8) * alone.gather(1e12), rel=1e-4)
     assert crowded.send(1e12) == alone.send(1e12)
-
-
-def test_up_to_two_nodes_collectives_do_not_get_slower() -> None:
-    two_nodes = AxisOfMesh("dp_shard", dp_shard=2, tp=8)
-    one_node = AxisOfMesh("dp_shard", dp_shard=8)
-    for ranks in (two_nodes, one_node):
-        assert ranks.group(dgx_a100(), fall=0.5) == ranks.group(dgx_a100())
 
 
 def test_a_network_with_a_measured_fall_keeps_it() -> None:

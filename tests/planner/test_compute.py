@@ -15,13 +15,10 @@ from torchllm.planner.compute import (
     Piece,
     Seconds,
     attention,
-    block_backward,
     block_forward,
     elementwise,
-    embedding_seconds,
     head_seconds,
     matmul_seconds,
-    products,
     recomputed,
 )
 from torchllm.planner.evidence.stacks import STACKS
@@ -62,12 +59,6 @@ def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
     assert matmul_seconds(m, n, 2 * k, a100()) >= seconds
 
 
-def test_a_large_product_reaches_nearly_what_can_be_reached() -> None:
-    seconds = matmul_seconds(16384, 16384, 16384, a100())
-    rate = 2 * 16384**3 / seconds
-    assert 0.95 * a100().achievable < rate <= a100().achievable
-
-
 @pytest.mark.parametrize(("share", "gain"), [(0.0, 1.0), (0.8, 1.6), (0.62, 1.24)])
 def test_products_in_float8_gain_their_share_of_the_peaks(share: float, gain: float) -> None:
     h100 = read_cluster("dgx_h100", [])
@@ -76,38 +67,6 @@ def test_products_in_float8_gain_their_share_of_the_peaks(share: float, gain: fl
     in_float8 = matmul_seconds(size, size, size, h100, share)
     in_16_bits = matmul_seconds(size, size, size, h100)
     assert in_16_bits / in_float8 == pytest.approx(gain, rel=1e-3)
-
-
-def test_narrow_products_are_slower_for_their_size() -> None:
-    """Hence tensor parallelism, and small micro batches, cost more than their share."""
-
-    def rate(m: int, n: int) -> float:
-        return 2 * m * n * 4096 / matmul_seconds(m, n, 4096, a100())
-
-    assert rate(2048, 4096) < rate(8192, 4096) < rate(8192, 16384)
-    assert rate(2048, 512) < 0.8 * rate(2048, 4096)
-
-
-def test_a_blocks_products_are_its_matrices() -> None:
-    attention_elements = 2 * 4096 * (32 + 8) * 128
-    feed_forward_elements = 3 * 4096 * 14336
-    elements = attention_elements + feed_forward_elements
-    assert product_elements(tp=1) == elements
-    assert product_elements(tp=4) == elements / 4
-
-
-def product_elements(tp: int) -> float:
-    """Return the elements of the matrices that a tp rank multiplies by in a block."""
-    elements = 0.0
-    for outputs, inputs in products(MODEL, tp):
-        elements += outputs * inputs
-    return elements
-
-
-def test_a_backward_is_twice_the_products() -> None:
-    forward = block_forward(MODEL, PIECE, PLAIN, SOFTWARE, a100())
-    inputs, weights = block_backward(MODEL, PIECE, PLAIN, SOFTWARE, a100())
-    assert inputs.matmul + weights.matmul == pytest.approx(2 * forward.matmul, rel=0.05)
 
 
 def test_flash_attention_computes_half_of_a_causal_mask() -> None:
@@ -151,13 +110,6 @@ def test_gathered_logits_cost_every_rank_the_whole_loss() -> None:
     gathered, *_ = head_seconds(MODEL, piece, PLAIN, gathers, a100())
     assert gathered.matmul == shared.matmul
     assert gathered.elementwise == pytest.approx(8 * shared.elementwise)
-
-
-def test_the_embeddings_gradient_is_a_whole_table() -> None:
-    larger = replace(MODEL, vocab=128000)
-    _, small_gradient = embedding_seconds(MODEL, PIECE, SOFTWARE, a100())
-    _, large_gradient = embedding_seconds(larger, PIECE, SOFTWARE, a100())
-    assert large_gradient.elementwise > 3 * small_gradient.elementwise
 
 
 def recomputed_seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:

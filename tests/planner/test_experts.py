@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.planner.test_comms import cluster, dgx_a100, link_rate
-from tests.planner.test_predict import terms_with_facts
 from tests.spec.test_model_sizes import load
 from torchllm.config import Config, Model, Parallel, Recompute, Training
 from torchllm.config.schema import RecomputeMode
@@ -101,16 +100,6 @@ def test_products_of_one_large_expert_are_a_matrix_product() -> None:
     assert grouped_gradient_seconds(rows, 4096, 8192, hardware) == pytest.approx(gradient, rel=0.03)
 
 
-def test_few_rows_per_expert_are_slow() -> None:
-    """As many operations, shared by more experts: padded tiles, and every matrix is read."""
-    seconds = []
-    for experts in (4, 32, 256):
-        rows = RoutedRows(4096, 4096, experts, 1024)
-        seconds.append(grouped_seconds(rows, 1024, 2048, dgx_a100()))
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 2 * seconds[0]
-
-
 def test_an_exchange_leaves_the_node_over_one_card() -> None:
     """T x K x D elements of 2 bytes, of which 7 / 8 leave a node of 8 in a group of 64, at the rate of one card."""
     across_nodes, in_a_node = case(ep=64), case(ep=8)
@@ -145,15 +134,6 @@ def test_shared_experts_hide_a_part_of_both_exchanges() -> None:
     assert nothing.forward - much.forward == pytest.approx(2 * hideable)
 
 
-def test_frameworks_differ_in_what_they_send_and_move() -> None:
-    layout = case(ep=64)
-    usual = predict(layout).terms
-    once = terms_with_facts(layout, sends_tokens_once=True)
-    assert once["expert parallel"] < usual["expert parallel"]
-    fused = terms_with_facts(layout, fuses_permutations=True)
-    assert fused["elementwise"] < 0.8 * usual["elementwise"]
-
-
 @pytest.mark.parametrize("seconds", [grouped_seconds, grouped_gradient_seconds])
 def test_products_of_experts_are_faster_in_float8(seconds: Callable[..., float]) -> None:
     hardware = cluster("dgx_h100")
@@ -161,14 +141,6 @@ def test_products_of_experts_are_faster_in_float8(seconds: Callable[..., float])
     in_16_bits = seconds(rows, 4096, 4096, hardware)
     in_float8 = seconds(rows, 4096, 4096, hardware, 0.8)
     assert in_float8 == pytest.approx(in_16_bits / 1.6)
-
-
-def test_steps_with_experts_are_faster_in_float8() -> None:
-    in_16_bits = replace(case(batch=64), hardware=cluster("dgx_h100"))
-    kernels = in_16_bits.kernels._replace(float8=0.8)
-    in_float8 = replace(in_16_bits, kernels=kernels)
-    matmul = predict(in_16_bits).terms["matmul"]
-    assert predict(in_float8).terms["matmul"] < 0.9 * matmul  # half waits for memory, or the router
 
 
 def test_groups_are_the_innermost_ranks() -> None:
@@ -217,13 +189,3 @@ def test_without_experts_nothing_changes() -> None:
     dense = without_experts(GLM)
     assert step(model=dense).terms["expert parallel"] == 0.0
     assert step(model=dense) == step(model=dense, imbalance=3.0)
-
-
-def test_first_dense_blocks_cost_as_dense_blocks() -> None:
-    """One dense block more: the step is longer by what a dense block costs in place of a sparse one."""
-    seconds = []
-    for dense_layers in (0, 1, 2):
-        model = replace(GLM, layers=8, dense_layers=dense_layers)
-        seconds.append(step(model=model).step)
-    none, first, second = seconds
-    assert second - first == pytest.approx(first - none, rel=0.05)

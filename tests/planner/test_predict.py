@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,6 @@ from torchllm.planner.predict import hardware_flops, pipeline_seconds, predict
 from torchllm.planner.search.plot import TERMS
 from torchllm.planner.simulate import simulate
 from torchllm.planner.stage import cost_of_block, stage_cost
-from torchllm.spec.flops import flops_per_token
 from torchllm.spec.schedules import orders
 
 LLAMA = Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000)
@@ -62,7 +61,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(layouts)
 def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
     prediction = predict(case(**layout))
@@ -74,7 +73,7 @@ def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
     assert terms.keys() <= set(TERMS)  # else a plot would miss one
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(layouts, st.integers(0, 2), st.booleans(), st.floats(1.1, 20))
 def test_a_slower_link_never_makes_a_step_faster(
     layout: dict[str, Any], index: int, is_bandwidth: bool, factor: float
@@ -89,16 +88,6 @@ def test_a_slower_link_never_makes_a_step_faster(
     slower = replace(hardware, links=tuple(links))
     step = step_of(**layout)
     assert step_of(**layout, hardware=slower) >= step * (1 - 1e-9)
-
-
-@settings(max_examples=40, deadline=None)
-@given(layouts, st.sampled_from(["achievable", "memory_bandwidth"]))
-def test_a_faster_gpu_never_makes_a_step_slower(layout: dict[str, Any], rate: str) -> None:
-    hardware = dgx_a100()
-    rates = {rate: 1.5 * getattr(hardware, rate)}
-    faster = replace(hardware, **rates)
-    step = step_of(**layout)
-    assert step_of(**layout, hardware=faster) <= step * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +131,6 @@ def test_a_device_with_little_to_do_waits_for_the_host() -> None:
     assert large.terms["host"] == 0
 
 
-def test_host_time_grows_with_what_is_recomputed() -> None:
-    none = cost_of_block(case(mode="none")).kernels
-    full = cost_of_block(case(mode="full")).kernels
-    assert full.input_gradient == none.input_gradient + none.forward
-
-
 def test_very_many_micro_batches_are_carried_on_exactly() -> None:
     """What is not simulated follows from what is: a step of 200 micro batches by both ways."""
     layout = case(pp=4, dp_shard=1, zero_stage=0, global_batch_size=200)
@@ -160,44 +143,15 @@ def test_very_many_micro_batches_are_carried_on_exactly() -> None:
     assert extrapolated == pytest.approx(simulated.step, rel=1e-9)
 
 
-class PublishedStep(NamedTuple):
-    """A measured step with the utilization that its paper prints, in percent. Sequences have 2,048 tokens."""
-
-    model: Model
-    gpus: int
-    sequences: int
-    seconds: float
-    mfu: float | None = None
-    hfu: float | None = None
+GPT_1T = Model(family="gpt", layers=128, hidden=25600, heads=160, ffn=102400, vocab=51200, tied_embeddings=True)
 
 
-GPT: dict[str, Any] = {"family": "gpt", "tied_embeddings": True, "vocab": 51200, "max_sequence_length": 2048}
-GPT_2B = Model(layers=24, hidden=2304, heads=24, ffn=9216, **GPT)
-GPT_145B = Model(layers=80, hidden=12288, heads=96, ffn=49152, **GPT)
-GPT_1T = Model(layers=128, hidden=25600, heads=160, ffn=102400, **GPT)
-PUBLISHED = {
-    # Hagemann et al. 2023 (arXiv 2311.05610), table 2: LLAMA 13B on 64 A100, 70.5 % MFU in 26.54 s
-    "13B": PublishedStep(replace(LLAMA, vocab=128000), 64, 2048, 26.54, mfu=70.5),
-    # Narayanan et al. 2021 (arXiv 2104.04473), table 1: HFU; seconds from its tokens per second per GPU
-    "1.7B": PublishedStep(GPT_2B, 32, 512, 3.528, hfu=44.0),
-    "145B": PublishedStep(GPT_145B, 1536, 2304, 24.817, hfu=47.0),
-    "1T": PublishedStep(GPT_1T, 3072, 3072, 102.63, hfu=52.0),
-}
-A100_PEAK = 312e12
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_papers_mfu_and_hfu_follow_from_their_own_times(name: str) -> None:
-    """To 0.2 points; HFU is printed without decimals, so to that more."""
-    step = PUBLISHED[name]
-    tokens_per_second = step.sequences * 2048 / step.seconds / step.gpus
-    if step.mfu is not None:
-        rate = tokens_per_second * flops_per_token(step.model, 2048)
-        assert 100 * rate / A100_PEAK == pytest.approx(step.mfu, abs=0.2)
-    if step.hfu is not None:
-        full = case("megatron-2021", step.model, mode="full")
-        rate = tokens_per_second * hardware_flops(full)
-        assert 100 * rate / A100_PEAK == pytest.approx(step.hfu, abs=0.5 + 0.2)
+def test_a_papers_hfu_follows_from_its_own_time() -> None:
+    """Narayanan et al. 2021 (arXiv 2104.04473), table 1: 52 % on 3,072 A100, printed without decimals."""
+    full = case("megatron-2021", GPT_1T, mode="full")
+    tokens_per_second = 3072 * 2048 / 102.63 / 3072
+    rate = tokens_per_second * hardware_flops(full)
+    assert 100 * rate / 312e12 == pytest.approx(52, abs=0.5 + 0.2)
 
 
 def test_overlapped_tensor_parallelism_costs_less_in_both_passes() -> None:
@@ -220,25 +174,6 @@ def with_facts(layout: Case, **facts: Any) -> Case:
     return replace(layout, software=software)
 
 
-def terms_with_facts(layout: Case, **facts: Any) -> dict[str, float]:
-    """Return the terms of a step under a framework that differs in some facts."""
-    return predict(with_facts(layout, **facts)).terms
-
-
-def test_reductions_at_a_steps_end_may_overlap() -> None:
-    replicated = case(dp_replicate=16, global_batch_size=128)
-    waits = terms_with_facts(replicated, overlaps_reduction=False)
-    overlaps = terms_with_facts(replicated, overlaps_reduction=True)
-    assert overlaps["gradient reduction"] < waits["gradient reduction"]
-
-
-def test_gathers_at_a_steps_end_may_overlap() -> None:
-    zero_1 = case(dp_shard=128, zero_stage=1, global_batch_size=128)
-    waits = terms_with_facts(zero_1, overlaps_gather=False)
-    overlaps = terms_with_facts(zero_1, overlaps_gather=True)
-    assert overlaps["weight gather"] < waits["weight gather"]
-
-
 def test_the_last_reduction_of_fsdp_has_nothing_to_hide_behind() -> None:
     """Of the embedding's table, whose gradient is the last one."""
     layout = case(dp_shard=128, zero_stage=3, global_batch_size=128)
@@ -246,15 +181,6 @@ def test_the_last_reduction_of_fsdp_has_nothing_to_hide_behind() -> None:
     exposed = predict(layout).terms["gradient reduction"]
     data_ranks = layout.group([SHARD, CP])
     assert exposed == pytest.approx(data_ranks.gather(table_bytes))
-
-
-def test_gradients_are_sent_in_their_own_type() -> None:
-    layout = case(dp_shard=512, global_batch_size=512)
-    usual = predict(layout).terms
-    float32 = terms_with_facts(layout, reduced=4.0)
-    bfloat16 = terms_with_facts(layout, reduced=2.0)
-    assert usual["fsdp"] == float32["fsdp"]
-    assert float32["fsdp"] > bfloat16["fsdp"]
 
 
 def sent_again(layout: Case) -> float:

@@ -1,6 +1,5 @@
-import gc
 import math
-import time
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -56,33 +55,26 @@ def idle(step: Simulated) -> float:
 
 
 @pytest.mark.parametrize("schedule", WHOLE)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-@pytest.mark.parametrize("virtual", [0, 4])
-def test_bubble_of_whole_backwards_is_the_papers(
-    schedule: PipelineSchedule, ranks: int, rounds: int, virtual: int
-) -> None:
+def test_bubble_of_whole_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
     """(p - 1) / (v m), whatever forward and backward take."""
-    stages = virtual if schedule in INTERLEAVED else 0
-    parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
-    micro_batches = rounds * ranks
     times = StageTimes(3, 2, 5)
-    step = simulate_equal(parallel, micro_batches, times)
-    bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
-    assert step.bubble == pytest.approx(bubble, rel=1e-12)
-    assert idle(step) == idle_in_theory(parallel, times)
+    for ranks, rounds, virtual in product([2, 4, 8], [1, 2, 5], [0, 4]):
+        stages = virtual if schedule in INTERLEAVED else 0
+        parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
+        micro_batches = rounds * ranks
+        step = simulate_equal(parallel, micro_batches, times)
+        bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
+        assert step.bubble == pytest.approx(bubble, rel=1e-12)
+        assert idle(step) == idle_in_theory(parallel, times)
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
-@pytest.mark.parametrize("times", [StageTimes(1, 1, 1), StageTimes(4, 4, 3), StageTimes(2, 2, 1)])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("rounds", [2, 3, 8])
-def test_bubble_of_split_backwards_is_the_papers(
-    schedule: PipelineSchedule, times: StageTimes, ranks: int, rounds: int
-) -> None:
-    parallel = Parallel(pp=ranks, schedule=schedule)
-    step = simulate_equal(parallel, rounds * ranks, times)
-    assert idle(step) == idle_in_theory(parallel, times)
+def test_bubble_of_split_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
+    split_times = [StageTimes(1, 1, 1), StageTimes(4, 4, 3), StageTimes(2, 2, 1)]
+    for ranks, rounds, times in product([2, 4, 8], [2, 3, 8], split_times):
+        parallel = Parallel(pp=ranks, schedule=schedule)
+        step = simulate_equal(parallel, rounds * ranks, times)
+        assert idle(step) == idle_in_theory(parallel, times)
 
 
 def test_a_zero_bubble_of_the_paper_needs_equal_parts() -> None:
@@ -102,14 +94,6 @@ def test_two_ranks_by_hand() -> None:
     step = simulate(order, [EQUAL, EQUAL], [10])
     assert step == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
     assert step.bubble == pytest.approx(2 * 29 / 12 - 1)
-
-
-def test_two_ranks_with_a_slow_head_by_hand() -> None:
-    """Rank 1: F0 1-3, B0 3-7, F1 7-9, B1 9-13. Rank 0: B1 13-15."""
-    order = orders(Parallel(pp=2), 2)
-    slow_head = StageTimes(2, 3, 1)
-    step = simulate(order, [EQUAL, slow_head])
-    assert step == Simulated(15, (6, 12), (15, 12))
 
 
 def test_a_pair_sends_nothing_before_both_are_computed() -> None:
@@ -174,7 +158,7 @@ def pipelines(draw: st.DrawFn) -> Drawn:
     return Drawn(orders(parallel, ranks * rounds), stages, transfers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(pipelines(), st.data())
 def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObject) -> None:
     step = pipeline.step()
@@ -191,19 +175,6 @@ def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObj
     transfers[boundary] += 3
     with_slow_transfer = pipeline._replace(transfers=transfers)
     assert with_slow_transfer.step() >= step
-
-
-@settings(max_examples=150, deadline=None)
-@given(pipelines())
-def test_a_step_takes_at_least_its_busiest_rank_and_its_longest_chain(pipeline: Drawn) -> None:
-    step = simulate(pipeline.orders, pipeline.stages, pipeline.transfers)
-    assert step.step >= max(step.busy)
-    first_micro_batch = 0.0
-    for stage in pipeline.stages:
-        first_micro_batch += stage.forward + stage.input_gradient  # there and back
-    assert step.step >= first_micro_batch
-    without_transfers = simulate(pipeline.orders, pipeline.stages)
-    assert without_transfers.step <= sum(step.busy)  # some rank always computes
 
 
 def peaks_of_ranks(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[dict[int, StagePeak]]:
@@ -228,14 +199,6 @@ def test_micro_batches_in_flight() -> None:
     assert first_rank == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
 
 
-def test_micro_batches_in_flight_of_interleaved_stages() -> None:
-    ranks, virtual = 4, 3
-    parallel = Parallel(pp=ranks, schedule="Interleaved1F1B", virtual_stages=virtual)
-    order, *_ = orders(parallel, 12)
-    ones = dict.fromkeys(range(ranks * virtual), 1.0)
-    assert peak_memory(order, ones, ones) == virtual * ranks + ranks - 1
-
-
 def test_zero_bubble_holds_what_waits_for_its_weights() -> None:
     deferred = []
     for peaks_of_rank in peaks_of_ranks("InterleavedZeroBubble", 4, 8):
@@ -257,21 +220,3 @@ def test_peak_memory_counts_what_is_there_at_one_time() -> None:
     assert peak_memory(order, {0: 10, 2: 3}, {0: 4, 2: 1}) == 20
     assert peak_memory(order, {0: 1, 2: 3}, {0: 4, 2: 1}) == 11
     assert peaks(order) == {0: StagePeak(2, 2), 2: StagePeak(1, 0)}
-
-
-def test_the_largest_pipelines_are_simulated_at_once() -> None:
-    """16 ranks, 8 stages each, 128 micro batches: 32,768 actions, 0.15 s on an idle core."""
-    parallel = Parallel(pp=16, schedule="Interleaved1F1B", virtual_stages=8)
-
-    def seconds(micro_batches: int) -> float:
-        gc.collect()
-        gc.disable()  # a collection would look through all that other tests have made
-        start = time.process_time()
-        simulate_equal(parallel, micro_batches, EQUAL)
-        duration = time.process_time() - start
-        gc.enable()
-        return duration
-
-    half = min(seconds(64) for _ in range(3))
-    whole = min(seconds(128) for _ in range(3))
-    assert whole < 4 * half  # twice the actions, and nothing that grows much faster

@@ -77,28 +77,26 @@ def test_every_file_is_checked() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(FILES)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_published_count(name: str) -> None:
-    assert parameter_count(load(name)) == EXACT[name]
+def test_published_counts() -> None:
+    assert {name: parameter_count(load(name)) for name in EXACT} == EXACT
 
 
-@pytest.mark.parametrize("name", GPT)
-def test_gpt_of_narayanan(name: str) -> None:
-    billions, layers, hidden, heads = GPT[name]
-    model = load(name)
-    assert (model.layers, model.hidden, model.heads, model.kv, model.ffn) == (layers, hidden, heads, heads, 4 * hidden)
-    # Equation 2, 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h), leaves the norm after the last block out: 2 h.
-    equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51_200 + 2048) * hidden
-    assert parameter_count(model) == equation + 2 * hidden
-    assert round(parameter_count(model) / 1e9, 1) == billions
+def test_gpts_of_narayanan() -> None:
+    for name, (billions, layers, hidden, heads) in GPT.items():
+        model = load(name)
+        sizes = (model.layers, model.hidden, model.heads, model.kv, model.ffn)
+        assert sizes == (layers, hidden, heads, heads, 4 * hidden), name
+        # Equation 2, 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h), leaves the norm after the last block out: 2 h.
+        equation = 12 * layers * hidden**2 + 13 * layers * hidden + (51_200 + 2048) * hidden
+        assert parameter_count(model) == equation + 2 * hidden, name
+        assert round(parameter_count(model) / 1e9, 1) == billions, name
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_published_count_of_experts(name: str) -> None:
-    parameters, active_billions = SPARSE[name]
-    model = load(name)
-    assert parameter_count(model) == parameters
-    assert round(active_parameter_count(model) / 1e9, 1) == active_billions
+def test_published_counts_of_experts() -> None:
+    for name, (parameters, active_billions) in SPARSE.items():
+        model = load(name)
+        assert parameter_count(model) == parameters, name
+        assert round(active_parameter_count(model) / 1e9, 1) == active_billions, name
 
 
 @pytest.mark.parametrize("name", GLM)
@@ -117,25 +115,25 @@ def test_published_count_of_shared_experts(name: str) -> None:
     assert round((active_parameter_count(model) - ends) / 1e9) == active_billions
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_model_built_has_this_count(name: str) -> None:
-    model = load(name)
-    with torch.device("meta"):
-        built = build_model(model)
-    assert sum(parameter.numel() for parameter in built.parameters()) == parameter_count(model)
+def test_models_as_built_have_these_counts() -> None:
+    for name in FILES:
+        model = load(name)
+        with torch.device("meta"):
+            built = build_model(model)
+        assert sum(parameter.numel() for parameter in built.parameters()) == parameter_count(model), name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_header_says_what_it_is(name: str) -> None:
-    header = (FOLDER / f"{name}.toml").read_text().split("[model]")[0]
-    assert all(line.startswith("# ") for line in header.splitlines())
-    stated = re.search(r"^# Parameters: ([\d,]+)$", header, re.MULTILINE)
-    assert stated
-    assert int(stated[1].replace(",", "")) == parameter_count(load(name))
-    assert "# Source: " in header
-    active = re.search(r"^# Active: ([\d,]+)$", header, re.MULTILINE)
-    assert (active is not None) == (load(name).experts > 0)
-    assert active is None or int(active[1].replace(",", "")) == active_parameter_count(load(name))
+def test_headers_say_what_they_are() -> None:
+    for name in FILES:
+        header = (FOLDER / f"{name}.toml").read_text().split("[model]")[0]
+        assert all(line.startswith("# ") for line in header.splitlines()), name
+        stated = dict(re.findall(r"^# (Parameters|Active|Source): (.+)$", header, re.MULTILINE))
+        model = load(name)
+        counts = {"Parameters": f"{parameter_count(model):,}"}
+        if model.experts:
+            counts["Active"] = f"{active_parameter_count(model):,}"
+        assert stated.pop("Source"), name
+        assert stated == counts, name
 
 
 def test_debug_can_be_split_every_way() -> None:

@@ -1,6 +1,5 @@
 """Our orders against torch's: the same actions, entry by entry."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,18 +110,7 @@ def test_single_stage_orders_are_what_torch_runs(
     assert compared >= 6
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_rank_takes_turns(schedule: PipelineSchedule) -> None:
-    (order,) = orders(Parallel(schedule=schedule), 2)
-    assert list(flat(order)) == [Action(kind, 0, number) for number in (0, 1) for kind in ("F", "B")]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_micro_batch_goes_through_every_stage_once(schedule: PipelineSchedule) -> None:
-    parallel, micro_batches = Parallel(pp=4, schedule=schedule), 12
-    count = Counter(action for order in orders(parallel, micro_batches) for action in flat(order))
-    assert set(count.values()) == {1}
-    for stage in range(parallel.stages):
-        for number in range(micro_batches):
-            kinds = {kind for kind in "FIWB" if (kind, stage, number) in count}
-            assert kinds in ({"F", "B"}, {"F", "I", "W"})
+def test_one_rank_takes_turns() -> None:
+    for schedule in SCHEDULES:
+        (order,) = orders(Parallel(schedule=schedule), 2)
+        assert list(flat(order)) == [Action(kind, 0, number) for number in (0, 1) for kind in ("F", "B")], schedule

@@ -18,7 +18,6 @@ from torchllm.planner.evidence.coverage import (
     checked_steps,
     coverage_lines,
     coverage_of,
-    coverages,
     score_intervals,
 )
 from torchllm.planner.evidence.cross_validation import Residual
@@ -63,18 +62,6 @@ def test_a_framework_without_another_fold_is_an_unknown_one() -> None:
     assert last.half > 5 * first.half
 
 
-def test_a_framework_is_left_out_with_all_its_folds() -> None:
-    folds = {}
-    for framework in "bcdef":
-        folds[f"{framework}/0"] = folds[f"{framework}/1"] = [0.1, -0.1]
-    calm_folds = {**folds, "odd/1": [0.1], "odd/2": [0.1]}
-    wild_folds = {**folds, "odd/1": [0.1], "odd/2": [2.0]}
-    calm = checked_steps(residuals(calm_folds, "framework"), "framework")
-    wild = checked_steps(residuals(wild_folds, "framework"), "framework")
-    assert calm[-2].half == pytest.approx(wild[-2].half)
-    assert calm[0].half < wild[0].half
-
-
 def test_the_binomial_test() -> None:
     """Five of ten at a chance of one half are the likeliest; none or all of them has 2 / 1024."""
     assert binomial_test(5, 10, 0.5) == pytest.approx(1)
@@ -107,14 +94,6 @@ def test_what_is_counted() -> None:
     assert not wide.is_narrow
     missed = coverage_of("first", "scored", [step(0.3, 0.1)] * 3)
     assert not missed.is_plausible
-
-
-def test_classes_are_apart_and_pooled() -> None:
-    steps = [step(0.1, 0.2), step(0.1, 0.2, "second"), step(0.1, 0.2, "first", "assumed")]
-    lines = [f"{line.name} {line.row_class} {line.rows}" for line in coverages(steps)]
-    of_sets = ["first assumed 1", "first scored 1", "second scored 1"]
-    pooled = ["pooled scored 2", "pooled assumed 1", "pooled all 3"]
-    assert lines == of_sets + pooled
 
 
 def test_a_line_says_what_is_not_covered() -> None:

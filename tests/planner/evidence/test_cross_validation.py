@@ -38,14 +38,6 @@ def test_a_framework_that_is_left_out_has_speed_one() -> None:
     assert slow.bias == pytest.approx(-slow.mean)
 
 
-def test_a_row_under_an_assumption_is_not_fitted() -> None:
-    rows = named(made(), "ours/one")
-    for row in named(made(), "ours/two"):
-        rows.append(with_cells(row, assumed="recompute none"))
-    errors = leave_out(rows, "fold")
-    assert [error.name for error in errors] == ["ours/one", "ours, all folds"]
-
-
 def test_it_is_a_table(tmp_path: Path) -> None:
     rows = named(made(), "ours/one") + named(made(), "ours/two")
     file = write_rows(tmp_path / "rows.csv", rows)
@@ -54,22 +46,6 @@ def test_it_is_a_table(tmp_path: Path) -> None:
     assert header.split() == ["left", "out", "rows", "fitted", "mean", "median", "bias"]
     first_words = [line.split()[:2] for line in lines]
     assert first_words == [["ours/one", "18"], ["ours/two", "18"], ["ours,", "all"]]
-
-
-def test_a_residual_is_of_constants_that_were_not_fitted_to_its_fold() -> None:
-    """Of three folds two have the planner's own times; what they give away is wrong for the third."""
-    alike = named(made(), fold="a/one") + named(made(), fold="a/two")
-    rows = alike + named(made(launch=2.5e-4), fold="b/three")
-    residuals = left_out_residuals(rows)
-    without_fold, without_framework = residuals[: len(rows)], residuals[len(rows) :]
-    for kind, knowledge in ((without_fold, "fold"), (without_framework, "framework")):
-        assert [residual.row for residual in kind] == rows
-        assert {residual.left_out for residual in kind} == {knowledge}
-    times = []
-    for residual in residuals:
-        if residual.fold == "b/three" and residual.time is not None:
-            times.append(residual.time)
-    assert max(times) > 0.3  # measured is more than predicted
 
 
 def test_a_row_that_is_not_fitted_has_a_residual_of_constants_without_its_fold() -> None:

@@ -8,8 +8,8 @@ import pytest
 from tests.planner.evidence.tables import case_of
 from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.calibrate import problem_of, run_of
-from torchllm.planner.evidence.design import ALIKE, Candidate, Design, candidates_of, covariance, most_telling, unlike
-from torchllm.planner.evidence.fit import NOISE, FitProblem, linearize
+from torchllm.planner.evidence.design import ALIKE, Candidate, Design, candidates_of, covariance, most_telling
+from torchllm.planner.evidence.fit import FitProblem, linearize
 
 TRUSTS = [1 / 0.1**2, 1.0]
 
@@ -33,12 +33,6 @@ def spent_on(term: str, deviation: float = 0.1) -> Candidate:
 
 def two_constants() -> FitProblem:
     return FitProblem([], {"speed": 0.0, "exposed": 0.0})
-
-
-def test_how_unlike_two_steps_are() -> None:
-    mixed = {"matmul": 0.7, "fsdp": 0.3}
-    assert unlike(mixed, mixed) == 0
-    assert unlike({"matmul": 1.0}, {"fsdp": 1.0}) == 2
 
 
 def test_errors_of_unlike_runs_are_hardly_correlated() -> None:
@@ -72,13 +66,6 @@ def test_the_expected_error_of_others_is_that_of_random_errors() -> None:
     assert design.error_of_others(chosen) == pytest.approx(mean(sums), abs=4 * standard_error)
 
 
-def test_an_error_before_it_is_measured_has_noise_of_its_own() -> None:
-    candidates = drawn(2)
-    design = Design(candidates, TRUSTS)
-    assert design.errors[0][0] == pytest.approx(covariance(candidates[0], candidates[0]) + NOISE**2)
-    assert design.errors[0][1] == pytest.approx(covariance(candidates[0], candidates[1]))
-
-
 def dot(first: list[float], second: list[float]) -> float:
     """Return the sum of products."""
     total = 0.0
@@ -97,15 +84,6 @@ def cholesky(matrix: list[list[float]]) -> list[list[float]]:
         square = matrix[number][number] - dot(row[:number], row[:number])
         row[number] = square**0.5
     return roots
-
-
-def test_gains_are_those_of_the_fit() -> None:
-    """One constant with slope -1: the error of one run moves it by as much as its prior lets it."""
-    trust = 1 / 0.1**2
-    design = Design([spent_on("matmul")], [trust])
-    [[gain]] = design.gains([0])
-    information = 1 / NOISE**2
-    assert gain == pytest.approx(-information / (information + trust))
 
 
 def test_the_first_run_stands_for_most_others() -> None:
@@ -131,11 +109,6 @@ def test_each_run_is_the_best_addition_and_named_once() -> None:
         best = design.error_of_others(chosen[: count + 1])
         for index in set(range(12)) - set(earlier):
             assert best <= design.error_of_others([*earlier, index]) + 1e-12
-
-
-def test_of_fewer_runs_all_are_named() -> None:
-    chosen = most_telling(drawn(3), two_constants(), 5)
-    assert sorted(chosen) == [0, 1, 2]
 
 
 def test_slopes_are_in_the_order_of_the_constants() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.evidence.tables import with_cells, write_rows
+from tests.planner.evidence.tables import write_rows
 from tests.planner.evidence.test_calibrate import made
 from tests.planner.evidence.test_cross_validation import named
 from torchllm.planner.evidence.fit import (
@@ -114,12 +114,6 @@ def test_an_odd_row_decides_nothing() -> None:
     without_odd = fitted_point(usual)
     with_odd = fitted_point([slower(first, 10), *usual])
     assert with_odd["ours"] == pytest.approx(without_odd["ours"], abs=0.01)
-
-
-def test_rows_of_unknown_frameworks_are_not_fitted() -> None:
-    first, *_ = made()
-    unknown = with_cells(first, stack="somebody's")
-    assert not timed_rows([unknown])
 
 
 def test_the_command_prints_the_constants(tmp_path: Path) -> None:

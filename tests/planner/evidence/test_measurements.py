@@ -88,10 +88,6 @@ def test_another_name_of_a_cluster_is_no_assumption() -> None:
     assert row.assumed == []
 
 
-def test_on_one_node_a_gpu_settles_the_cluster() -> None:
-    assert row_with(cluster="somewhere").assumed == []
-
-
 def test_what_the_source_says_of_overlap_replaces_the_fact() -> None:
     overlaps = case_with(stack="nemo", tp="2", dp="4", tp_overlap="async")
     assert overlaps.software.overlaps_products
@@ -104,30 +100,6 @@ def test_what_the_source_says_of_gathered_weights_replaces_the_fact() -> None:
     case = case_with(precision="float8 tensorwise + fp8 all-gather")
     assert case.kernels.float8 == 0.8
     assert case.software.gathered == 1.0
-
-
-def test_zero_3_on_megatron_is_deepspeed() -> None:
-    case = case_with(stack="megatron-2021")
-    assert case.software.one_card
-
-
-MEMORY = {
-    "A100-40GB": 42.3e9,
-    "H100-80GB": 84.9e9,
-    "H100-96GB": 101.9e9,
-    "H200": 149.2e9,
-    "B200-192GB": 191.5e9,
-    "B300-288GB": 262.5e9,
-    "GB200-192GB": 186e9,
-    "MI300X-192GB": 206.1e9,
-}
-"""of GPUs in their usual clusters, bytes"""
-
-
-@pytest.mark.parametrize("gpu", MEMORY)
-def test_a_gpu_has_its_usual_cluster(gpu: str) -> None:
-    case = case_with(cluster="", gpu=gpu)
-    assert case.hardware.memory == MEMORY[gpu]
 
 
 def test_a_file_that_is_no_table_is_an_error(tmp_path: Path) -> None:
@@ -145,15 +117,3 @@ def test_a_benchmark_that_balances_its_experts_has_no_imbalance() -> None:
     forced = row_with(**experts, note="force-balanced, dropless")
     assert case_of(forced).imbalance == 1.0
     assert forced.assumed == []
-
-
-@pytest.mark.parametrize("dispatcher", ["", "alltoall"])
-def test_a_row_travels_once_per_expert(dispatcher: str) -> None:
-    case = case_with(dispatcher=dispatcher)
-    assert case.software.sends_tokens_once is False
-
-
-@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
-def test_a_row_travels_once_per_rank(dispatcher: str) -> None:
-    case = case_with(dispatcher=dispatcher)
-    assert case.software.sends_tokens_once is True

@@ -43,14 +43,6 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
     assert odd.comparable == 18
 
 
-def test_constants_are_not_those_of_the_fold() -> None:
-    usual_rows = job(made(), "ours/one", "even")
-    slow_rows = job(made(speed=0.85), "others/two", "slow")
-    _, slow = picks(usual_rows + slow_rows)
-    assert slow.error is not None
-    assert slow.error > 0.1
-
-
 def test_a_pick_that_ran_out_of_memory() -> None:
     fastest, *slower = sorted(made(), key=seconds_of)
     lost = read_row({**fastest.cells, "status": "oom", "step_time_s": ""})

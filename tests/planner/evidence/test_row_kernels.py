@@ -60,47 +60,10 @@ def test_recomputation_that_is_not_known_is_said(word: str, reason: str) -> None
         recompute_by_word(word)
 
 
-SIXTEEN_BITS = ["bf16", "amp_bf16", "fp16 mixed", "bf16 params+bf16 AdamW states (no fp32 master), fp32 reduce"]
-TENSORWISE = ["float8", "float8 dynamic tensorwise", "float8 tensorwise + fp8 all-gather"]
-CURRENT_SCALING = ["FP8-CS", "fp8 current scaling"]
-MXFP8 = ["mxfp8", "mxfp8_cublas_rceil", "mxfp8 linears + grouped gemm"]
-
-
-@pytest.mark.parametrize("word", SIXTEEN_BITS)
-def test_precision_of_16_bits(word: str) -> None:
-    assert float8_by_word(word) == 0.0
-
-
-@pytest.mark.parametrize("word", TENSORWISE + CURRENT_SCALING + MXFP8)
-def test_precision_of_8_bits(word: str) -> None:
-    assert float8_by_word(word) == 0.8
-
-
-def test_scales_per_row_gain_less() -> None:
-    assert float8_by_word("float8 rowwise") == 0.62
-    assert float8_by_word("float8 rowwise_with_gw_hp") == 0.575
-
-
-def test_transformer_engine_gains_what_products_do() -> None:
-    cells = Cells({"precision": "fp8", "attn_impl": "te"}, [])
-    assert measured_kernels(cells, STACKS["nemo"]).float8 == 0.88
-
-
 @pytest.mark.parametrize("word", ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"])
 def test_a_precision_that_is_not_of_all_products_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="is unknown, or not that of all products"):
         float8_by_word(word)
-
-
-KERNELS = {"flash": "flash2", "flash1": "flash1", "sdpa_flash": "flash2", "te": "flash3", "unfused": "eager"}
-"""words in the column of attention, and the kernels that they mean"""
-
-
-@pytest.mark.parametrize("word", KERNELS)
-def test_attention(word: str) -> None:
-    cells = Cells({"attn_impl": word, "precision": "bf16"}, [])
-    assert measured_kernels(cells, TITAN).attention == KERNELS[word]
-    assert cells.assumed == []
 
 
 def test_what_is_assumed_is_said() -> None:

@@ -58,13 +58,6 @@ def test_a_mixture_of_experts_has_the_published_number_of_parameters() -> None:
     assert parameter_count(model) == pytest.approx(30.53e9, rel=1e-3)
 
 
-def test_a_mixture_of_experts_may_have_dense_blocks_and_shared_experts() -> None:
-    model = read(**QWEN3_30B, ffn="6144", dense_layers="1", shared_experts="2")
-    assert model.dense_layers == 1
-    assert model.shared_experts == 2
-    assert model.ffn == 6144
-
-
 @pytest.mark.parametrize(
     ("column", "text", "reason"),
     [

@@ -80,15 +80,6 @@ def test_a_mixture_of_experts_is_in_the_columns() -> None:
     assert parallel.ep == 2
 
 
-def test_without_ep_experts_are_cut_by_tp() -> None:
-    cells = measurement_of(tiny(EXPERTS), 2)
-    assert cells["etp"] == "2"
-
-
-def test_a_dense_model_has_no_cells_of_experts() -> None:
-    assert "experts" not in measurement_of(tiny({}), 1)
-
-
 def test_every_cell_has_a_column() -> None:
     cells = measurement_of(tiny(EXPERTS), 2)
     assert set(cells) <= set(COLUMNS)

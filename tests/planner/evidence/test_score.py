@@ -69,21 +69,6 @@ def scored(tmp_path: Path, rows: list[MeasuredRow]) -> Any:
     return summary_of(table(tmp_path / "rows.csv", rows))
 
 
-def test_errors_raw_and_after_one_factor(tmp_path: Path) -> None:
-    slow, slow_too = row(1.25, micro_batch="1"), row(1.25, micro_batch="2")
-    as_predicted = row(1.0, micro_batch="4")
-    summary = scored(tmp_path, [slow, slow_too, as_predicted])
-    assert summary["rows"] == 3
-    assert summary["timed"] == 3
-    assert summary["unscored"] == 0
-    assert summary["mean"] == pytest.approx((0.2 + 0.2 + 0.0) / 3)
-    assert summary["median"] == pytest.approx(0.2)
-    assert summary["p90"] == pytest.approx(0.2)
-    assert summary["bias"] == pytest.approx(-0.4 / 3)
-    assert summary["scaled"]["factor"] == pytest.approx(1.25)
-    assert summary["scaled"]["mean"] == pytest.approx(0.25 / 3)
-
-
 def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
     bad = {**ROW, "micro_batch": "many"}
     file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, micro_batch="2")], (bad,))
@@ -124,19 +109,6 @@ def test_every_line_counts_the_classes(three_classes: str) -> None:
     assert "75.0% of the 4 timed rows are scored: 1, and 2 under a stated assumption; 1 are not" in text
     assert "unscored: status 'crashed_or_oom' tells neither a time nor a lack of memory (1 rows)" in text
     assert "assumed: act_ckpt = none (1 rows)" in text
-
-
-def test_a_table_that_is_none_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("one,two\n1,2\n")
-    with pytest.raises(ValueError, match="not a table of layouts"):
-        score_files([str(tmp_path / "a.csv")], as_json=False)
-
-
-def test_ties_count_at_their_worst() -> None:
-    slow, fast = row(2.0), row(1.0)
-    for order in ([slow, fast], [fast, slow]):
-        result = regret(score_rows(order))
-        assert result["regret_seconds"] == pytest.approx(1.0)
 
 
 def test_regret_is_of_the_layout_that_would_be_chosen() -> None:

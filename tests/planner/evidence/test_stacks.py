@@ -4,15 +4,6 @@ import pytest
 
 from torchllm.planner.evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
 
-WELL_KNOWN = {
-    "torchtitan": "torchtitan",
-    "nemo-megatron": "nemo",
-    "megatron-lm": "megatron-core",
-    "KempnerForge": "kempnerforge",
-    "InternEvo": "internevo",
-    "prime-rl (FSDP2)": "prime-rl",
-}
-"""names in tables, and the names of the stacks that they certainly are"""
 OTHER_VERSIONS = {
     "torchtitan-2030": "torchtitan",
     "Megatron-DeepSpeed": "megatron-deepspeed-2023",
@@ -20,14 +11,6 @@ OTHER_VERSIONS = {
     "Megatron 9": "megatron-core",
 }
 """names in tables, and the stacks that they are taken for"""
-
-
-@pytest.mark.parametrize("name", WELL_KNOWN)
-def test_a_known_stack_is_a_fact(name: str) -> None:
-    stack = WELL_KNOWN[name]
-    assumed: list[str] = []
-    assert stack_of(name, assumed) == STACKS[stack]
-    assert assumed == []
 
 
 @pytest.mark.parametrize("name", OTHER_VERSIONS)

@@ -21,7 +21,6 @@ from torchllm.planner.evidence.step_errors import (
     ErrorModel,
     StepError,
     covering_size,
-    effective_number,
     fit_error_models,
     fit_errors,
     read_error_models,
@@ -126,21 +125,6 @@ def test_a_gpu_of_few_folds_is_a_source_of_its_own() -> None:
     assert unmeasured.half > measured.half
 
 
-def test_one_large_fold_does_not_decide_alone() -> None:
-    """A fold of 2,500 rows counts as 50 rows, as five folds of 100 do together."""
-    large = drawn(1, 2500, 0.9, "large")
-    small = drawn(5, 100, 0.1, "small")
-    deviation = fitted(large + small).deviation("wait")
-    variance_by_rows = (2500 * 0.9**2 + 500 * 0.1**2) / 3000
-    assert deviation < 0.8 * math.sqrt(variance_by_rows)
-
-
-def test_few_independent_folds_widen_the_interval() -> None:
-    thirty = fitted(drawn(folds=30, rows=20, deviation=0.5))
-    three = fitted(drawn(folds=3, rows=200, deviation=0.5))
-    assert three.covering > 1.1 * thirty.covering
-
-
 def covering_size_of(folds: int) -> float:
     """Return the size that covers errors of as many folds, whose sizes are 1, 2, 3 ..."""
     errors = drawn(folds=folds, rows=1, deviation=0.5)
@@ -169,24 +153,12 @@ def test_weights_count_in_a_quantile() -> None:
     assert weighted_quantile([3.0, 1.0], [1.0, 1.0], 1.0) == 3.0
 
 
-def test_effective_numbers() -> None:
-    assert effective_number([1.0, 1.0, 1.0]) == pytest.approx(3)
-    assert effective_number([1.0, 1e-6]) == pytest.approx(1, abs=1e-5)
-
-
 def test_what_a_step_is_spent_on() -> None:
     dense = case(tp=2)
     shares = shares_of(dense, predict(dense))
     assert shares.pop(EVERY_STEP) == 1
     assert sum(shares.values()) == pytest.approx(1)
     assert {FLOAT8, EXPERTS, ACROSS_NODES}.isdisjoint(shares)
-
-
-def test_tensor_parallelism_across_nodes_is_a_source() -> None:
-    wide = case(tp=16)
-    prediction = predict(wide)
-    shares = shares_of(wide, prediction)
-    assert shares[ACROSS_NODES] == prediction.terms["tensor parallel"] / prediction.step
 
 
 def test_experts_and_float8_concern_the_whole_step() -> None:

@@ -18,7 +18,6 @@ from torchllm.planner.evidence.trial_runs import (
     runs_at,
     score_first_runs,
     trial_lines,
-    trial_of,
 )
 
 
@@ -44,15 +43,6 @@ def test_runs_are_named_before_any_is_measured() -> None:
     unmeasured = [run._replace(seconds=1.0) for run in runs]
     assert named_runs(runs) == named_runs(unmeasured)
     assert len(set(named_runs(runs))) == trial_runs.RUNS
-
-
-def test_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_runs, "RANDOM_CHOICES", 5)
-    trial = trial_of("ours/slow", slow_runs())
-    assert trial.rows == 18
-    assert trial.uncalibrated > 0.1
-    assert max(trial.named, trial.random) < 0.05
-    assert trial.beaten in (0, 0.2, 0.4, 0.6, 0.8, 1)
 
 
 def test_a_fold_that_is_not_better_is_said() -> None:

@@ -107,22 +107,6 @@ def test_an_unknown_framework_has_that_of_frameworks_that_were_left_out() -> Non
     )
 
 
-@pytest.mark.usefixtures("models")
-def test_constants_that_you_calibrated_are_those_of_a_known_framework() -> None:
-    layout = calibrated(case())
-    prediction = predict(layout)
-    verdict = judge(layout, prediction)
-    assert verdict.seconds == times(prediction.step, error=0.1)
-
-
-@pytest.mark.usefixtures("models")
-def test_a_gpu_that_is_seldom_measured_is_said() -> None:
-    layout = case()
-    elsewhere = replace(layout, hardware=replace(layout.hardware, gpu="B300-SXM"))
-    verdict = judge(elsewhere, predict(layout))
-    assert verdict.evidence.endswith("(torchllm is not measured on B300, few models are measured on B300)")
-
-
 def test_the_closest_class_with_rows_enough_is_taken(table: Table) -> None:
     table["peak memory", "framework", TORCH_ON_A100] = spread(40, 0.05, TORCH_ON_A100)
     assert half_of_interval(case()) == pytest.approx(0.05)
