@@ -1,19 +1,29 @@
 """Every layout of a tiny model that the library accepts, and how one of them is compared with one process.
 
 Two groups of settings: those of LAYOUT are all combined with each other, which is `lattice()`; of OPTIONS every layout
-that is drawn (`torchllm/proof/sample.py`) gets some. One that failed is run again from its TOML by
+that is drawn (`torchllm/proof/sample.py`) gets some. The tests compare those of lattice_sample.json.
 
-    python -m tests.lattice FILE.toml
+    python -m tests.lattice FILE.toml                         # a layout that failed, from the TOML of its message
+    python -m tests.lattice draw --count=50 --seed=1          # others, in float32 and in bfloat16
+    python -m tests.lattice draw --count=all-meshes --report=FILE          # every mesh x schedule x cp method x sp
+    python -m tests.lattice draw --count=all-expert-meshes --report=FILE   # x ep, of a mixture of experts
+    python -m tests.lattice sample                            # writes lattice_sample.json anew, for another setting
 """
 
+import argparse
 import functools
+import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
 
 from tests import workers
-from tests.parity import STEPS, check_config, tiny
+from tests.parity import STEPS, check_bfloat16, check_config, tiny
 from torchllm import config as c
 from torchllm.config import Config
 from torchllm.config.read import Fault, read_table
@@ -38,6 +48,10 @@ from torchllm.proof.layouts import OPTIONS as LAYOUT_OPTIONS
 
 Layout = Settings
 MOST_RANKS = 8
+SAMPLE = Path(__file__).with_name("lattice_sample.json")
+FIRST = 20
+"""layouts of the sample that have every setting"""
+ALL_MESHES, ALL_EXPERT_MESHES = "all-meshes", "all-expert-meshes"
 
 LAYOUT: dict[str, tuple[Any, ...]] = {
     **degrees(MOST_RANKS),
@@ -126,9 +140,23 @@ def lattice() -> Census:
     return SPACE.census()
 
 
-def covering(seed: int) -> list[Layout]:
-    """Return a few layouts that have every possible pair of settings among them."""
-    return sample.covering(SPACE, lattice().layouts, seed)
+class Sample(NamedTuple):
+    """Layouts that have every possible pair of settings among them."""
+
+    first: list[Layout]
+    """few that have every setting; the default tier of the tests trains them"""
+    rest: list[Layout]
+
+
+def read_sample() -> Sample:
+    """Return the layouts of lattice_sample.json."""
+    return Sample(**json.loads(SAMPLE.read_text()))
+
+
+def draw_sample() -> Sample:
+    """Draw the sample: the rest has as many layouts as every pair of settings takes."""
+    layouts = sample.covering(SPACE, lattice().layouts, seed=0)
+    return Sample(layouts[:FIRST], layouts[FIRST:])
 
 
 def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
@@ -152,6 +180,11 @@ def at_random(count: int, seed: int, space: LayoutSpace = COMPILED_SPACE) -> lis
     return sample.at_random(space, lattice().layouts, count, seed)
 
 
+def experts_at_random(count: int, seed: int) -> list[Layout]:
+    """Return `count` layouts of a mixture of experts at random."""
+    return sample.at_random(EXPERT_SPACE, expert_lattice().layouts, count, seed)
+
+
 class Failed(AssertionError):
     """A layout trains another model, or fails. The text has the reason, and the TOML and command to reproduce it."""
 
@@ -160,6 +193,14 @@ def compare(layout: Layout, space: LayoutSpace = SPACE) -> float:
     """Train a layout and one process, with very unequal numbers of targets; returns the worst gradient error."""
     try:
         return check_config(space.config(layout), ragged=True)
+    except Exception as error:
+        raise Failed(describe_failure(layout, error, space)) from error
+
+
+def compare_bfloat16(layout: Layout, space: LayoutSpace = SPACE) -> float:
+    """Train a layout in bfloat16 and compare with one process's own error; returns the worst gradient error."""
+    try:
+        return check_bfloat16(space.config(layout), ragged=True)
     except Exception as error:
         raise Failed(describe_failure(layout, error, space)) from error
 
@@ -180,8 +221,77 @@ def read_config(file: str) -> Config:
     return config
 
 
+# -- the commands
+
+
+def drawn(count: str, seed: int, done: Sequence[Layout]) -> tuple[list[Layout], LayoutSpace]:
+    """Return layouts and the space that they are of. done: those that need not be drawn again."""
+    if count == ALL_MESHES:
+        return every_mesh(seed, done), SPACE
+    if count == ALL_EXPERT_MESHES:
+        return every_expert_mesh(seed, done), EXPERT_SPACE
+    return at_random(int(count), seed), SPACE
+
+
+def record_of(layout: Layout, space: LayoutSpace) -> dict[str, Any]:
+    """Compare a layout in float32 and in bfloat16; return what a report says of it."""
+    started = time.monotonic()
+    record: dict[str, Any] = {"layout": layout, "torch": torch.__version__}
+    try:
+        record["error"] = compare(layout, space)
+        compare_bfloat16(layout, space)
+    except Failed as failure:
+        record.pop("error", None)
+        record["failed"] = str(failure)
+    return {**record, "seconds": time.monotonic() - started}
+
+
+def draw(arguments: argparse.Namespace) -> int:
+    """Compare the layouts that are asked for; return how many failed."""
+    from tests.lattice_report import read
+
+    done = [record["layout"] for record in read(arguments.report) if "error" in record]
+    layouts, space = drawn(arguments.count, arguments.seed, done)
+    failed = 0
+    for number, layout in enumerate(layouts, start=1):
+        record = record_of(layout, space)
+        failed += "failed" in record
+        print(f"{number} of {len(layouts)}: {record.get('error', 'failed')} {describe_layout(layout)}", flush=True)
+        if "failed" in record:
+            print(record["failed"], flush=True)
+        if arguments.report:
+            with open(arguments.report, "a") as report:
+                report.write(json.dumps(record) + "\n")
+    print(f"{len(layouts)} layouts, {failed} failed")
+    return failed
+
+
+def write_sample() -> None:
+    """Write lattice_sample.json, a line per layout."""
+    parts = []
+    for name, layouts in draw_sample()._asdict().items():
+        lines = ",\n  ".join(json.dumps(layout) for layout in layouts)
+        parts.append(f' "{name}": [\n  {lines}\n ]')
+    SAMPLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def main(words: list[str]) -> int:
+    """Run the command of a command line; return its exit status."""
+    if words == ["sample"]:
+        write_sample()
+        return 0
+    if words[:1] != ["draw"]:
+        print(f"worst relative gradient error {check_config(read_config(words[0]), ragged=True):.1e}")
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m tests.lattice draw")
+    parser.add_argument("--count", default="20", help=f"a number, {ALL_MESHES} or {ALL_EXPERT_MESHES}")
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other layouts")
+    parser.add_argument("--report", default="", help="file that gets a line of JSON per layout; goes on with it")
+    return 1 if draw(parser.parse_args(words[1:])) else 0
+
+
 if __name__ == "__main__":
     try:
-        print(f"worst relative gradient error {check_config(read_config(sys.argv[1]), ragged=True):.1e}")
+        sys.exit(main(sys.argv[1:]))
     finally:
         workers.POOL.close()

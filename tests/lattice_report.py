@@ -1,7 +1,7 @@
 """Sums up the results of the lattice's layouts as the table of docs/prove.md: what composes with what.
 
-pytest -m lattice --count=all-meshes --report=report.jsonl        # appends one line per layout
-python -m tests.lattice_report report.jsonl [...]                 # sums up into tests/lattice_results.json, and prints
+python -m tests.lattice draw --count=all-meshes --report=report.jsonl   # appends one line per layout
+python -m tests.lattice_report report.jsonl [...]   # sums up into tests/lattice_results.json, and prints
 """
 
 import itertools
