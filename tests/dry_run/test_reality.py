@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dry_run import apart
 from tests.parallel.trace import Trace
 from tests.parity import CPU, Settings, build, my_batches, tiny, world_size
-from tests.sampling import part_of, sampled
 from tests.workers import run
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.replay import Traced
@@ -187,16 +186,11 @@ def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
     }
 
 
-SOME = (
-    "fsdp, ring and sequence parallel",
-    "experts shared by tensor and data parallel ranks",
-    "Muon, moving average and z-loss over HSDP and tensor parallel",
-)
-SAMPLE = ("pipeline, HSDP, recompute", *part_of(SOME, len(SOME)))
-"""the first and one of the others run at each commit"""
+BY_DEFAULT = ("pipeline, HSDP, recompute", "experts shared by tensor and data parallel ranks")
+NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, SAMPLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_traced_is_what_eight_ranks_hold_and_send(name: str) -> None:
     settings = LAYOUTS[name]
     parallel = tiny(settings).parallel

@@ -5,8 +5,8 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from tests.dry_run import preload
 from tests.parity import Settings, tiny
-from tests.sampling import part_of, sampled
 from torchllm.config import gradient_accumulation
 from torchllm.dry_run.memory import PURPOSES, largest
 from torchllm.dry_run.replay import action_keys, replay
@@ -80,13 +80,11 @@ CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
 }
 
 
-SAMPLE = (
-    "stages that are evicted and fetched",
-    *part_of(("1F1B, tensor parallel and recompute of every other block", "ZBVZeroBubble"), 2),
-)
+BY_DEFAULT = ("1F1B, tensor parallel and recompute of every other block",)
+NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 
 
-@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     settings, kind = CASES[name]
     pp = 1 if "parallel.schedule" not in settings else 4
@@ -95,6 +93,7 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     count = gradient_accumulation(config.training, parallel.dp_shard)
     short = plan_trace(parallel, rank_kinds(config)[kind], count)
     assert short.micro_batches < count
+    preload()
     with get_context("forkserver").Pool(2, maxtasksperchild=1) as pool:
         arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
         few, whole = pool.starmap(trace, [(config, torch.float32, *a) for a in arguments], chunksize=1)

@@ -5,7 +5,6 @@ which every pair of settings occurs that the config accepts.
 """
 
 import itertools
-import multiprocessing
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.dry_run import preload
 from torchllm import config as c
 from torchllm.config.checks import problems
 from torchllm.dry_run.run import examine
@@ -227,11 +227,6 @@ class Compared(NamedTuple):
     def difference(self) -> float:
         """The planner's bytes over the dry run's, minus 1."""
         return self.planned.live / sum(self.traced.values()) - 1
-
-
-def preload() -> None:
-    """Let the server that the dry run's processes are forked from import torch once."""
-    multiprocessing.set_forkserver_preload(["torchllm.dry_run.run", "torch._dynamo"])
 
 
 def compare(choice: Choice) -> Iterator[Compared]:

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dry_run import preload
 from tests.hollow.memory import Choice
-from tests.planner.memory_layouts import hardware, preload, read_model
+from tests.planner.memory_layouts import hardware, read_model
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
 from torchllm.dry_run.run import examine
