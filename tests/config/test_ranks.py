@@ -196,21 +196,6 @@ CHECKS = {
         "4",
         ["global batch 16 sequences = 2 data ranks x 4 micro batch x 2 accumulated"],
     ),
-    "of two nodes": Check(
-        {"NNODES": "2", "NPROC": "2", "SLURM_JOB_ID": "1"},
-        ["--parallel.dp_replicate=2"],
-        "2",
-        ["global batch 16 sequences = 4 data ranks x 4 micro batch x 1 accumulated"],
-    ),
-    "lowered": Check(
-        {"NPROC": "6"},
-        ["--run.lower_ranks=true"],
-        "4",
-        [
-            "6 processes do not divide the batch of 16 sequences: starting 4",
-            "global batch 16 sequences = 4 data ranks x 4 micro batch x 1 accumulated",
-        ],
-    ),
     "lowered for tp": Check(
         {"NPROC": "3"},
         ["--run.lower_ranks=true", "--parallel.tp=2"],
@@ -283,9 +268,6 @@ def test_check_tells_which_numbers_of_nodes_the_batch_allows(
     [
         ("3", "2", [], "2", "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits; "
          "all would train with 4 nodes"),
-        ("7", "2", [], "4", "7 nodes do not divide the batch of 16 sequences: 4 of them train, 3 wait; "
-         "all would train with 8 nodes"),
-        ("12", "2", [], "8", "12 nodes do not divide the batch of 16 sequences: 8 of them train, 4 wait"),
         ("3", "3", ["--run.lower_ranks=true"], "2",
          "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits"),
         ("3", "2", ["--parallel.tp=4"], "2", "3 nodes do not divide into the degrees of [parallel]: "

@@ -28,21 +28,6 @@ REFUSALS = {
         [],
         ["x.toml:3: training.step: unknown key; did you mean training.steps?"],
     ),
-    "unknown key of another section": Refusal(
-        "[training]\nlearning_rate = 1e-3",
-        [],
-        ["x.toml:2: training.learning_rate: unknown key; did you mean optimizer.learning_rate?"],
-    ),
-    "unknown key like none": Refusal(
-        "[training]\nzzzzzz = 1",
-        [],
-        ["x.toml:2: training.zzzzzz: unknown key; --help lists all keys"],
-    ),
-    "unknown section": Refusal(
-        "\n[trainig]\nsteps = 3",
-        [],
-        ["x.toml:2: trainig: unknown section or key; did you mean training?"],
-    ),
     "key outside of its section": Refusal(
         "steps = 3",
         [],
@@ -57,16 +42,6 @@ REFUSALS = {
         '[run]\n"a\\nb" = 1',
         [],
         ['x.toml:2: run."a\\nb": unknown key; --help lists all keys'],
-    ),
-    "unknown dotted key": Refusal(
-        "training.stops = 3",
-        [],
-        ["x.toml:1: training.stops: unknown key; did you mean training.steps?"],
-    ),
-    "unknown key in an inline table": Refusal(
-        "training = {micro_batch_size = 1,\tsteps_ = 1}",
-        [],
-        ["x.toml:1: training.steps_: unknown key; did you mean training.steps?"],
     ),
     "unknown key after many lines": Refusal(
         '[generate]\nprompt = """\n[run]\nsteps = 1 # no\n\\""" """\n[data]\nsources = [ # [\n  {kind = "stdlib"},\n\n'
@@ -121,22 +96,6 @@ REFUSALS = {
         [],
         ['x.toml:2: compile.norm: must be true or false, not "false"'],
     ),
-    "number for a bool": Refusal("[compile]\nnorm = 0", [], ["x.toml:2: compile.norm: must be true or false, not 0"]),
-    "fraction for a whole number": Refusal(
-        "[training]\nsteps = 1.7",
-        [],
-        ["x.toml:2: training.steps: must be a whole number of at least 1, not 1.7"],
-    ),
-    "whole fraction for a whole number": Refusal(
-        "[training]\nsteps = 2.0",
-        [],
-        ["x.toml:2: training.steps: must be a whole number of at least 1, not 2.0"],
-    ),
-    "bool for a whole number": Refusal(
-        "[training]\nsteps = true",
-        [],
-        ["x.toml:2: training.steps: must be a whole number of at least 1, not true"],
-    ),
     "bool for a number": Refusal(
         "[optimizer]\nlearning_rate = true",
         [],
@@ -163,7 +122,6 @@ REFUSALS = {
         [],
         ["x.toml:1: training.steps: must be a whole number of at least 1, not a table"],
     ),
-    "value for a section": Refusal("training = 5", [], ["x.toml:1: training: must be a table, not 5"]),
     "table for an array": Refusal(
         "[data.sources]\nkind = 'stdlib'",
         [],
@@ -174,27 +132,12 @@ REFUSALS = {
         [],
         ['x.toml:4: data.sources.1: must be a table, not "text"'],
     ),
-    "choice": Refusal(
-        '[optimizer]\nname = "adam"',
-        [],
-        ['x.toml:2: optimizer.name: must be one of "adamw", "sgd", "muon", not "adam"'],
-    ),
     "long string": Refusal(
         f'[optimizer]\nname = "{"a" * 999}"',
         [],
         [f'x.toml:2: optimizer.name: must be one of "adamw", "sgd", "muon", not "{"a" * 55} ...'],
     ),
     # Limits.
-    "negative": Refusal(
-        "[training]\nsteps = -1",
-        [],
-        ["x.toml:2: training.steps: must be a whole number of at least 1, not -1"],
-    ),
-    "zero": Refusal(
-        "[training]\nmicro_batch_size = 0",
-        [],
-        ["x.toml:2: training.micro_batch_size: must be a whole number of at least 1, not 0"],
-    ),
     "zero learning rate": Refusal(
         "[optimizer]\nlearning_rate = 0",
         [],
@@ -230,11 +173,6 @@ REFUSALS = {
         [],
         ["x.toml:2: parallel.dp_shard: must be at least 1, or -1 for what the other degrees leave"],
     ),
-    "degree -2": Refusal(
-        "[parallel]\ndp_shard = -2",
-        [],
-        ["x.toml:2: parallel.dp_shard: must be a whole number of at least -1, not -2"],
-    ),
     # TOML itself.
     "syntax": Refusal(
         "[training]\nsteps 3",
@@ -246,7 +184,6 @@ REFUSALS = {
         [],
         ["x.toml:3: invalid value: text needs quotes, and it is true and false"],
     ),
-    "unclosed": Refusal("[data]\nsources = [\n", [], ["x.toml:2: "]),
     "duplicate key": Refusal("[training]\nsteps = 3\n\nsteps = 4", [], ["x.toml:4: a key is given twice"]),
     "string without its closing quote": Refusal(
         '[run]\nfolder = "a\nseed = 1',
@@ -257,11 +194,6 @@ REFUSALS = {
         "[run]\nfolder = 'a",
         [],
         ["x.toml:2: a string has no closing quote"],
-    ),
-    "section of a section twice": Refusal(
-        "[a.b]\n[a.b]",
-        [],
-        ["x.toml:2: section [a.b] is given twice"],
     ),
     "duplicate section": Refusal(
         "[training]\nsteps = 3\n[training]",
@@ -282,7 +214,6 @@ REFUSALS = {
         [],
         ["x.toml:2: parents.toml: no such file; did you mean parent.toml?"],
     ),
-    "base is itself": Refusal("base = 'x.toml'", [], ["x.toml:1: base: a cycle: x.toml -> x.toml"]),
     "cycle": Refusal(
         "base = 'sub/a.toml'", [], ["sub/b.toml:1: base: a cycle: sub/a.toml -> sub/b.toml -> sub/a.toml"]
     ),
@@ -309,20 +240,10 @@ REFUSALS = {
             "set one to match"
         ],
     ),
-    "open degree": Refusal(
-        "[parallel]\ntp = 2",
-        [],
-        ["x.toml: parallel.dp_shard: is -1, but 1 ranks are no multiple of pp 1 x dp_replicate 1 x cp 1 x tp 2 = 2"],
-    ),
     "two open degrees": Refusal(
         "[parallel]\ndp_replicate = -1",
         [],
         ["x.toml:2: parallel.dp_replicate: only one of dp_replicate and dp_shard may be -1"],
-    ),
-    "heads": Refusal(
-        "[model]\nhidden = 100\nheads = 3\nhead_dim = 2\nkv_heads = 2",
-        [],
-        ["x.toml:5: model.kv_heads: 2 key-value heads do not divide 3 heads"],
     ),
     "a share of a head that is not pairs": Refusal(
         "[model]\nhead_dim = 12\nrotary_fraction = 0.25",
@@ -423,16 +344,6 @@ REFUSALS = {
             '--compile.norm: must be true or false, not "False"',
         ],
     ),
-    "override hides the file": Refusal(
-        "[training]\nsteps = 'abc'",
-        ["--training.steps=0"],
-        ["--training.steps: must be a whole number of at least 1, not 0"],
-    ),
-    "override with an empty value": Refusal(
-        "",
-        ["--training.steps="],
-        ['--training.steps: must be a whole number of at least 1, not ""'],
-    ),
     "override that smuggles a key": Refusal(
         "",
         ["--training.steps=1\nfoo = 2"],
@@ -456,11 +367,6 @@ REFUSALS = {
             "--training.loss_chunk: no spaces around the equals sign: --training.loss_chunk=-1",
             '--run.seed: must be a whole number from 0 to 9223372036854775807, not ""',
         ],
-    ),
-    "override with a space": Refusal(
-        "",
-        ["--training.steps=", "5"],
-        ["--training.steps: no spaces around the equals sign: --training.steps=5"],
     ),
     "override given twice": Refusal(
         "",
