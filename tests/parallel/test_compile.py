@@ -19,17 +19,19 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 import torchllm.parallel.parallelize
 import torchllm.parallel.tensor
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
-from tests.sampling import sampled
 from tests.workers import WorkerFailed, run
 from torchllm.parallel.tensor import VocabParallelEmbedding
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
 SP2: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
-FSDP2_SP2 = {**FSDP2, **SP2}
 TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
 TRACED = "aot_eager_decomp_partition"
 NORM, BLOCK, LOSS = ({f"compile.{scope}": True} for scope in ("norm", "block", "loss"))
-every_run = pytest.mark.every_run
+exhaustive = pytest.mark.exhaustive
+
+
+def exhaustively(value: str) -> Any:
+    return pytest.param(value, marks=exhaustive)
 
 
 def torchs_embedding(hidden: Placement) -> RowwiseParallel:
@@ -62,36 +64,40 @@ def check_compiled(settings: Settings, backend: str = TRACED, cache: str = "") -
     return graphs
 
 
-@pytest.mark.parametrize(
-    ("scope", "layout"),
-    [
-        pytest.param(NORM, FSDP2, id="norm-fsdp2", marks=every_run),
-        pytest.param(NORM, SP2, id="norm-tp2+sp"),
-        pytest.param(BLOCK, FSDP2, id="block-fsdp2"),
-        pytest.param(BLOCK, SP2, id="block-tp2+sp"),
-        pytest.param(LOSS, FSDP2, id="loss-fsdp2"),
-        pytest.param(LOSS, SP2, id="loss-tp2+sp", marks=every_run),
-    ],
-)
+def test_a_compiled_block_under_sequence_parallelism() -> None:
+    """One compilation serves all blocks, and no gradient is lost where a tensor is in flight between graphs."""
+    assert check_compiled({**TWO, **BLOCK, **SP2}) == 1
+
+
+def test_compiled_norms_and_loss_under_fsdp() -> None:
+    check_compiled({**TWO, **NORM, **LOSS, **FSDP2})
+
+
+@pytest.mark.parametrize("mode", ["full", *(exhaustively(mode) for mode in ("ffn", "selective", "selective_half"))])
+def test_compiled_blocks_recompute(mode: str) -> None:
+    check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
+
+
+@exhaustive
+@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
+@pytest.mark.parametrize("scope", [NORM, BLOCK, LOSS], ids=["norm", "block", "loss"])
 def test_each_scope_trains_the_same_model(scope: Settings, layout: Settings) -> None:
     check_compiled({**TWO, **scope, **layout})
 
 
+@exhaustive
 def test_all_scopes_over_fsdp_and_sequence_parallelism() -> None:
-    check_compiled({**TWO, **NORM, **BLOCK, **LOSS, **FSDP2_SP2})
+    check_compiled({**TWO, **NORM, **BLOCK, **LOSS, **FSDP2, **SP2})
 
 
+@exhaustive
 def test_the_real_backend(tmp_path: Path) -> None:
     """FSDP stays out of the graphs, so what it compiles behind tensor parallelism is all that there is."""
     settings = {**NORM, **BLOCK, **LOSS, **SP2, "model.layers": 1}
     check_compiled(settings, "inductor", str(tmp_path))  # one cache for both ranks
 
 
-@pytest.mark.parametrize("layout", [pytest.param(FSDP2, id="fsdp2", marks=every_run), pytest.param(SP2, id="tp2+sp")])
-def test_one_compilation_serves_all_blocks(layout: Settings) -> None:
-    assert check_compiled({**BLOCK, **layout, "model.layers": 5}) == 1
-
-
+@exhaustive
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not lose it; 2.13 and 2.15 do")
 def test_torchs_own_embedding_would_lose_its_gradient() -> None:
     """Why there is `VocabParallelEmbedding`: a compiled block takes a tensor in flight as if nothing came before it."""
@@ -101,27 +107,14 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
         compare(trained, reference(settings))
 
 
-@pytest.mark.parametrize("scope", [pytest.param(NORM, id="norm", marks=every_run), pytest.param(BLOCK, id="block")])
+@exhaustive
+@pytest.mark.parametrize("scope", [NORM, BLOCK], ids=["norm", "block"])
 def test_norms_of_queries_and_keys(scope: Settings) -> None:
     check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": "width"})
 
 
-MODES = ("full", "segment", "every_k", "ffn", "selective", "selective_half")
-
-
-@pytest.mark.parametrize("mode", sampled(MODES, ("full", "ffn", "selective", "selective_half")))
-def test_compiled_blocks_recompute(mode: str) -> None:
-    check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
-
-
-@pytest.mark.parametrize(
-    ("mode", "attention"),
-    [
-        ("full", "eager"),
-        pytest.param("selective", "sdpa", marks=every_run),  # in the graphs of blocks with experts, below
-        ("selective_half", "sdpa"),
-    ],
-)
+@exhaustive
+@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa"), ("selective_half", "sdpa")])
 def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attention: str) -> None:
     """What is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none."""
     check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": attention})
@@ -130,7 +123,8 @@ def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attenti
 FUSED: Settings = {**TWO, **BLOCK, "parallel.tp": 2, "model.attention": "sdpa"}
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("every_k", marks=every_run)])
+@exhaustive
+@pytest.mark.parametrize("mode", ["full", "every_k"])
 def test_compiled_blocks_recompute_fused_attention_under_tensor_parallelism(mode: str) -> None:
     check_compiled({**FUSED, "recompute.mode": mode})
 
@@ -140,6 +134,7 @@ def train_with_recomputation_inside(settings: Settings) -> None:
         train_compiled(settings, TRACED)
 
 
+@exhaustive
 @pytest.mark.skipif(not (2, 13) <= torch.__version__ < (2, 14), reason="of 2.11, 2.13, 2.15 only 2.13 fails")
 def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelism() -> None:
     """If this fails, or only torch 2.15 is supported, `must_recompute_outside` can be removed."""
@@ -147,9 +142,9 @@ def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelis
         run(train_with_recomputation_inside, 2, {**FUSED, "recompute.mode": "full"})
 
 
-@pytest.mark.parametrize("layout", [pytest.param(FSDP2, id="fsdp2", marks=every_run), pytest.param(SP2, id="tp2+sp")])
-def test_low_rank_updates_of_frozen_weights(layout: Settings) -> None:
-    check_compiled({**TWO, **BLOCK, **layout, "lora.rank": 3, "lora.alpha": 12.0})
+@exhaustive
+def test_low_rank_updates_of_frozen_weights() -> None:
+    check_compiled({**TWO, **BLOCK, **SP2, "lora.rank": 3, "lora.alpha": 12.0})
 
 
 EXPERTS: Settings = {
@@ -158,45 +153,38 @@ EXPERTS: Settings = {
     **{"model.balance_loss": "sequence", "model.balance_weight": 0.3},
 }
 EP2: Settings = {**FSDP2, "parallel.ep": 2}
-EP2_SP2: Settings = {**SP2, "parallel.ep": 2}
 PARTS = 5
 """graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
 one, whose tensors have another number of dimensions) and weighted sum"""
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(FSDP2, id="fsdp2", marks=every_run),
-        pytest.param(EP2, id="ep2", marks=every_run),
-        pytest.param(SP2, id="tp2+sp", marks=every_run),
-        pytest.param(EP2_SP2, id="tp2+sp+ep2"),
-    ],
-)
-def test_blocks_with_experts_are_compiled_in_parts(layout: Settings) -> None:
-    assert check_compiled({**EXPERTS, **BLOCK, **layout}) == PARTS
-
-
-@pytest.mark.parametrize(
-    "mode",
-    ["selective", *(pytest.param(mode, marks=every_run) for mode in ("full", "segment", "ffn", "selective_half"))],
+    "mode", ["none", *(exhaustively(mode) for mode in ("full", "segment", "ffn", "selective", "selective_half"))]
 )
 def test_compiled_blocks_with_experts_recompute(mode: str) -> None:
-    """Routers count the tokens of each expert once, and attention's recomputation is in its graph."""
+    """They are compiled in parts. Routers count the tokens of each expert once, and attention's recomputation is in
+    its graph."""
     assert check_compiled({**EXPERTS, **BLOCK, **EP2, "recompute.mode": mode}) == PARTS
 
 
-@every_run
+@exhaustive
+def test_blocks_with_experts_are_compiled_in_parts_under_sequence_parallelism() -> None:
+    assert check_compiled({**EXPERTS, **BLOCK, **SP2, "parallel.ep": 2}) == PARTS
+
+
+@exhaustive
 def test_compiled_parts_of_a_pipeline_after_attention_with_a_norm() -> None:
     after: Settings = {"model.norm_position": "after", "model.qk_norm": "width", "model.layers": 4}
     check_compiled({**EXPERTS, **BLOCK, **EP2, **after, "parallel.pp": 2})
 
 
-@every_run
+@exhaustive
 def test_the_real_backend_with_experts(tmp_path: Path) -> None:
-    check_compiled({**EXPERTS, **BLOCK, **EP2_SP2, "model.dense_layers": 0}, "inductor", str(tmp_path))
+    layout = {**SP2, "parallel.ep": 2, "model.dense_layers": 0}
+    check_compiled({**EXPERTS, **BLOCK, **layout}, "inductor", str(tmp_path))
 
 
+@exhaustive
 def test_gpt_with_document_masks_and_chunked_loss() -> None:
     gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "data.document_mask": True, "training.loss_chunk": 12}
     check_compiled({**TWO, **BLOCK, **LOSS, **SP2, **gpt})

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 import torchllm.models.experts
@@ -24,15 +24,17 @@ import torchllm.parallel.expert
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
 import torchllm.parallel.pipeline
+import torchllm.parallel.ring
 import torchllm.parallel.tensor
 import torchllm.parallel.weight_gradients
 import torchllm.train.step
 from tests import parity
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
-from tests.sampling import one_part
 from tests.workers import run
+from torchllm.data.batch import Batch
 from torchllm.models.attention import Attention
 from torchllm.models.decoder import Block, Decoder
+from torchllm.parallel.attention_kernels import PartialAttention
 from torchllm.spec.parameters import canonical_name
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
@@ -85,11 +87,6 @@ def reduction_after_a_rowwise_product_dropped() -> Any:
     return _replaced(torchllm.parallel.tensor, "RowwiseParallel", lambda real: Unreduced)
 
 
-def loss_not_summed_over_ranks() -> Any:
-    """Each rank reports its own part of the loss."""
-    return _on_reductions_of_the_step(lambda tensor: tensor.dtype != torch.float32)
-
-
 def tokens_counted_on_this_rank_only() -> Any:
     """The loss is divided by the local number of targets."""
     return _on_reductions_of_the_step(lambda tensor: tensor.dtype != torch.int64)
@@ -122,15 +119,6 @@ def gradients_averaged_by_fsdp() -> Any:
     return _replaced(FSDPModule, "set_gradient_divide_factor", lambda real: lambda module, factor: None)
 
 
-def divisor_set_on_the_root_only() -> Any:
-    """The setter does not reach the units inside: blocks keep the mean."""
-
-    def change(real: Any) -> Any:
-        return lambda module, factor: real(module, factor) if isinstance(module, Decoder) else None
-
-    return _replaced(FSDPModule, "set_gradient_divide_factor", change)
-
-
 def one_gradient_scaled() -> Any:
     """By a tenth of a thousandth, one parameter of one block."""
 
@@ -161,15 +149,6 @@ def shards_exchanged() -> Any:
     return _replaced(parity, "initialize", change)
 
 
-def initialised_from_the_first_offset() -> Any:
-    """Every rank makes the first shard of every matrix."""
-
-    def change(real: Any) -> Any:
-        return lambda parameter: (real(parameter)[0], (0,) * parameter.dim())
-
-    return _replaced(torchllm.parallel.initialize, "local_region", change)
-
-
 def norm_gradient_taken_as_whole() -> Any:
     """Of sequence parallelism: the sum over the ranks' tokens is missing."""
 
@@ -184,15 +163,6 @@ def head_norm_gradient_taken_as_whole() -> Any:
 def norm_of_the_heads_of_this_rank() -> Any:
     """Of tensor parallelism with model.qk_norm = "width": each rank takes its squares, times the ranks, for the sum."""
     return _replaced(torchllm.parallel.tensor, "sum_over_ranks", lambda real: lambda x, mesh: x * mesh.size())
-
-
-def width_norm_gradient_not_summed() -> Any:
-    """Of the same: the sum is right, and each rank takes its own part of its gradient for the whole."""
-
-    def sum_in_the_forward(x: Tensor, mesh: Any) -> Tensor:
-        return DTensor.from_local(x, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
-
-    return _replaced(torchllm.parallel.tensor, "sum_over_ranks", lambda real: sum_in_the_forward)
 
 
 def _norm_gradients_not_summed(of_parent: Callable[[torch.nn.Module], bool]) -> Any:
@@ -247,20 +217,6 @@ class _WithScaledGradients(type):
         return type(kind.__name__, (kind,), {"__init__": initialize})
 
 
-def hidden_states_cut_in_the_wrong_order() -> Any:
-    """Between stages each tp rank sends the other's part."""
-
-    def change(real: Any) -> Any:
-        def exchanged(stage: Any, mesh: Any) -> None:
-            real(stage, mesh)
-            if stage.lm_head is None:
-                stage.register_forward_hook(lambda module, args, out: out.flip(1))
-
-        return exchanged
-
-    return _replaced(torchllm.parallel.parallelize, "apply_scatter_gather", change)
-
-
 def tied_gradients_not_added() -> Any:
     """The first stage's copy has the embedding's, the last one's the head's."""
     return _replaced(torchllm.parallel.pipeline, "add_tied_gradients", lambda real: lambda weights, group: None)
@@ -297,11 +253,6 @@ def scale_forgotten() -> Any:
     return _with_scale_of_one(torchllm.models.lora)
 
 
-def scale_forgotten_under_tp() -> Any:
-    """The same, where each rank has a part of the factors."""
-    return _with_scale_of_one(torchllm.parallel.tensor)
-
-
 def router_gradient_taken_as_whole() -> Any:
     """Of tensor parallelism: each rank has weighed its own part of every expert's result."""
     return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "gradient_of_router", lambda real: Replicate())
@@ -316,27 +267,9 @@ def input_gradient_taken_as_whole() -> Any:
     return _replaced(torchllm.parallel.tensor.ExpertsByFeatures, "_all_tokens", change)
 
 
-def rows_not_put_back() -> Any:
-    """The results of experts stay in the order of the experts."""
-
-    def change(put_back: Any) -> Any:
-        return lambda rows, order: rows.unflatten(0, order.positions.shape)
-
-    return _replaced(torchllm.models.experts, "put_back", change)
-
-
 def router_gradient_of_tokens_taken_as_whole() -> Any:
     """Of expert and tensor parallelism: each tp rank has routed its own part of the sequence."""
     return _replaced(torchllm.parallel.tensor.ExpertsByTokens, "gradient_of_router", lambda real: Replicate())
-
-
-def expert_gradients_halved() -> Any:
-    """Of expert parallelism: as if two ranks' gradients were averaged."""
-
-    def change(own_experts: Any) -> Any:
-        return lambda weight: own_experts(weight) * 0.5 + own_experts(weight).detach() * 0.5
-
-    return _replaced(torchllm.parallel.expert, "_own_experts", change)
 
 
 def arriving_rows_stay_in_the_order_of_ranks() -> Any:
@@ -346,21 +279,6 @@ def arriving_rows_stay_in_the_order_of_ranks() -> Any:
         return lambda origins, rows: torch.arange(rows)
 
     return _replaced(torchllm.parallel.expert, "_order_by_expert", change)
-
-
-def shared_experts_dropped_on_a_rank() -> Any:
-    """Of tensor parallelism: one rank adds nothing for the features of the shared experts that it holds."""
-
-    def change(end: Any) -> Any:
-        def dropping(self: Any, begun: Any) -> Any:
-            result = end(self, begun)
-            if isinstance(result, DTensor) and result.device_mesh.get_local_rank():
-                return DTensor.from_local(0.0 * result.to_local(), result.device_mesh, result.placements)
-            return result
-
-        return dropping
-
-    return _replaced(torchllm.models.experts.SharedExperts, "end", change)
 
 
 def tokens_counted_by_every_tp_rank() -> Any:
@@ -417,16 +335,95 @@ def shares_of_a_part_of_the_sequence() -> Any:
     return _replaced(torchllm.parallel.context, "sum_over_sequence", lambda real: lambda stage, group: None)
 
 
-def penalties_by_the_tokens_of_a_micro_batch() -> Any:
-    """The mean is that of a micro batch, not of the step."""
+def _with_part(field: str, cut: Callable[[Tensor], Tensor]) -> Any:
+    """Cut one field of every batch differently."""
 
-    def change(record: Any) -> Any:
-        def of_micro_batch(self: Any, logits: Tensor, experts: Tensor) -> Tensor:
-            return record(self, logits, experts) * (self.tokens_per_step / logits[..., 0].numel())
+    def change(part_of_sequence: Any) -> Any:
+        def wrong_part(batch: Batch, mesh: Any) -> Batch:
+            return part_of_sequence(batch, mesh)._replace(**{field: cut(getattr(batch, field))})
 
-        return of_micro_batch
+        return wrong_part
 
-    return _replaced(torchllm.models.experts.Router, "record", change)
+    return _replaced(parity, "part_of_sequence", change)
+
+
+def positions_counted_from_zero_on_every_rank() -> Any:
+    return _with_part("positions", lambda x: x.chunk(2, dim=1)[0])
+
+
+def lse_of_the_first_block_kept() -> Any:
+    """Output and loss are right, but the backward takes probabilities that do not sum to one."""
+
+    def change(merge: Any) -> Any:
+        def merge_without_lse(into: PartialAttention, part: PartialAttention) -> None:
+            merge(PartialAttention(into.out, into.lse.clone()), part)
+
+        return merge_without_lse
+
+    return _replaced(torchllm.parallel.ring, "merge", change)
+
+
+def gradients_of_keys_and_values_left_where_they_are() -> Any:
+    """The gradients that a rank computes of another rank's keys and values are lost."""
+
+    def change(ring_backward: Any) -> Any:
+        def backward(*args: Any) -> Any:
+            waits: list[Any] = []  # over two ranks: of the keys and values, then of their gradients
+
+            class LosesGradients(torchllm.parallel.ring.Exchange):
+                def wait(self) -> Tensor:
+                    waits.append(self)
+                    received = super().wait()
+                    return received if len(waits) == 1 else torch.zeros_like(received)
+
+            with mock.patch.object(torchllm.parallel.ring, "Exchange", LosesGradients):
+                return ring_backward(*args)
+
+        return backward
+
+    return _replaced(torchllm.parallel.ring, "ring_backward", change)
+
+
+def later_keys_seen() -> Any:
+    """Queries see all keys of an earlier rank, those of its late piece too."""
+
+    def change(init: Any) -> Any:
+        def init_with_all_keys(self: Any, ring: Any, number: int, length: int) -> None:
+            init(self, ring, number, length)
+            self.keys = slice(0, length)
+
+        return init_with_all_keys
+
+    return _replaced(torchllm.parallel.ring.RingStep, "__init__", change)
+
+
+@contextlib.contextmanager
+def documents_of_this_rank_for_all() -> Iterator[None]:
+    """Every rank takes its own document ids for those of the other ranks."""
+
+    def repeat(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        return [x] * dist.get_world_size(group)
+
+    with (
+        mock.patch.object(torchllm.parallel.ring, "gather_from_ranks", repeat),
+        mock.patch.object(torchllm.parallel.context, "gather_from_ranks", repeat),
+    ):
+        yield
+
+
+def gradient_not_sent_back() -> Any:
+    """Ulysses: the gradients of heads stay on the rank that computed them."""
+    unsent = staticmethod(lambda ctx, gradient: (gradient, None))
+    return mock.patch.object(torchllm.parallel.context._AllToAll, "backward", unsent)
+
+
+def heads_in_the_wrong_order() -> Any:
+    """Ulysses: a rank gets its neighbour's heads; forward and backward agree with each other."""
+
+    def change(all_to_all: Any) -> Any:
+        return lambda x, group: all_to_all(x, group).flip(0)
+
+    return _replaced(torchllm.parallel.context, "all_to_all", change)
 
 
 def _with_scale_of_one(module: Any) -> Any:
@@ -444,30 +441,26 @@ SEQUENCE: Settings = {**EXPERTS, "model.balance_loss": "sequence", "model.balanc
 Z_LOSS: Settings = {**EXPERTS, "model.router_z_loss": 0.3}
 EP2: Settings = {**EXPERTS, "parallel.ep": 2}
 FOUR_BLOCKS: Settings = {"model.layers": 4}
+RING2: Settings = {"parallel.cp": 2}
+ULYSSES2: Settings = {**RING2, "parallel.cp_method": "ulysses"}
+DOCUMENTS: Settings = {"data.document_mask": True}
 UNCLIPPED = {"training.max_grad_norm": 1e9}  # else a wrong norm shows in the next step's gradients
 # the mutation, the layout that it is put into, whether the labels are ragged, and which comparison must catch it
 MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (all_reduce_over_replicas_dropped, HSDP, False, "ranks differ"),
     (reduction_after_a_rowwise_product_dropped, TP2, False, "ranks differ"),
-    (loss_not_summed_over_ranks, FSDP2, False, "loss differs"),
     (tokens_counted_on_this_rank_only, FSDP2, False, f"step 1.*{GRADIENT}"),
     (mean_of_means, FSDP2, True, f"step 1.*{GRADIENT}"),
     (gradients_averaged_by_fsdp, FSDP2, False, f"step 1.*{GRADIENT}"),
-    (divisor_set_on_the_root_only, FSDP2, False, f"step 1.*{GRADIENT}"),
     (one_gradient_scaled, FSDP2, False, f"step 1, {UP}: {GRADIENT}"),
     (shards_exchanged, FSDP2, False, f"step 1.*{GRADIENT}"),
-    (shards_exchanged, TP2, False, f"step 1.*{GRADIENT}"),
-    (initialised_from_the_first_offset, FSDP2, False, f"step 1.*{GRADIENT}"),
     (norm_gradient_taken_as_whole, SP2, False, "norm.weight: ranks differ"),
     (head_norm_gradient_taken_as_whole, {**TP2, **HEAD_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
-    (head_norm_gradient_taken_as_whole, {**SP2, **HEAD_NORM}, False, "self_attn.q_norm.weight: ranks differ"),
     (norm_of_the_heads_of_this_rank, {**TP2, **WIDTH_NORM}, False, f"step 1.*{GRADIENT}"),
-    (width_norm_gradient_not_summed, {**TP2, **WIDTH_NORM}, False, f"step 1.*{GRADIENT}"),
     (tied_embeddings_untied, {**TP2, "model.tied_embeddings": True}, False, r"lm_head.weight"),
     (replicated_gradients_counted_by_every_rank, {**TP2, **UNCLIPPED}, False, "gradient norm differs"),
     (norm_of_the_local_shards, {**FSDP2, **UNCLIPPED}, False, "gradient norm differs"),
     (divided_by_the_micro_batches, PP2, False, f"step 1.*{GRADIENT}"),
-    (hidden_states_cut_in_the_wrong_order, {**PP2, **TP2}, False, f"step 1.*{GRADIENT}"),
     (tied_gradients_not_added, {**PP2, **TIED}, False, "embed_tokens.weight: ranks differ"),
     (tied_gradient_counted_by_both_stages, {**PP2, **TIED, **UNCLIPPED}, False, "gradient norm differs"),
     (
@@ -491,19 +484,44 @@ MUTATIONS: list[tuple[Callable[[], Any], Settings, bool, str]] = [
     (router_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, "router.weight: ranks differ"),
     (input_gradient_taken_as_whole, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (router_gradient_of_tokens_taken_as_whole, {**TP2, **EP2}, False, "router.weight: ranks differ"),
-    (expert_gradients_halved, {**FSDP2, **EP2}, False, f"step 1.*{GRADIENT}"),
     (arriving_rows_stay_in_the_order_of_ranks, {**FSDP2, **EP2}, False, f"step 1.*{GRADIENT}"),
-    (rows_not_put_back, {**FSDP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
-    (shared_experts_dropped_on_a_rank, {**TP2, **EXPERTS}, False, f"step 1.*{GRADIENT}"),
     (tokens_counted_by_every_tp_rank, {**TP2, **BIAS}, False, TOKENS),
     (tokens_per_expert_of_this_rank_only, {**BIAS, "parallel.cp": 2}, False, TOKENS),
     (tokens_counted_again_in_recomputation, {**FSDP2, **BIAS, "recompute.mode": "full"}, False, TOKENS),
     (penalty_of_each_tp_rank_added, {**TP2, **SEQUENCE}, False, f"step 1.*{GRADIENT}"),
     (shares_of_a_part_of_the_sequence, {**SEQUENCE, "parallel.cp": 2}, False, f"step 1.*{GRADIENT}"),
-    (penalties_by_the_tokens_of_a_micro_batch, {**FSDP2, **Z_LOSS}, False, f"step 1.*{GRADIENT}"),
     (scale_forgotten, {**FSDP2, **LORA}, False, f"step 1.*{GRADIENT}"),
-    (scale_forgotten_under_tp, {**TP2, **LORA}, False, f"step 1.*{GRADIENT}"),
+    (positions_counted_from_zero_on_every_rank, RING2, False, f"step 1.*{GRADIENT}"),
+    (lse_of_the_first_block_kept, RING2, False, f"step 1.*{GRADIENT}"),
+    (gradients_of_keys_and_values_left_where_they_are, RING2, False, f"step 1.*{GRADIENT}"),
+    (later_keys_seen, RING2, False, f"step 1.*{GRADIENT}"),
+    (documents_of_this_rank_for_all, {**RING2, **DOCUMENTS}, False, f"step 1.*{GRADIENT}"),
+    (documents_of_this_rank_for_all, {**ULYSSES2, **DOCUMENTS}, False, f"step 1.*{GRADIENT}"),
+    (gradient_not_sent_back, ULYSSES2, False, f"step 1.*{GRADIENT}"),
+    (heads_in_the_wrong_order, ULYSSES2, False, f"step 1.*{GRADIENT}"),
 ]
+ONE_PER_TECHNIQUE = (
+    mean_of_means,
+    reduction_after_a_rowwise_product_dropped,
+    norm_gradient_taken_as_whole,
+    norm_of_the_local_shards,
+    tied_gradients_not_added,
+    a_product_put_off_for_good,
+    arriving_rows_stay_in_the_order_of_ranks,
+    tokens_counted_again_in_recomputation,
+    scale_forgotten,
+    lse_of_the_first_block_kept,
+    gradient_not_sent_back,
+)
+
+
+def parameters() -> list[Any]:
+    """Return the index of each mutation; one per technique is in the default tier."""
+    cases = []
+    for index, (mutation, *_) in enumerate(MUTATIONS):
+        marks = [] if mutation in ONE_PER_TECHNIQUE else [pytest.mark.exhaustive]
+        cases.append(pytest.param(index, id=f"{mutation.__name__}-{index}", marks=marks))
+    return cases
 
 
 def train_mutated(index: int) -> Trained | None:
@@ -512,7 +530,7 @@ def train_mutated(index: int) -> Trained | None:
         return train({**SMALL, **settings}, ragged)
 
 
-@pytest.mark.parametrize("index", one_part(range(len(MUTATIONS)), 3), ids=lambda i: f"{MUTATIONS[i][0].__name__}-{i}")
+@pytest.mark.parametrize("index", parameters())
 def test_parity_fails_with(index: int) -> None:
     _, settings, ragged, caught_by = MUTATIONS[index]
     settings = {**SMALL, **settings}
@@ -521,6 +539,7 @@ def test_parity_fails_with(index: int) -> None:
     assert re.search(caught_by, str(caught.value).replace("\n", " ")), caught.value
 
 
+@pytest.mark.exhaustive
 def test_mean_of_means_needs_ragged_labels_to_show() -> None:
     """So the parity tests must have them; and a mutation here does not fail merely because it is one."""
     index = next(i for i, (mutation, *_) in enumerate(MUTATIONS) if mutation is mean_of_means)
