@@ -56,7 +56,7 @@ def process_as_it_was() -> Iterator[None]:
         logging.root.setLevel(level)
         logging.captureWarnings(False)
         gc.enable()
-        if gc.get_freeze_count() != frozen:  # a run's model among what is frozen
+        if gc.get_freeze_count() > frozen:  # a run's model among what is frozen
             gc.unfreeze()
             gc.collect()
             gc.freeze()

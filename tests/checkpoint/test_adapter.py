@@ -78,7 +78,7 @@ def trained_model(config: Config, step_folder: Path) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 def test_peft_and_merged_weights_compute_our_logits(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     save_published(name, tmp_path / "published")

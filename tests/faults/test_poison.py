@@ -73,6 +73,7 @@ def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
                 assert resumed == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
 
 
+@pytest.mark.exhaustive  # tests/checkpoint/test_checkpointer.py has it without training
 def test_finite_weights_that_are_lost_drive_no_good_checkpoint_out(tmp_path: Path, trials: int) -> None:
     """Weights of 3e38 are finite and saved, and no loss is finite after them: the run keeps one from before."""
     steps = ["--training.steps=36", "--evaluate.interval=0", "--parallel.dp_shard=1", "--metrics.breakdown_interval=0"]

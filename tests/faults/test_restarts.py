@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests import workers
 from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
+from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
 from torchllm.metrics.goodput import account, read_launches
 from torchllm.runtime.restarts import newest_step
@@ -23,6 +25,28 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no
 QUICK = [word for word in SMALL if not word.startswith("--checkpoint.interval")]
 QUICK += ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
 QUICK += ["--checkpoint.interval=2"]
+
+
+def kill_after_step_6(recipe: Any, rank: int) -> None:
+    """Let a rank end as one that the kernel kills for its memory."""
+
+    class KilledStep(recipe.TrainStep):
+        def __call__(self, step: int, batches: Any) -> Any:
+            result = super().__call__(step, batches)
+            if step == 6 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+    recipe.TrainStep = KilledStep
+
+
+def test_a_run_whose_rank_was_killed_is_the_same_run_when_it_goes_on(undisturbed: Path, tmp_path: Path) -> None:
+    with pytest.raises(workers.WorkerFailed):
+        pretrain(2, tmp_path, change=kill_after_step_6)
+    for left_by_an_earlier_run in ("stopped.json", "stop"):
+        (tmp_path / left_by_an_earlier_run).touch()
+    assert pretrain(2, tmp_path) == ["", ""]
+    assert_same_run(tmp_path, undisturbed)
 
 
 def ranks_of(runs: list[Started]) -> list[int]:
@@ -96,7 +120,7 @@ def test_a_rank_killed_on_any_node_costs_only_time(
 FAULTY = f"""
 import os, runpy, signal, sys, threading, time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 attempt, rank = int(os.environ.get("TORCHLLM_ATTEMPT", "1")), os.environ.get("RANK")
 folder = [word.partition("=")[2] for word in sys.argv if word.startswith("--run.folder=")][-1]
@@ -209,14 +233,14 @@ KILLED = "rank 1 was killed: SIGKILL"
 
 
 def test_a_job_is_restarted_as_often_as_may_be_without_progress(tmp_path: Path) -> None:
-    assert outcome_of(tmp_path, "os.kill(os.getpid(), 9)", restarts=1) == (
-        1,
-        [
-            f"{KILLED}; restart 1 of 1 from the beginning",
-            "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
-            KILLED,
-        ],
-    )
+    """The first attempt ends without an error: nobody may take it for a run that is done."""
+    fault = "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9)"
+    lines = [
+        f"{LEFT}; restart 1 of 1 from the beginning",
+        "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
+        KILLED,
+    ]
+    assert outcome_of(tmp_path, fault, restarts=1) == (1, lines)
 
 
 @pytest.mark.exhaustive

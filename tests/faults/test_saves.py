@@ -22,7 +22,7 @@ SAVES = 5
 KEEP = 2
 KILLED = 9
 """exit status of a process that has died at its operation"""
-POINTS = 20
+POINTS = 10
 """operations at which the saves die in the default tier; at night, at every operation"""
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate")
 """audit events of operations that change files"""

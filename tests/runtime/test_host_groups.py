@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from recipes.benchmark.host_groups import SetupCost, setup_cost
 from tests.workers import run
 
@@ -24,6 +26,7 @@ def test_sockets_and_requests_of_a_rank_do_not_grow_with_the_ranks() -> None:
     assert costs[1].bytes < 1.2 * costs[0].bytes
 
 
+@pytest.mark.exhaustive
 def test_the_setting_is_what_makes_the_difference() -> None:
     [[cost]] = run(_costs, 1, 16, lazy=False)
     assert cost.sockets >= 2 * 15

@@ -239,26 +239,6 @@ def test_a_taker_that_slept_while_the_numbers_went_on_does_not_own(
     assert names(tmp_path) == ["000009"]
 
 
-def test_a_taker_whose_owner_is_replaced_before_its_first_look_waits_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file that it would watch is gone: a silent owner's would be watched for 90 s."""
-    earlier = write_owner(tmp_path, 6, owner(count=RELEASED).text())
-    read = leases._read
-
-    def read_late(file: Path) -> bytes | None:
-        if earlier.exists():
-            write_owner(tmp_path, 7, owner(count=RELEASED, nonce="7" * 32).text())
-            earlier.unlink()
-        return read(file)
-
-    monkeypatch.setattr(leases, "_read", read_late)
-    clock = Clock()
-    began = clock.now
-    assert take(tmp_path, clock.timing()).claim.number == 8
-    assert clock.now == began
-
-
 def test_what_killed_takers_left_is_removed(tmp_path: Path) -> None:
     write_owner(tmp_path, 3, owner(count=RELEASED).text())
     (tmp_path / "lease" / ("." + "a" * 32)).touch()
@@ -361,21 +341,6 @@ def test_a_reader_that_was_suspended_itself_waits_on(tmp_path: Path) -> None:
     clock.events[1503.0] = lambda: file.write_text(owner(count="0000000004").text())
     with pytest.raises(FolderOwned):
         take_lease(tmp_path, clock.timing()._replace(sleep=suspend))
-
-
-@pytest.mark.parametrize("shift", [3600.0, pytest.param(-3600.0, marks=pytest.mark.exhaustive)])
-def test_clocks_an_hour_off_change_nothing(takers: list[Taker], tmp_path: Path, shift: float) -> None:
-    holder, rival, successor = takers[:3]
-    holder.take(tmp_path, QUICK, shift)
-    assert Claim.parse(holder.answer())
-    os.utime(tmp_path / "lease" / "000001", (time.time() + shift, time.time() + shift))
-    rival.take(tmp_path, QUICK, -shift)
-    assert "which is running" in rival.answer()
-    holder.kill()
-    successor.take(tmp_path, QUICK, -shift)
-    claim = Claim.parse(successor.answer())
-    assert claim is not None
-    assert claim.number == 2
 
 
 def test_a_killed_owner_of_this_machine_is_dead_at_once(takers: list[Taker], tmp_path: Path) -> None:
