@@ -19,14 +19,11 @@ CPU = torch.device("cpu")
 TIED: Settings = {"model.tied_embeddings": True, "model.family": "gpt", "model.kv_heads": 0}
 UNEVEN: Settings = {"model.vocab": 97, "model.layers": 2}
 LAYOUTS: dict[str, Settings] = {
-    "fsdp4": {"parallel.dp_shard": 4},
-    "dp4": {"parallel.dp_shard": 4, "parallel.zero_stage": 0},
     "hsdp2x2-tied": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, **TIED},
-    "fsdp2xtp2": {"parallel.dp_shard": 2, "parallel.tp": 2},
     "fsdp2xtp2+sp": {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.sequence_parallel": True},
-    "hsdp2xtp2+sp-tied": {"parallel.dp_replicate": 2, "parallel.tp": 2, "parallel.sequence_parallel": True, **TIED},
-    "tp4": {"parallel.tp": 4},
+    "tp2xdp2": {"parallel.dp_shard": 2, "parallel.zero_stage": 0, "parallel.tp": 2},
 }
+"""cut, held by several ranks, and both; the lattice compares the norm of the others"""
 
 
 class Norms(NamedTuple):
@@ -83,7 +80,7 @@ def norms(layouts: dict[str, Settings]) -> dict[str, Norms]:
     return {name: norms_of_layout(settings) for name, settings in layouts.items()}
 
 
-def test_norm_and_clipping_in_every_layout() -> None:
+def test_norm_and_clipping_of_shards_and_copies() -> None:
     first_rank, *other_ranks = run(norms, 4, LAYOUTS)
     for results in other_ranks:
         assert results == first_rank  # bitwise the same on all ranks
@@ -101,9 +98,7 @@ def test_norm_and_clipping_in_every_layout() -> None:
         parameters = list(build_model(config.model).parameters())
         assert results.gradients == len(parameters)
     # one model, one batch: rounding of the gradients
-    expected = pytest.approx(first_rank["fsdp4"].norm, rel=1e-5)
-    for name in ("dp4", "fsdp2xtp2", "fsdp2xtp2+sp", "tp4"):
-        assert first_rank[name].norm == expected, name
+    assert first_rank["tp2xdp2"].norm == pytest.approx(first_rank["fsdp2xtp2+sp"].norm, rel=1e-5)
 
 
 def three(*sizes: int) -> nn.Module:
