@@ -1,5 +1,6 @@
-"""Fixtures and options of every test."""
+"""Fixtures and options of every test, and which tests a command runs."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,34 @@ import torch
 
 from tests import workers
 from tests.launched import Started
+from tests.patience import patience
+
+os.environ.setdefault("PYTEST_TIMEOUT", str(patience(300)))  # seconds for a test, read by pytest-timeout
+
+MOST_PROCESSES = 8
+"""that run tests at once: each has a pool of ranks"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `pytest -m lattice` draws (see test_lattice.py), and how often each fault of tests/faults is tried."""
-    parser.addoption("--count", default="20", help="layouts to draw: a number, all-meshes, or all-expert-meshes")
-    parser.addoption("--seed", type=int, default=0, help="of the layouts drawn")
-    parser.addoption("--report", default="", help="file that gets a line of JSON for each layout drawn")
+    """How often each fault of tests/faults is tried."""
     parser.addoption("--trials", type=int, default=1, help="of each fault in tests/faults")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run the tests: one per core for `pytest`, 0 (none but this one) for a part of it."""
+    is_whole = config.args == config.getini("testpaths") and not config.option.markexpr
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if is_whole else 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the exhaustive tests to `pytest -m exhaustive`."""
+    if "exhaustive" in config.option.markexpr:
+        return
+    by_default, at_night = [], []
+    for item in items:
+        (at_night if item.get_closest_marker("exhaustive") else by_default).append(item)
+    items[:] = by_default
+    config.hook.pytest_deselected(items=at_night)
 
 
 @pytest.fixture(scope="session", autouse=True)

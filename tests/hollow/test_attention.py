@@ -1,10 +1,6 @@
 """The table of attention kernels in the docs is what torch chooses."""
 
-import pytest
-
 from tests.hollow.attention import BEGIN, END, PAGE, table
-
-pytestmark = pytest.mark.hollow
 
 
 def test_the_table_of_the_docs_is_what_torch_chooses() -> None:

@@ -8,7 +8,7 @@ from tests.hollow.launches import Report, measure
 from tests.hollow.layouts import COMPILE, MODEL, Settings, as_arguments
 from tests.hollow.memory import peaks
 
-pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 CONFIG = "train_configs/moe_debug.toml"
 BLOCKS = 4

@@ -7,7 +7,7 @@ import pytest
 
 from tests.hollow.bed import run
 
-pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1900)]
+pytestmark = pytest.mark.timeout(1900)
 
 NUMBERS = ["losses", "kernels", "weights", "resume"]
 """stages that compare numbers, which the hollow GPU does not compute"""

@@ -7,7 +7,7 @@ import pytest
 from tests.hollow.launches import Report, measure
 from tests.hollow.layouts import COMPILE, CONFIG, MODEL, as_arguments
 
-pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 FSDP = {"parallel.dp_shard": 2, "training.global_batch_size": 4}  # one micro batch
 TENSOR = {"parallel.tp": 2, "parallel.sequence_parallel": True, "training.global_batch_size": 2, "model.ffn": 448}

@@ -5,7 +5,7 @@ import pytest
 from tests.hollow.launches import TOLERANCE, Report, read_table, row
 from tests.hollow.layouts import CONTEXT, layouts
 
-pytestmark = [pytest.mark.hollow, pytest.mark.timeout(1800)]  # the first test measures all layouts
+pytestmark = pytest.mark.timeout(1800)  # the first test measures all layouts
 
 
 @pytest.mark.parametrize("layout", layouts())

@@ -4,7 +4,7 @@ import pytest
 
 from tests.hollow.memory import WITHIN, Choice, peaks
 
-pytestmark = [pytest.mark.hollow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CHOICES = (
     Choice("8b", "none", "tp 1", "cp 1", "pp 1"),

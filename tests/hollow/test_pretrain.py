@@ -7,8 +7,6 @@ import pytest
 
 from tests.hollow.bed import Machine, run
 
-pytestmark = pytest.mark.hollow
-
 SMALL = (
     "--model.hidden=256",  # heads of width 32
     "--model.ffn=64",

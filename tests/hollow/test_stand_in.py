@@ -7,8 +7,6 @@ import pytest
 
 from tests.hollow.bed import ARCHITECTURES, H100, Machine, run
 
-pytestmark = pytest.mark.hollow
-
 
 def on_bed(program: str, machine: Machine = H100, **variables: str) -> str:
     """Run a Python program on the hollow GPU; return what it printed."""

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     heading = f"`.ci/slurm`, {date.today().isoformat()}, {versions()}, 2 CPU cores, gloo:\n\n"
     recorder = Recorder()
-    status = int(pytest.main(["-m", "slurm", "-k", options.k, str(FOLDER)], plugins=[recorder]))
+    status = int(pytest.main(["-k", options.k, str(FOLDER)], plugins=[recorder]))
     content = heading + table(recorder.trials)
     print(content)
     if not options.k:

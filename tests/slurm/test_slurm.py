@@ -16,7 +16,7 @@ import pytest
 from tests.slurm.job import QUICK_STEPS, Job
 from tests.tiny_run import ROOT, curve, metrics
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 Note = Callable[[str], None]
 Undisturbed = Callable[..., Path]
