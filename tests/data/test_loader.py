@@ -753,22 +753,6 @@ def test_damage_is_one_line_before_it_is_trained_on(
     loader.close()
 
 
-def test_a_shard_that_is_cut_during_the_run_is_named(tmp_path: Path) -> None:
-    folder = write_two_shards(tmp_path).folder
-    path = folder / "00000.train.bin"
-    loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)), workers=2)
-    take_steps(loader, 8)  # both workers have opened both shards
-    assert loader._verification is not None
-    loader._verification.close()  # else its look at the sizes may find it first, in other words
-    os.truncate(path, 1000)
-    message = rf"{path} became shorter while it was open: it ends at byte [\d,]+: copy or prepare the corpus again"
-    with pytest.raises(DataError) as raised:
-        take_steps(loader, 40)
-    assert re.fullmatch(message, str(raised.value))
-    assert not marks
-    loader.close()
-
-
 def flip_first_bit(folder: Path) -> None:
     flip_bit(folder / "00000.train.bin", 0)
 

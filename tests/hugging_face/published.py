@@ -1,17 +1,11 @@
 """Tiny configs of each published family, as transformers makes them."""
 
 import json
-import math
-import os
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-
-from torchllm.config import Model
-from torchllm.hugging_face.config_json import family_to_export, write_config_json
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -121,26 +115,3 @@ def save_published(
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size, **({"save_original_format": False} if stacks else {}))
     return model.float()
-
-
-def write_sparse_model(model: Model, folder: Path, bytes_per_file: int) -> None:
-    """Write a published model of any size, bfloat16 zeros, in sparse files that take no room on a disk."""
-    folder.mkdir(parents=True)
-    family = family_to_export(model)
-    (folder / "config.json").write_text(json.dumps(write_config_json(model, family)))
-    files: list[dict[str, Any]] = [{}]
-    places = {}
-    end = 0
-    for stored in family.stored_tensors(model):
-        begin, end = end, end + 2 * math.prod(stored.shape)
-        if end > bytes_per_file and files[-1]:
-            files.append({})
-            begin, end = 0, end - begin
-        files[-1][stored.key] = {"dtype": "BF16", "shape": list(stored.shape), "data_offsets": [begin, end]}
-        places[stored.key] = f"model-{len(files):05d}.safetensors"
-    for number, table in enumerate(files, 1):
-        header = json.dumps(table).encode()
-        path = folder / f"model-{number:05d}.safetensors"
-        path.write_bytes(struct.pack("<Q", len(header)) + header)
-        os.truncate(path, 8 + len(header) + max(entry["data_offsets"][1] for entry in table.values()))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

@@ -167,22 +167,6 @@ def test_the_layout_shows_curves_that_are_written(tmp_path: Path) -> None:
     assert b"Is it fast?" in written
 
 
-def test_tensorboard_shows_loss_speed_and_memory_first(tmp_path: Path) -> None:
-    """It sorts the curves by name."""
-    sink = TensorBoard(tmp_path)
-    keys = [*RECORD, "validation_loss", "breakdown/forward", "gpu/busy", "ema/distance"]
-    curves = sorted(sink.tag(key) for key in keys if key != "step")
-    assert [curve.partition("/")[2] for curve in curves[:4]] == [
-        "1_loss",
-        "2_validation_loss",
-        "3_tokens_per_second",
-        "4_memory_gib",
-    ]
-    groups = sorted({curve.partition("/")[0] for curve in curves})
-    assert groups == ["at_a_glance", "ema", "performance", "progress", "system", "time_share", "update"]
-    assert sink.tag("experts/load") == "experts/load"  # a group that a fork added
-
-
 def test_tensorboard_has_the_config_as_text(tmp_path: Path) -> None:
     config = Config(metrics=Metrics(log_interval=7))
     for sink in open_sinks(tmp_path, config):

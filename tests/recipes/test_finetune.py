@@ -141,7 +141,7 @@ def test_a_published_model_is_fine_tuned_whole_and_by_low_rank_updates(data: lis
     file = tmp_path / "run.toml"
     file.write_text(f'[run]\ndevice = "cpu"\n[model]\nfrom_hf = "{tmp_path / "published"}"\n')
     run = ["--finetune.epochs=2", "--schedule.warmup_steps=1", "--metrics.log_interval=1"]
-    run += ["--optimizer.learning_rate=1e-2", "--optimizer.weight_decay=0"]
+    run += ["--optimizer.learning_rate=1e-2", "--optimizer.weight_decay=0", "--training.micro_batch_size=8"]
     lora = ["--lora.rank=8", "--lora.alpha=32", "--parallel.tp=2"]
     losses = []
     for name, ranks, settings in (("whole", 1, []), ("updates", 2, lora)):

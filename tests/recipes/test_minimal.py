@@ -21,6 +21,7 @@ def test_it_trains_the_same_model_as_pretrain_on_two_ranks(trained: Path, capsys
         assert line.startswith(f"step {n}  loss ")
 
 
+@pytest.mark.exhaustive
 def test_it_balances_experts_as_pretrain_does_on_two_ranks_that_share_them(tmp_path: Path) -> None:
     balance = ["--model.balance_loss=global", "--model.balance_weight=0.3", "--model.router_bias=true"]
     experts = ["--model.experts=8", "--model.shared_experts=1", "--model.router_bias_rate=0.02", *balance]
