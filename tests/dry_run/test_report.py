@@ -81,16 +81,6 @@ def test_json_has_the_same_in_bytes(report: Report) -> None:
     }
 
 
-def test_what_tp_sends_is_near_the_formula(report: Report) -> None:
-    """The middle ranks have blocks alone: the formula, and the slices between stages that tp gathers again."""
-    config = tiny(LAYOUT)
-    formula = tensor_parallel_bytes(config.model, config.training, config.parallel, 2)
-    middle = report.kinds[1].sent
-    assert middle["tp", "all_reduce"][1] == formula
-    hidden = 8 * 32 * 64 * 2  # of all micro batches, bfloat16
-    assert middle["tp", "all_gather"][1] == 2 * hidden / 2  # into the stage forward, out of it backward
-
-
 def test_a_rank_that_does_not_fit_and_one_that_only_just_does(report: Report) -> None:
     assert report.hardware is not None
     peak = sum(report.kinds[0].memory.values())

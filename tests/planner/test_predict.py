@@ -73,23 +73,6 @@ def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
     assert terms.keys() <= set(TERMS)  # else a plot would miss one
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(layouts, st.integers(0, 2), st.booleans(), st.floats(1.1, 20))
-def test_a_slower_link_never_makes_a_step_faster(
-    layout: dict[str, Any], index: int, is_bandwidth: bool, factor: float
-) -> None:
-    hardware = dgx_a100()
-    links = list(hardware.links)
-    link = links[index]
-    if is_bandwidth:
-        links[index] = replace(link, bandwidth=link.bandwidth / factor)
-    else:
-        links[index] = replace(link, latency=link.latency * factor)
-    slower = replace(hardware, links=tuple(links))
-    step = step_of(**layout)
-    assert step_of(**layout, hardware=slower) >= step * (1 - 1e-9)
-
-
 @pytest.mark.parametrize(
     "cheapest_first",
     [

@@ -1,10 +1,7 @@
 import math
 from itertools import product
-from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
 from torchllm.planner.simulate import (
@@ -24,8 +21,6 @@ WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
 INTERLEAVED = [name for name, kind in SCHEDULES.items() if kind.most_stages == math.inf]
 """schedules of as many stages per rank as one likes"""
 EQUAL = StageTimes(1, 1, 1)
-Order = list[Entry]
-"""what a rank does, one entry after the other"""
 
 
 def forward(stage: int, micro_batch: int) -> Entry:
@@ -122,59 +117,6 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     last = [forward(1, 1), backward(1, 1), forward(1, 0), backward(1, 0)]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
         simulate([first, last], [EQUAL] * 2)
-
-
-PARTS = st.tuples(*[st.integers(0, 9)] * 3)
-"""whole numbers: sums are exact, and comparisons need no tolerance"""
-
-
-class Drawn(NamedTuple):
-    """A pipeline to simulate."""
-
-    orders: list[Order]
-    stages: list[StageTimes]
-    transfers: list[int]
-
-    def step(self) -> float:
-        """Return the seconds of its step."""
-        return simulate(self.orders, self.stages, self.transfers).step
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Drawn:
-    """Draw orders that the config allows, stages of any times, transfers."""
-    schedule = draw(st.sampled_from(NAMES))
-    ranks = draw(st.integers(2, 5))
-    virtual = draw(st.integers(1, 3)) if schedule in INTERLEAVED else 0
-    parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=virtual)
-    rounds = draw(st.integers(2, 3))
-    stages = []
-    for _ in range(parallel.stages):
-        times = draw(PARTS)
-        stages.append(StageTimes(*times))
-    transfers = []
-    for _ in range(parallel.stages - 1):
-        transfers.append(draw(st.integers(0, 5)))
-    return Drawn(orders(parallel, ranks * rounds), stages, transfers)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(pipelines(), st.data())
-def test_slower_parts_never_make_a_faster_step(pipeline: Drawn, data: st.DataObject) -> None:
-    step = pipeline.step()
-    index = data.draw(st.integers(0, len(pipeline.stages) - 1))
-    part = data.draw(st.sampled_from(StageTimes._fields))
-    stage = pipeline.stages[index]
-    slower = {part: getattr(stage, part) + 3}
-    stages = list(pipeline.stages)
-    stages[index] = stage._replace(**slower)
-    with_slow_stage = pipeline._replace(stages=stages)
-    assert with_slow_stage.step() >= step
-    transfers = list(pipeline.transfers)
-    boundary = data.draw(st.integers(0, len(transfers) - 1))
-    transfers[boundary] += 3
-    with_slow_transfer = pipeline._replace(transfers=transfers)
-    assert with_slow_transfer.step() >= step
 
 
 def peaks_of_ranks(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[dict[int, StagePeak]]:

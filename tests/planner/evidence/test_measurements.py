@@ -8,7 +8,6 @@ from tests.planner.evidence.tables import case_of
 from tests.planner.evidence.test_score import ROW
 from torchllm.planner.case import Case
 from torchllm.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, MeasuredRow, read_row, read_rows
-from torchllm.planner.experts import IMBALANCE
 from torchllm.spec.cluster import FOLDER
 
 
@@ -88,32 +87,8 @@ def test_another_name_of_a_cluster_is_no_assumption() -> None:
     assert row.assumed == []
 
 
-def test_what_the_source_says_of_overlap_replaces_the_fact() -> None:
-    overlaps = case_with(stack="nemo", tp="2", dp="4", tp_overlap="async")
-    assert overlaps.software.overlaps_products
-    waits = case_with(stack="nemo", tp="2", dp="4", tp_overlap="none")
-    assert not waits.software.overlaps_products
-    assert not waits.software.overlaps_tensor_parallel
-
-
-def test_what_the_source_says_of_gathered_weights_replaces_the_fact() -> None:
-    case = case_with(precision="float8 tensorwise + fp8 all-gather")
-    assert case.kernels.float8 == 0.8
-    assert case.software.gathered == 1.0
-
-
 def test_a_file_that_is_no_table_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("")
     with pytest.raises(ValueError, match="not a table of layouts"):
         read_rows(str(file))
-
-
-def test_a_benchmark_that_balances_its_experts_has_no_imbalance() -> None:
-    experts = {"experts": "8", "top_k": "2", "moe_ffn": "1024", "kv_heads": "4"}
-    learned = row_with(**experts)
-    assert case_of(learned).imbalance == IMBALANCE
-    assert learned.assumed == [f"the busiest rank's experts have {IMBALANCE} times the mean of rows"]
-    forced = row_with(**experts, note="force-balanced, dropless")
-    assert case_of(forced).imbalance == 1.0
-    assert forced.assumed == []

@@ -143,24 +143,6 @@ def test_pairs_are_of_one_job() -> None:
     assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
 
 
-def ratios_of_pairs(first: list[Residual], second: list[Residual]) -> dict[str, Spread]:
-    """Return the ratios of layouts of one job, by the axes that are added."""
-    rows = [residual._replace(fold="a") for residual in first + second]
-    ratios = {}
-    for row_class, spread in spreads_of(rows, RATIO).items():
-        ratios[row_class.axes] = spread
-    return ratios
-
-
-def test_pairs_of_which_neither_adds_an_axis_count_both_ways() -> None:
-    usual = made([0.0] * 5)
-    larger = made([0.3] * 5, micro_batch="2")
-    ratios = ratios_of_pairs(usual, larger)
-    assert SAME in ratios
-    low, high = ratios[ANY].interval
-    assert low == -high
-
-
 def test_the_share_above() -> None:
     spread = Spread("peak memory", "fold", EVERYTHING, rows=100, folds=5, quantiles=EVEN)
     for value in (-0.85, -0.3, 0.0, 0.4, 0.89):

@@ -68,23 +68,6 @@ def test_a_row_without_a_time_needs_no_number_of_micro_batches() -> None:
     assert training.global_batch_size == 2 * 4
 
 
-@pytest.mark.parametrize(
-    ("word", "virtual", "name", "stages"),
-    [
-        ("1f1b", "1", "1F1B", 1),
-        ("1F1B", "3", "Interleaved1F1B", 3),
-        ("interleaved_1f1b", "4", "Interleaved1F1B", 4),
-        ("ZB-2p", "1", "ZB-H2", 1),
-        ("", "", "1F1B", 1),
-    ],
-)
-def test_schedules_by_their_names(word: str, virtual: str, name: str, stages: int) -> None:
-    row = read(pp="2", dp="4", schedule=word, interleave_v=virtual)
-    assert row.parallel.schedule == name
-    assert row.parallel.stages_per_rank == stages
-    assert row.assumed == ([] if word else ["schedule 1F1B"])
-
-
 @pytest.mark.parametrize("note", ["", "sharded over all data ranks"])
 def test_states_are_sharded_over_all_data_ranks(note: str) -> None:
     parallel = read(note=note).parallel
@@ -96,14 +79,6 @@ def test_a_note_says_over_how_many_gpus_is_sharded() -> None:
     parallel = read(note="states sharded over 4 GPUs (hybrid)").parallel
     assert parallel.dp_replicate == 2
     assert parallel.dp_shard == 4
-
-
-@pytest.mark.parametrize(("ep", "etp", "degree"), [("4", "1", 4), ("1", "2", 1), ("", "", 1), ("8", "", 8)])
-def test_the_degree_of_expert_parallelism(ep: str, etp: str, degree: int) -> None:
-    sparse = read(SPARSE, dp="4", tp="2", ep=ep, etp=etp)
-    assert sparse.parallel.ep == degree
-    dense = read(DENSE, dp="4", tp="2", ep=ep, etp=etp)
-    assert dense.parallel.ep == 1
 
 
 def test_experts_sharded_in_another_way_are_refused() -> None:

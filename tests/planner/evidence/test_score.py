@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from tests.planner.evidence.tables import case_of, read_table, write_cells
-from torchllm.planner.evidence.layer import layer_seconds
 from torchllm.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.planner.evidence.score import predict_file, regret, score_files, score_rows, spearman
-from torchllm.planner.peak import counted
 from torchllm.planner.predict import predict
 
 ROW = {
@@ -64,22 +62,6 @@ def summary_of(file: str) -> Any:
     return scores["made up"]
 
 
-def scored(tmp_path: Path, rows: list[MeasuredRow]) -> Any:
-    """Return the scores of some rows."""
-    return summary_of(table(tmp_path / "rows.csv", rows))
-
-
-def test_a_row_that_cannot_be_read_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
-    bad = {**ROW, "micro_batch": "many"}
-    file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, micro_batch="2")], (bad,))
-    text = score_files([file], as_json=False)
-    assert "unscored: micro_batch = 'many' is not a number (1 rows)" in text
-    summary = summary_of(file)
-    assert summary["rows"] == 3
-    assert summary["timed"] == 2
-    assert summary["unscored"] == 1
-
-
 @pytest.fixture
 def three_classes(tmp_path: Path) -> str:
     """One row that is scored, two under an assumption, and two that are not scored."""
@@ -130,21 +112,6 @@ def test_a_choice_that_ran_out_of_memory_is_said() -> None:
     assert regret(score_rows([chosen, slower, slowest])) == {"chosen_ran_out_of_memory": True}
 
 
-def test_out_of_memory_is_counted_both_ways(tmp_path: Path) -> None:
-    huge = {"micro_batch": "64", "global_batch_seqs": "512"}
-    rows = [row(1.0), row(None), row(1.0, **huge), row(None, **huge)]
-    summary = scored(tmp_path, rows)
-    assert summary["out_of_memory"] == {"fits_ok": 1, "fits_oom": 1, "refused_ok": 1, "refused_oom": 1, "right": 0.5}
-
-
-def test_memory_is_compared_with_the_measured_peak(tmp_path: Path) -> None:
-    case = case_of(row(1.0))
-    predicted_peak = counted(predict(case).memory, case.software) / 2**30
-    measured = row(1.0, peak_memory_gib=repr(predicted_peak / 1.1))
-    summary = scored(tmp_path, [measured])
-    assert summary["memory"]["mean"] == pytest.approx(0.1)
-
-
 def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     source = table(tmp_path / "in.csv", [row(1.0, mystery="kept")], ({**ROW, "heads": ""},))
     target = tmp_path / "out.csv"
@@ -170,17 +137,6 @@ def test_spearman() -> None:
     assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
     assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # scipy.stats.spearmanr
     assert spearman([1, 2], [1, 2]) is None
-
-
-def test_layers_are_timed_alone(tmp_path: Path) -> None:
-    case = case_of(read_row({**ROW, "grad_accum": ""}))
-    assert case.ranks == 8
-    forward, backward = layer_seconds(case)
-    forward_ms = repr(1e3 * forward / 1.1)
-    backward_ms = repr(1e3 * backward)
-    timed = read_row({**ROW, "layer_fwd_ms": forward_ms, "layer_bwd_ms": backward_ms})
-    summary = scored(tmp_path, [timed])
-    assert summary["layers"]["mean"] == pytest.approx(0.05)
 
 
 def test_what_a_sweep_found_to_be_no_layout_is_left_out(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,14 +116,6 @@ def careful_and_odd() -> list[StepError]:
     return drawn(8, 30, 0.2, "careful") + drawn(8, 30, 0.8, "odd")
 
 
-def test_a_gpu_of_few_folds_is_a_source_of_its_own() -> None:
-    model = fitted(drawn(folds=20, rows=5, deviation=0.6))
-    unmeasured = model.interval(spent(), "first", "B300")
-    measured = model.interval(spent(), "first", "H100")
-    assert unmeasured.widest == RARELY_MEASURED
-    assert unmeasured.half > measured.half
-
-
 def covering_size_of(folds: int) -> float:
     """Return the size that covers errors of as many folds, whose sizes are 1, 2, 3 ..."""
     errors = drawn(folds=folds, rows=1, deviation=0.5)
@@ -159,16 +150,6 @@ def test_what_a_step_is_spent_on() -> None:
     assert shares.pop(EVERY_STEP) == 1
     assert sum(shares.values()) == pytest.approx(1)
     assert {FLOAT8, EXPERTS, ACROSS_NODES}.isdisjoint(shares)
-
-
-def test_experts_and_float8_concern_the_whole_step() -> None:
-    dense = case(tp=2)
-    model = replace(dense.model, experts=8)
-    kernels = dense.kernels._replace(float8=1.0)
-    sparse = replace(dense, model=model, kernels=kernels)
-    shares = shares_of(sparse, predict(dense))
-    assert shares[EXPERTS] == 1
-    assert shares[FLOAT8] == 1
 
 
 def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,6 @@ def test_float8_gets_a_layout_that_it_can_multiply_planned_as_bfloat16() -> None
             choose_layouts(float8, 16, written)
 
 
-def test_experts_are_planned_and_predicted() -> None:
-    sparse = replace(CONFIG, model=replace(CONFIG.model, experts=8, expert_ffn=1408))
-    (chosen,), _ = choose_layouts(sparse, 16, ())
-    assert chosen.model.experts == 8
-    assert chosen.parallel.ep >= 1
-    assert planned(chosen) is not None
-
-
 def test_an_unknown_machine_is_not_predicted() -> None:
     assert why_unplanned(replace(CONFIG, parallel=Parallel(dp_shard=16))) == ""
     unknown = replace(CONFIG, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks

@@ -82,20 +82,6 @@ def test_model_parallelism_before_checkpointing(model: str, length: int) -> None
     assert without.tp * without.pp >= checkpointed.tp * checkpointed.pp
 
 
-def test_larger_micro_batches_only_when_parallelism_cannot_shrink() -> None:
-    """Where nothing is split a larger micro batch is best; where it would cost more splitting it is not."""
-    small = replace(model_of("llama3_8b"), layers=8)
-    training = Training(global_batch_size=512, sequence_length=2048)
-    unsplit = best_layout(Job(small, training, read_hardware("dgx_a100"), 64))
-    assert (unsplit.pp, unsplit.tp, unsplit.cp) == (1, 1, 1)
-    assert unsplit.micro_batch_size > 1
-    predictions = hagemann("llama_65b", 2048, sequence_parallel=True)
-    narrow = fastest(predictions, micro_batch_size=1)
-    wide = fastest(predictions, micro_batch_size=4)
-    assert wide.tp * wide.pp > narrow.tp * narrow.pp
-    assert predictions[wide].step > predictions[narrow].step
-
-
 def test_sequence_parallelism_beyond_30b_or_2k() -> None:
     assert gain_of_sequence_parallelism("llama_13b", 2048) == 0  # its best layout has no tp
     assert gain_of_sequence_parallelism("llama_65b", 2048) > 0.01
@@ -147,30 +133,6 @@ def test_interleaving_and_less_of_it_with_larger_batches() -> None:
     assert 0 < gains[-1] < 0.10
 
 
-def test_the_best_micro_batch_depends_on_the_problem() -> None:
-    """Figure 16: 91 billion parameters on 64 GPUs, (tp, pp) = (8, 8)."""
-    best = {}
-    for batch in (128, 512):
-        steps = {}
-        for size in (1, 2, 4, 8):
-            prediction = narayanan(8, 8, batch, size, layers=32, hidden=15360, heads=128)
-            steps[size] = prediction.step
-        best[batch] = min(steps, key=steps.__getitem__)
-        assert best[batch] not in (1, 8)
-    assert best[128] < best[512]
-
-
-@pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_fewer_model_parallel_ranks_and_more_data_parallel(axis: str) -> None:
-    """Figures 14 and 15: 5.9 billion parameters on 64 GPUs."""
-    steps = []
-    for degree in (2, 4, 8, 16, 32):
-        degrees = {"pp": 1, "tp": 1, axis: degree}
-        prediction = narayanan(**degrees, batch=512, layers=32, hidden=3840, heads=32)
-        steps.append(prediction.step)
-    assert steps == sorted(steps)
-
-
 def test_shards_stay_in_the_node_once_there_are_many() -> None:
     """HSDP, its shards on the 8 GPUs of a node, against FSDP over 256, zero_stage 3."""
     training = Training(global_batch_size=512, sequence_length=4096)
@@ -178,21 +140,6 @@ def test_shards_stay_in_the_node_once_there_are_many() -> None:
     hsdp = Layout(pp=1, dp_replicate=32, dp_shard=8, cp=1, tp=1)
     fsdp = Layout(pp=1, dp_replicate=1, dp_shard=256, cp=1, tp=1)
     assert predict(job.case(hsdp)).step < predict(job.case(fsdp)).step
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus"),
-    [
-        ("llama_65b", 64),
-        pytest.param("llama3_70b", 128, marks=pytest.mark.exhaustive),
-        pytest.param("gpt_145b", 128, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_axis_that_sends_most_stays_in_the_node(model: str, gpus: int) -> None:
-    training = Training(global_batch_size=512, sequence_length=2048)
-    job = Job(model_of(model), training, read_hardware("dgx_a100"), gpus)
-    for ranked in search(job, 10).best:
-        assert ranked.layout.tp <= 8
 
 
 def degree_of_cp(model: str, length: int, batch: int) -> int:

@@ -17,8 +17,7 @@ from torchllm.planner.predict import Pipeline, Prediction, memory_of, pipeline_s
 from torchllm.planner.search.bounds import Bounds, at_least
 from torchllm.planner.search.layouts import DegreeMesh, Job, Layout
 from torchllm.planner.search.search import Search, mesh_of, search, sharded
-from torchllm.planner.simulate import StageTimes
-from torchllm.planner.stage import boundary, stage_cost
+from torchllm.planner.stage import stage_cost
 from torchllm.spec.cluster import Hardware, read_cluster
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
@@ -168,19 +167,6 @@ def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
     return sharded(layout, possible[-1])
 
 
-def test_a_pipeline_is_bounded_by_groups_of_ranks_as_by_each_rank() -> None:
-    job = make_job(replace(DEEP, layers=30), gpus=16, batch=64, length=1024)
-    bounds = Bounds(job)
-    pipelines = [layout for layout in all_layouts(job) if layout.pp > 2]
-    for layout in sample(pipelines, 200, seed=3):
-        case = job.case(layout)
-        stages = bounds.stage_split(layout).stages
-        costs = bounds.costs(layout, stages)
-        times = [costs[stage].times for stage in stages]
-        seconds, _ = at_least(case, times, boundary(case))
-        assert bounds.scheduled(layout) == pytest.approx(seconds, rel=1e-12), layout
-
-
 SPARSE = replace(SMALL, experts=8, top_k=2, expert_ffn=256, dense_layers=2)
 
 
@@ -208,31 +194,6 @@ def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
         assert bounds.held(layout) == alone.held(layout), layout
         assert bounds.needed(layout) == alone.needed(layout), layout
         assert bounds.shared_memory(layout) == alone.shared_memory(layout), layout
-
-
-def test_the_bound_of_a_schedule_of_equal_stages_without_transfers_is_met() -> None:
-    """By schedules that leave the way back empty, of as many micro batches as there are ranks."""
-    model = replace(SMALL, layers=8, vocab=2)
-    job = make_job(model, gpus=4, batch=16, fixed={"pp": 4, "recompute": "none"})
-    for layout in all_layouts(job):
-        case = job.case(layout)
-        stages = [StageTimes(1.0, 1.2, 0.8)] * case.parallel.stages
-        bound, _ = at_least(case, stages, 0.0)
-        step, _ = pipeline_seconds(case, stages, 0.0)
-        assert bound <= step, layout
-        leaves_way_back_empty = layout.schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
-        if leaves_way_back_empty and case.micro_batches >= 4:
-            assert bound == pytest.approx(step), layout
-
-
-def test_what_is_fixed_stays() -> None:
-    fixed = {"tp": 4, "recompute": "full", "micro_batch_size": 2}
-    outcome = search(make_job(LARGE, batch=32, length=1024, fixed=fixed))
-    assert outcome.best
-    for layout, _ in outcome.best:
-        assert layout.tp == 4
-        assert layout.recompute == "full"
-        assert layout.micro_batch_size == 2
 
 
 def test_compiled_blocks_are_not_planned_where_the_config_refuses_them() -> None:
