@@ -104,7 +104,7 @@ def test_offsets_are_where_documents_begin_and_then_the_number_of_tokens() -> No
         assert offsets == expected + [documents.numel()] * room, seed
 
 
-@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("length", [1024, pytest.param(4096, marks=pytest.mark.exhaustive)])
 def test_the_shape_hardly_ever_changes(length: int) -> None:
     """A block is compiled again for another shape."""
     usual, all_lengths = set(), set()
