@@ -8,6 +8,8 @@ import pytest
 from torchllm.config import Config, Source, Training, log_config_changes
 from torchllm.config.changes import config_changes
 
+pytestmark = pytest.mark.quick
+
 
 def saved(config: Config) -> dict[str, object]:
     """A config as a checkpoint holds it."""

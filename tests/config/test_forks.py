@@ -9,6 +9,8 @@ import pytest
 from tests.config.conftest import refusal
 from torchllm.config import Bound, Config, Training, load_config, write_config
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Teacher:

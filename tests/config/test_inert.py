@@ -9,6 +9,8 @@ import pytest
 from torchllm.config import Config, Parallel, Source, load_config, write_config
 from torchllm.config.inert import CONTRADICTIONS, IDLE, SOURCE_KINDS, contradictions, idle_keys
 
+pytestmark = pytest.mark.quick
+
 Keys = dict[str, Any]
 
 YARN: Keys = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"}

@@ -3,9 +3,13 @@
 import json
 from dataclasses import asdict, dataclass, field
 
+import pytest
+
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Source
 from torchllm.config.json_schema import json_schema
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_committed_file_is_current() -> None:

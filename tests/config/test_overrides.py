@@ -8,6 +8,8 @@ import pytest
 from tests.config.conftest import refusal
 from torchllm.config import Config, Parallel, Source, load_config
 
+pytestmark = pytest.mark.quick
+
 
 def test_bases_and_overrides(folder: Path) -> None:
     (folder / "models").mkdir()

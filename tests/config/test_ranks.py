@@ -11,6 +11,8 @@ import pytest
 from tests.config.conftest import refusal
 from torchllm.config import Parallel, load, load_config
 
+pytestmark = pytest.mark.quick
+
 UNKNOWN_RANKS = "is -1, but the number of ranks is unknown: set NPROC (and NNODES), or give a degree"
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.config.conftest import refusal
 from torchllm.config import load_config
 
+pytestmark = pytest.mark.quick
+
 
 class Refusal(NamedTuple):
     """A config that is refused."""

@@ -9,6 +9,8 @@ from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_acc
 from torchllm.config.checks import Problem, problems, resolve_degrees
 from torchllm.config.help import field_docs
 
+pytestmark = pytest.mark.quick
+
 
 def change(**keys: Any) -> Config:
     """A config of one rank with `section__key=value` changed."""

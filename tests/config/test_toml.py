@@ -1,6 +1,10 @@
 """Where each key of a TOML text is written."""
 
+import pytest
+
 from torchllm.config.toml import key_lines
+
+pytestmark = pytest.mark.quick
 
 TEXT = (
     '''# a = 1

@@ -77,6 +77,7 @@ def load_for_dry_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config([str(file), "--run.folder=unused", "--run.dry_run=true"])
 
 
+@pytest.mark.quick
 def test_files_and_their_resolved_configs_load_without_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

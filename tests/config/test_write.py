@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from torchllm.config import (
 from torchllm.config.inert import contradictions
 from torchllm.config.read import field_types, plain_type
 from torchllm.config.write import dump_toml
+
+pytestmark = pytest.mark.quick
 
 
 def values_of(annotated: Any) -> st.SearchStrategy[Any]:

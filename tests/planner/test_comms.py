@@ -9,6 +9,8 @@ import pytest
 from torchllm.planner.comms import Group, group
 from torchllm.spec.cluster import Hardware, Link, read_cluster
 
+pytestmark = pytest.mark.quick
+
 
 def cluster(name: str) -> Hardware:
     """Return a cluster of train_configs/clusters."""

@@ -1,6 +1,10 @@
 """The states of a schedule that may be its peak, by hand."""
 
+import pytest
+
 from torchllm.planner.moments import NONE, REDUCED, WHOLE, Moment, Total, of_rank, totals
+
+pytestmark = pytest.mark.quick
 
 
 def test_moments_of_a_pipeline() -> None:

@@ -15,6 +15,8 @@ from torchllm.planner.simulate import (
 )
 from torchllm.spec.schedules import Action, Entry, orders
 
+pytestmark = pytest.mark.quick
+
 NAMES = list(SCHEDULES)
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]

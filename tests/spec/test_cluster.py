@@ -16,6 +16,8 @@ from torchllm.spec.cluster import (
     unknown_cluster,
 )
 
+pytestmark = pytest.mark.quick
+
 NAMES = sorted(file.stem for file in cluster.FOLDER.glob("*.toml"))
 
 

@@ -24,6 +24,8 @@ from torchllm.spec.flops import (
     update_parameter_count,
 )
 
+pytestmark = pytest.mark.quick
+
 GPT = Model(
     family="gpt", layers=24, hidden=2304, heads=24, ffn=4 * 2304, vocab=51_200, tied_embeddings=True
 )  # Narayanan et al., table 1, 1.7B

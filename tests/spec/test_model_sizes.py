@@ -17,6 +17,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.quick
+
 FOLDER = Path(__file__).parents[2] / "train_configs" / "models"
 
 # Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2, Qwen2.5, Qwen3, OLMo 2, Mistral); for Hagemann

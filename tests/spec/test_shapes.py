@@ -1,10 +1,13 @@
 """The shapes of all parameters, against the model as built."""
 
+import pytest
 import torch
 
 from tests.spec.test_parameters import MODELS
 from torchllm.models.decoder import build_model
 from torchllm.spec.shapes import parameter_shapes
+
+pytestmark = pytest.mark.quick
 
 
 def test_names_shapes_and_order_are_those_of_the_built_model() -> None:

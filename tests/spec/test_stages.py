@@ -10,6 +10,8 @@ from torchllm.spec.flops import block_flops, forward_flops_per_token
 from torchllm.spec.schedules import orders
 from torchllm.spec.stages import balanced_split, end_costs, stage_costs, stage_of_rank
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 SMALL_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64)
 LARGE_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=4000)

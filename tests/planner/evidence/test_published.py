@@ -6,12 +6,16 @@ import json
 import re
 from typing import Any
 
+import pytest
+
 from tests.planner.evidence.tables import case_of
 from tests.tiny_run import ROOT
 from torchllm.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.planner.evidence.pack import DATA, own_measurements
 from torchllm.planner.evidence.score import score_files
 from torchllm.planner.predict import predict
+
+pytestmark = pytest.mark.quick
 
 
 @functools.cache
