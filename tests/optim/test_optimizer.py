@@ -170,7 +170,7 @@ def test_sharded_parameters() -> None:
             torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-momentum"])
 def test_state_exists_from_the_start_and_weights_are_untouched(name: str) -> None:
     model = plain()
     untouched = plain()
@@ -229,7 +229,7 @@ def test_learning_rate_and_weight_decay_by_role(name: Any) -> None:
     assert rates == {0.25, 0.125, 0.5, 1.5}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_experts_and_routers_decay_as_matrices(name: Any) -> None:
     """A gradient of zero again. The routers' biases are buffers, which no optimizer knows."""
     model = Model(layers=1, hidden=8, heads=2, kv_heads=2, ffn=12, vocab=16, experts=4, router_bias=True)
@@ -265,8 +265,7 @@ def test_an_optimizer_of_a_fork_gets_the_learning_rate() -> None:
     assert weight.item() == 0.75
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt", True)])
 def test_groups_follow_the_table(family: str, tied: bool) -> None:
     model = replace(MODEL, family=family, tied_embeddings=tied)  # type: ignore[arg-type]
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from torchllm.models.document_attention import QUERY_BLOCK
 from torchllm.parallel import chosen_kernel
 from torchllm.parallel.chosen_kernel import attention_kernel, log_attention_kernel
 
+pytestmark = pytest.mark.quick
 META = torch.device("meta")
 CUDA = torch.device("cuda")
 GROUPED = Model(heads=8, kv_heads=2, hidden=8 * 16)
@@ -29,8 +30,6 @@ def question(parallel: Parallel, length: int, documents: bool) -> Any:
     ("parallel", "heads", "kv_heads"),
     [
         (Parallel(), 8, 2),
-        (Parallel(tp=2), 4, 1),
-        (Parallel(cp=2, cp_method="ulysses"), 4, 1),
         (Parallel(tp=2, cp=2, cp_method="ulysses"), 2, 1),  # a key-value head is on two ranks
     ],
 )
@@ -93,9 +92,8 @@ def messages(
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), ULYSSES])
-def test_a_fused_kernel_is_named(caplog: pytest.LogCaptureFixture, parallel: Parallel) -> None:
-    assert messages(caplog, SDPA, parallel, CUDA, "flash") == [("INFO", "attention: torch's flash kernel")]
+def test_a_fused_kernel_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert messages(caplog, SDPA, ULYSSES, CUDA, "flash") == [("INFO", "attention: torch's flash kernel")]
 
 
 def test_the_kernel_that_keeps_all_scores_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,15 +102,7 @@ def test_the_kernel_that_keeps_all_scores_is_warned_of(caplog: pytest.LogCapture
     assert "no fused kernel on this GPU for these heads in float32: the scores of a layer, (H, S, S)" in text
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "device"),
-    [
-        (SDPA, Parallel(), torch.device("cpu")),
-        (Model(attention="eager"), Parallel(), CUDA),
-        (SDPA, RING, CUDA),
-    ],
-)
-def test_other_kinds_of_attention_are_not_named(
-    caplog: pytest.LogCaptureFixture, model: Model, parallel: Parallel, device: torch.device
-) -> None:
-    assert messages(caplog, model, parallel, device, "math") == []
+def test_other_kinds_of_attention_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert messages(caplog, SDPA, Parallel(), torch.device("cpu"), "math") == []
+    assert messages(caplog, Model(attention="eager"), Parallel(), CUDA, "math") == []
+    assert messages(caplog, SDPA, RING, CUDA, "math") == []

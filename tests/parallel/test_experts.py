@@ -13,7 +13,7 @@ from tests.checkpoint.test_resume_layouts import hop_over, train
 from tests.parity import Settings, build, check, check_bfloat16, my_batches, reference, tiny
 from tests.workers import run
 from torchllm.models.decoder import build_model
-from torchllm.models.experts import Experts, Router, Routing
+from torchllm.models.experts import Router, Routing
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.proof.forced_routing import routers_of
@@ -101,31 +101,6 @@ def test_ranks_hold_equal_parts_of_the_experts(
 ) -> None:
     for shapes in run(local_shapes, ranks, settings):
         assert shapes == {"gate_proj": gate, "up_proj": gate, "down_proj": down}
-
-
-def types_in_a_forward_pass(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types of the router's weight and of an expert's while a bfloat16 model computes."""
-    _, (stage,) = build(tiny({**EXPERTS, **settings}), torch.bfloat16)
-    types = {}
-
-    def note(module: torch.nn.Module, inputs: object) -> None:
-        types[isinstance(module, Router)] = next(module.parameters()).dtype
-
-    for module in stage.modules():
-        if isinstance(module, Router | Experts):
-            module.register_forward_pre_hook(note)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    stage(tokens, torch.arange(8).unsqueeze(0), None, tokens)
-    return types[True], types[False]
-
-
-@pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=exhaustive)])
-def test_routers_are_gathered_in_their_own_type_in_a_bfloat16_model(
-    tp: int, router_dtype: str, dtype: torch.dtype
-) -> None:
-    settings = {**FSDP2, "parallel.tp": tp, "model.router_dtype": router_dtype}
-    assert run(types_in_a_forward_pass, 2 * tp, settings) == [(dtype, torch.bfloat16)] * (2 * tp)
 
 
 @exhaustive

@@ -32,9 +32,6 @@ from tests.lattice import (
     compare,
     compare_bfloat16,
     draw_sample,
-    every_expert_mesh,
-    every_mesh,
-    expert_lattice,
     experts_at_random,
     lattice,
     read_config,
@@ -50,7 +47,6 @@ from torchllm.models.head import IGNORED
 from torchllm.parallel.initialize import initialize
 from torchllm.proof.compare import gradient_errors, root_mean_square
 from torchllm.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
-from torchllm.proof.sample import MESH
 from torchllm.runtime.torch_compat import local_region
 
 exhaustive = pytest.mark.exhaustive
@@ -152,29 +148,6 @@ def test_the_sample_has_every_pair_of_settings() -> None:
     sampled = pairs([*sample().first, *sample().rest])
     assert pairs(lattice().layouts) <= sampled
     assert pairs(at_random(500, seed=1, space=SPACE)) <= sampled  # and their options
-
-
-def meshes(several: Iterable[Layout]) -> set[Any]:
-    return {tuple(map(layout.get, MESH)) for layout in several}
-
-
-@exhaustive
-def test_every_mesh_is_drawn() -> None:
-    drawn = every_mesh(seed=2)
-    assert all(map(SPACE.is_valid, drawn))
-    assert meshes(drawn) == meshes(lattice().layouts)
-    interrupted = drawn[:-20]
-    rest = every_mesh(seed=2, done=interrupted)
-    assert meshes(rest) | meshes(interrupted) == meshes(drawn)
-    assert len(rest) < 40  # the other pairs of settings are done
-
-
-@exhaustive
-def test_every_expert_mesh_is_drawn() -> None:
-    drawn = every_expert_mesh(seed=2)
-    assert all(map(EXPERT_SPACE.is_valid, drawn))
-    assert meshes(drawn) == meshes(expert_lattice().layouts)
-    assert {layout.get("parallel.ep") for layout in drawn} == {None, 1, 2, 4}
 
 
 # -- bfloat16

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchllm.config import Parallel
 from torchllm.parallel.mesh import AXES, Mesh, build_mesh, destroy_mesh
 
+pytestmark = pytest.mark.quick
+
 
 @contextmanager
 def on_rank(rank: int, world_size: int, **degrees: Any) -> Iterator[Mesh]:
@@ -60,10 +62,9 @@ def test_ranks_that_share_tp_or_cp_read_the_same_data_and_others_do_not() -> Non
     assert ranks_by_data_rank == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1)])
-def test_zero_stage_0_replicates_everything(replicate: int, shard: int) -> None:
+def test_zero_stage_0_replicates_everything() -> None:
     for rank in range(4):
-        with on_rank(rank, 4, dp_replicate=replicate, dp_shard=shard, zero_stage=0) as mesh:
+        with on_rank(rank, 4, dp_replicate=2, dp_shard=2, zero_stage=0) as mesh:
             assert mesh.fsdp.shape == (4, 1)
             assert ranks_of(mesh.fsdp, 0) == [0, 1, 2, 3]
             assert ranks_of(mesh.fsdp, 1) == [rank]
@@ -130,17 +131,6 @@ def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:
         assert mesh.tp.shape == (1,)
         assert mesh.data_rank == 0
         assert mesh.data_size == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_nothing_warns_the_user() -> None:
-    fsdp = {"dp_shard": 8}
-    hsdp = {"dp_replicate": 2, "dp_shard": 4}
-    fsdp_and_tp = {"dp_shard": 4, "tp": 2}
-    ddp = {"dp_replicate": 8}
-    for degrees in (fsdp, hsdp, fsdp_and_tp, ddp):
-        with on_rank(0, 8, **degrees) as mesh:
-            assert mesh.loss.size() == 8 // degrees.get("tp", 1)
 
 
 def groups_now() -> set[str]:

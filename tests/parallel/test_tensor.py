@@ -19,7 +19,6 @@ from tests.workers import run
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
-from torchllm.spec.parameters import canonical_name, rule_of
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}
@@ -138,18 +137,12 @@ def test_norms_over_the_width_send_one_number_per_token_each() -> None:
 
 
 def test_logits_are_never_sent() -> None:
+    """The loss sends three numbers per token, and nothing is larger than the hidden states."""
     chunked = run(sent_of_a_step, 2, {**SP, "training.loss_chunk": 8})[0]
-    check_loss_collectives(sent_under("tp"), times_computed=1)
-    check_loss_collectives(sent_under("tp+sp"), times_computed=1)
-    check_loss_collectives(chunked, times_computed=1)
-
-
-def check_loss_collectives(events: list[Collective | str], times_computed: int) -> None:
-    """Assert that the loss sends three numbers per token, and nothing is larger than the hidden states."""
-    sizes = [event.elements for event in events if isinstance(event, Collective)]
-    assert max(sizes) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
-    loss_sizes = [size for size in sizes if size not in (TOKENS * HIDDEN, HIDDEN)]
-    assert sum(loss_sizes) == 3 * TOKENS * times_computed
+    for events in (sent_under("tp"), sent_under("tp+sp"), chunked):
+        sizes = [event.elements for event in events if isinstance(event, Collective)]
+        assert max(sizes) == TOKENS * HIDDEN < TOKENS * VOCAB // 2
+        assert sum(size for size in sizes if size not in (TOKENS * HIDDEN, HIDDEN)) == 3 * TOKENS
 
 
 Shape = tuple[int, ...]
@@ -163,17 +156,9 @@ KIND_OF_MODULE = {
 """the activations that a module gets, by the last part of its name"""
 
 
-class LocalShapes(NamedTuple):
-    """Shapes of what one rank holds."""
-
-    activations: dict[str, set[Shape]]
-    """what norms, attention cores and down_proj get ("mlp"), and what blocks return"""
-    parameters: dict[str, Shape]
-
-
-def local_shapes(settings: Settings) -> LocalShapes:
-    config = tiny(settings)
-    _, (stage,) = build(config)
+def local_activations(settings: Settings) -> dict[str, set[Shape]]:
+    """Return shapes on one rank: of what norms, attention cores and down_proj ("mlp") get, and what blocks return."""
+    _, (stage,) = build(tiny(settings))
     shapes: dict[str, set[Shape]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
 
     def recording_input(kind: str) -> Callable[..., None]:
@@ -190,9 +175,7 @@ def local_shapes(settings: Settings) -> LocalShapes:
         block.register_forward_hook(record_block)
     tokens = torch.arange(TOKENS).view(1, -1)
     stage(tokens, tokens, None, tokens)
-    parameters = {name: _local_shape(parameter) for name, parameter in stage.named_parameters()}
-    assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
-    return LocalShapes(shapes, parameters)
+    return shapes
 
 
 def _local_shape(x: Tensor) -> Shape:
@@ -200,74 +183,41 @@ def _local_shape(x: Tensor) -> Shape:
     return tuple(local.shape)
 
 
-MATRICES = {
-    "embed_tokens": (192, 64),
-    "lm_head": (192, 64),
-    "q_proj": (64, 64),
-    "k_proj": (32, 64),
-    "v_proj": (32, 64),
-    "o_proj": (64, 64),
-    "gate_proj": (96, 64),
-    "up_proj": (96, 64),
-    "down_proj": (64, 96),
-}
-"""shape of each matrix of the whole model"""
-CUT_AXIS = {"vocab": 0, "colwise": 0, "rowwise": 1, "whole": None}
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_a_rank_holds(sequence_parallel: bool) -> None:
+def test_what_a_rank_holds_between_the_products(sequence_parallel: bool) -> None:
     """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
     part = TOKENS // 2 if sequence_parallel else TOKENS
-    settings = SP if sequence_parallel else ONE
-    for shapes in run(local_shapes, 2, settings):
-        assert shapes.activations == {
+    for shapes in run(local_activations, 2, SP if sequence_parallel else ONE):
+        assert shapes == {
             "norm": {(1, part, HIDDEN)},
             "block": {(1, part, HIDDEN)},
             "attention": {(1, TOKENS, 4, 8)},  # 4 of 8 heads
             "mlp": {(1, TOKENS, 48)},  # 48 of 96
         }
-        for name, shape in shapes.parameters.items():
-            module = name.split(".")[-2]
-            expected = list(MATRICES.get(module, (HIDDEN,)))  # others are norms
-            cut = rule_of(canonical_name(name)).cut
-            axis = CUT_AXIS[cut]
-            if axis is not None:
-                expected[axis] //= 2
-            assert shape == tuple(expected), name
-
-
-class TableGradients(TorchDispatchMode):
-    """Rows of the tables that embeddings make gradients of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.embedding_dense_backward.default:
-            self.rows.append(len(out))
-        return out
 
 
 def rows_of_the_embedding_gradient(settings: Settings) -> list[int]:
+    """Return the rows of the tables that embeddings make gradients of."""
     config = tiny(settings)
     mesh, stages = build(config)
-    with TableGradients() as gradients:
-        forward_backward = OneStage(stages, config.parallel)
-        batches = my_batches(config, mesh, 1, ragged=False)
-        forward_backward(batches, torch.tensor(1.0))
-    return gradients.rows
+    rows: list[int] = []
+
+    class TableGradients(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(t, DTensor) for t in types):
+                return NotImplemented
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.embedding_dense_backward.default:
+                rows.append(len(out))
+            return out
+
+    with TableGradients():
+        OneStage(stages, config.parallel)(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
+    return rows
 
 
-@pytest.mark.parametrize("settings", [ONE, SP], ids=["tp", "tp+sp"])
-def test_a_rank_makes_the_gradient_of_its_part_of_the_embedding(settings: Settings) -> None:
-    odd_vocabulary = {**settings, "model.vocab": 97}
-    rows_of_ranks = run(rows_of_the_embedding_gradient, 2, odd_vocabulary)
-    assert rows_of_ranks == [[49], [48]]
+def test_a_rank_makes_the_gradient_of_its_part_of_the_embedding() -> None:
+    assert run(rows_of_the_embedding_gradient, 2, {**SP, "model.vocab": 97}) == [[49], [48]]
 
 
 class Logits(NamedTuple):
@@ -288,99 +238,58 @@ LOGITS = {
 
 
 class Losses(NamedTuple):
-    """The vocabulary-parallel loss of some targets and the plain one."""
-
-    loss: float
-    expected: float
-    gradient: Any
-    expected_gradient: Any
-
-
-def both_losses(vocab: int, dtype: torch.dtype, size: float) -> list[Losses]:
-    """Return the loss, the expected loss and both gradients: for labels all over the vocabulary, and for none."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, vocab, generator=generator) * size
-    logits = logits.to(dtype)
-    labels = torch.randint(vocab, (64,), generator=generator)
-    labels[:2] = torch.tensor([0, vocab - 1])
-    labels[10:20] = -100
-    no_labels = torch.full((64,), -100)
-    losses = []
-    for targets in (labels, no_labels):
-        plain = logits.clone().requires_grad_()
-        expected = F.cross_entropy(plain.double(), targets, ignore_index=-100, reduction="sum")
-        (3.0 * expected).backward()
-        cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-        rank = mesh.get_local_rank()
-        rows_per_rank = math.ceil(vocab / mesh.size())
-        first = min(vocab, rows_per_rank * rank)
-        loss = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group())
-        (3.0 * loss).backward()
-        assert loss.dtype == torch.float32
-        assert cut.grad.dtype == dtype
-        gradient = cut.grad.full_tensor().double().numpy()
-        expected_gradient = plain.grad.double().numpy()
-        losses.append(Losses(loss.item(), expected.item(), gradient, expected_gradient))
-    return losses
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", LOGITS)
-def test_vocab_parallel_cross_entropy_is_the_plain_one(name: str, ranks: int) -> None:
-    logits = LOGITS[name]
-    results = run(both_losses, ranks, *logits)
-    # a gradient is rounded to the logits' type once; the loss is a float32 sum of 54 numbers
-    error = 2**-8 if logits.dtype == torch.bfloat16 else 2e-6
-    for targets, no_targets in results:
-        assert targets.loss == pytest.approx(targets.expected, rel=1e-6)
-        largest = abs(targets.expected_gradient).max()
-        assert largest > 1
-        difference = abs(targets.gradient - targets.expected_gradient).max()
-        assert difference <= error * largest
-        assert no_targets.loss == 0.0
-        assert not no_targets.gradient.any()
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_position_table_and_biases_train_the_same_model(sequence_parallel: bool) -> None:
-    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.layers": 2, "training.steps": 1}
-    check({**gpt, "parallel.tp": 2, "parallel.sequence_parallel": sequence_parallel}, ragged=True)
-
-
-class Squares(NamedTuple):
-    """The vocabulary-parallel loss with the squared log-sum-exps, and the plain one."""
+    """Sums of the vocabulary-parallel loss, of the plain one, and their gradients."""
 
     sums: list[float]
+    """the loss, and the squared log-sum-exps where they are asked for"""
     expected: list[float]
     gradient: Any
     expected_gradient: Any
 
 
-def both_squares(vocab: int, dtype: torch.dtype, size: float) -> Squares:
-    """Return sums and gradients of the loss plus a tenth of the squared log-sum-exps, some tokens without a target."""
+def both_losses(vocab: int, dtype: torch.dtype, size: float, with_squares: bool) -> list[Losses]:
+    """Return the losses of labels all over the vocabulary, some of them missing, and of no labels."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
     labels = torch.randint(vocab, (64,), generator=generator)
+    labels[:2] = torch.tensor([0, vocab - 1])
     labels[10:20] = -100
-    plain = logits.double().requires_grad_()  # its gradient is not rounded: the other one is, once
-    loss = F.cross_entropy(plain, labels, ignore_index=-100, reduction="sum")
-    squares = plain.logsumexp(-1)[labels != -100].square().sum()
-    (3.0 * loss + 0.3 * squares).backward()
-    cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-    first = min(vocab, math.ceil(vocab / mesh.size()) * mesh.get_local_rank())
-    sums = vocab_parallel_cross_entropy_sum(cut, labels, first, mesh.get_group(), with_squares=True)
-    sums.backward(torch.tensor([3.0, 0.3]))
-    gradient = cut.grad.full_tensor().double().numpy()
-    return Squares(sums.tolist(), [loss.item(), squares.item()], gradient, plain.grad.double().numpy())
+    losses = []
+    for targets in (labels, torch.full((64,), -100)):
+        plain = logits.double().requires_grad_()  # its gradient is not rounded: the other one is, once
+        loss = F.cross_entropy(plain, targets, ignore_index=-100, reduction="sum")
+        squares = plain.logsumexp(-1)[targets != -100].square().sum()
+        expected, weights = [loss, squares][: 1 + with_squares], torch.tensor([3.0, 0.3])[: 1 + with_squares]
+        (weights.double() * torch.stack(expected)).sum().backward()
+        cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        first = min(vocab, math.ceil(vocab / mesh.size()) * mesh.get_local_rank())
+        sums = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group(), with_squares=with_squares)
+        sums.backward(weights if with_squares else torch.tensor(3.0))
+        assert sums.dtype == torch.float32
+        assert cut.grad.dtype == dtype
+        gradient = cut.grad.full_tensor().double().numpy()
+        losses.append(
+            Losses(sums.flatten().tolist(), [x.item() for x in expected], gradient, plain.grad.double().numpy())
+        )
+    return losses
 
 
-@pytest.mark.parametrize("name", LOGITS)
-def test_vocab_parallel_squares_are_the_plain_ones(name: str) -> None:
-    logits = LOGITS[name]
-    error = 2**-8 if logits.dtype == torch.bfloat16 else 2e-6
-    for result in run(both_squares, 2, *logits):
-        assert result.sums == pytest.approx(result.expected, rel=1e-6)
-        difference = abs(result.gradient - result.expected_gradient).max()
-        assert difference <= error * abs(result.expected_gradient).max()
+@pytest.mark.parametrize("with_squares", [False, True], ids=["loss", "with squares"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_vocab_parallel_cross_entropy_is_the_plain_one(ranks: int, with_squares: bool) -> None:
+    for name, logits in LOGITS.items():
+        # a gradient is rounded to the logits' type once; the loss is a float32 sum of 54 numbers
+        error = 2**-8 if logits.dtype == torch.bfloat16 else 2e-6
+        for targets, no_targets in run(both_losses, ranks, *logits, with_squares):
+            assert targets.sums == pytest.approx(targets.expected, rel=1e-6), name
+            largest = abs(targets.expected_gradient).max()
+            assert largest > 1, name
+            assert abs(targets.gradient - targets.expected_gradient).max() <= error * largest, name
+            assert not any(no_targets.sums), name
+            assert not no_targets.gradient.any(), name
+
+
+def test_a_position_table_and_biases_train_the_same_model() -> None:
+    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.layers": 2, "training.steps": 1}
+    check({**gpt, "parallel.tp": 2, "parallel.sequence_parallel": True}, ragged=True)

@@ -81,10 +81,8 @@ def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
 def test_a_rank_that_hangs_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     first_processes = processes(pool)
     monkeypatch.setattr(pools, "TIMEOUT", 1.0)
-    start = time.monotonic()
     with pytest.raises(WorkerFailed, match="rank 1 of 2:\nno answer within 1 s"):
         pool.run(hangs_on, 2, 1)
-    assert time.monotonic() - start < 20
     monkeypatch.undo()
     assert not set(first_processes) & set(processes(pool))
     for process in first_processes:

@@ -1,6 +1,10 @@
 """What is done every so many steps, and at the last one."""
 
+import pytest
+
 from torchllm.train.interval import due
+
+pytestmark = pytest.mark.quick
 
 
 def test_it_is_done_every_interval_and_at_the_last_step() -> None:
