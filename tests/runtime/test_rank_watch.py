@@ -149,6 +149,18 @@ def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
     assert not node.ended
 
 
+def wait_for_work(pid: int) -> None:
+    """Wait until a process has computed for two more ticks of the kernel's clock."""
+
+    def ticks() -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+    began, deadline = ticks(), time.monotonic() + patience(60)
+    while ticks() < began + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.exhaustive
 def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -163,7 +175,7 @@ def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     node.look_until(lambda stuck: len(node.watch.watched) == 1)
     busy = node.start("while True: pass", ranks_on_node=3)
     for _ in range(3):
-        time.sleep(0.1)
+        wait_for_work(busy.pid)
         assert not node.watch.look(6.0)  # one that computes is not stuck
     busy.kill()
     busy.wait()
