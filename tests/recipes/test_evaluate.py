@@ -10,6 +10,8 @@ from tests.tiny_run import free_port, metrics
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import load_config
 
+LARGE = ["--training.micro_batch_size=8"]
+"""fewer micro batches: ranks that share layers send many small messages for each"""
 FIRST_CHECKPOINT = "--checkpoint.resume={}/checkpoints/step-00000004"
 
 
@@ -30,7 +32,7 @@ def test_it_is_what_pretrain_logged(
 
 def test_a_run_with_low_rank_updates_is_what_pretrain_logged(tmp_path: Path) -> None:
     """Its frozen weights, which no checkpoint holds, are made again."""
-    assert pretrain(2, tmp_path, "--lora.rank=4", "--parallel.tp=2", "--parallel.dp_shard=1") == ["", ""]
+    assert pretrain(2, tmp_path, "--lora.rank=4", *LARGE, "--parallel.tp=2", "--parallel.dp_shard=1") == ["", ""]
     (logged,) = (record["validation_loss"] for record in metrics(tmp_path) if record["step"] == 8)
     assert evaluate.main(alone(tmp_path)) == pytest.approx(logged, rel=1e-6)
     arguments = [str(tmp_path / "config.toml"), "--run.device=cpu", "--parallel.tp=1", "--parallel.dp_shard=2"]
@@ -46,6 +48,7 @@ def test_tokens_go_to_the_experts_that_they_went_to_in_training(tmp_path: Path) 
         "--model.router_bias=true",
         "--model.router_score=sigmoid",
         "--training.dtype=bfloat16",
+        *LARGE,
     ]
     assert pretrain(2, tmp_path, *experts, "--model.router_bias_rate=0.003", "--parallel.ep=2") == ["", ""]
     (logged,) = (record["validation_loss"] for record in metrics(tmp_path) if record["step"] == 8)
