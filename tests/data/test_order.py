@@ -22,7 +22,7 @@ sizes = st.integers(1, 1000)
 seeds = st.integers(0, 2**63 - 1)
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(sizes, seeds)
 def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
     permutation = Permutation(size, seed)
@@ -105,7 +105,7 @@ def test_the_order_is_fixed() -> None:
     assert [order.locate(n) for n in range(8)] == ORDER_WITH_SEED_3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), seeds, st.data())
 def test_each_epoch_of_each_source_is_a_permutation(sizes: list[int], seed: int, data: st.DataObject) -> None:
     weight = st.sampled_from([0.1, 0.25, 1.0, 2.0, 7.0])
@@ -169,13 +169,13 @@ def slow_mixture_table(counts: list[int]) -> list[MixtureSlot]:
     return table
 
 
-@settings(max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 12) | st.sampled_from([1, 1, 2, 3, 40]), min_size=1, max_size=40))
 def test_a_mixture_is_its_definition(counts: list[int]) -> None:
     assert mixture_table(counts) == slow_mixture_table(counts)
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_a_mixture_is_exact_in_blocks_and_even_within(counts: list[int]) -> None:
     table = mixture_table(counts)
@@ -190,7 +190,7 @@ def test_a_mixture_is_exact_in_blocks_and_even_within(counts: list[int]) -> None
     assert taken == counts
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 80))
 def test_the_first_epoch_has_each_sequence_once(sizes: list[int], count: int) -> None:
     weights = [1.0 + source for source in range(len(sizes))]
@@ -223,7 +223,7 @@ def slow_first_epoch(order: DataOrder, sizes: list[int], count: int) -> list[Loc
     return locations
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 80), st.data())
 def test_the_first_epoch_is_its_definition(sizes: list[int], count: int, data: st.DataObject) -> None:
     weight = st.sampled_from([0.1, 1.0, 2.0, 7.0])

@@ -302,7 +302,7 @@ CONTENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(files=st.lists(CONTENTS, min_size=1, max_size=3), last_line_ends=st.booleans(), shards=st.integers(2, 60))
 def test_records_of_json_lines_do_not_depend_on_the_cut(
     files: list[list[bytes]], last_line_ends: bool, shards: int
@@ -471,7 +471,7 @@ def test_json_lines_that_are_read_as_text_are_noticed(tmp_path: Path) -> None:
 DELIMITED = st.lists(st.sampled_from(["a", "bc", "\n", "\n\n", "\n\n\n", "<|s|>", "<", " ", "é"]), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=150, deadline=None)
 @given(texts=st.lists(DELIMITED.map("".join), min_size=1, max_size=3), shards=st.integers(1, 40))
 @pytest.mark.parametrize(("delimiter", "split"), [("\n\n", r"\n\n+"), ("<|s|>", r"<\|s\|>")])
 def test_documents_between_delimiters_do_not_depend_on_the_cut(

@@ -48,6 +48,7 @@ def is_broken(copy: Path, test: str, results: Results) -> bool:
     """Return whether a test that has failed with a mutant fails without one, too; each test is tried once."""
     if test == IMPORT or (ROOT / test).is_file():  # a file that could not be collected
         return False
+    test = test.partition("[")[0]  # all its cases: their names may have spaces, at which pytest's line was cut
     if digest_of(test) not in results.passing:
         if run_tests(copy, [test], LIMIT).outcome != SURVIVED:
             return True

@@ -61,7 +61,7 @@ def config_of(run: Path, *overrides: str) -> Config:
     return load_run([str(run / "config.toml"), *overrides], one_device=True, inspect=inspect_evaluation)
 
 
-def log_likelihood(model: transformers.PreTrainedModel, context: list[int], continuation: list[int]) -> float:
+def log_likelihood(model: "transformers.PreTrainedModel", context: list[int], continuation: list[int]) -> float:
     """Of the continuation after the context, by transformers alone."""
     tokens = torch.tensor([context + continuation])
     with torch.no_grad():
