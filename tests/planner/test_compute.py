@@ -17,12 +17,10 @@ from torchllm.planner.compute import (
     attention,
     block_forward,
     elementwise,
-    head_seconds,
     matmul_seconds,
     recomputed,
 )
 from torchllm.planner.evidence.stacks import STACKS
-from torchllm.spec.cluster import read_cluster
 from torchllm.spec.software import AttentionKernel, Software
 
 a100 = functools.cache(dgx_a100)
@@ -59,16 +57,6 @@ def test_a_product_is_under_its_roofline(m: int, n: int, k: int) -> None:
     assert matmul_seconds(m, n, 2 * k, a100()) >= seconds
 
 
-@pytest.mark.parametrize(("share", "gain"), [(0.0, 1.0), (0.8, 1.6), (0.62, 1.24)])
-def test_products_in_float8_gain_their_share_of_the_peaks(share: float, gain: float) -> None:
-    h100 = read_cluster("dgx_h100", [])
-    assert h100 is not None
-    size = 16384
-    in_float8 = matmul_seconds(size, size, size, h100, share)
-    in_16_bits = matmul_seconds(size, size, size, h100)
-    assert in_16_bits / in_float8 == pytest.approx(gain, rel=1e-3)
-
-
 def test_flash_attention_computes_half_of_a_causal_mask() -> None:
     """Of a sequence so long that its kernel reaches its rate."""
     kernels = Kernels("flash2")
@@ -88,28 +76,6 @@ def test_scores_in_memory_are_slower_than_none() -> None:
     assert seconds("eager") > seconds("fused_softmax")
     assert seconds("fused_softmax") > seconds("flash1")
     assert seconds("flash1") > seconds("flash2")
-
-
-def test_fusing_moves_fewer_bytes() -> None:
-    plain = elementwise_seconds(PLAIN).elementwise
-    fused = elementwise_seconds(Kernels(fused_norm=True)).elementwise
-    compiled = elementwise_seconds(Kernels(compiled=True)).elementwise
-    assert plain > fused > compiled
-
-
-def test_sequence_parallel_ranks_share_norms_and_residuals() -> None:
-    alone = elementwise_seconds(PLAIN, PIECE._replace(tp=8))
-    together = elementwise_seconds(PLAIN, PIECE._replace(tp=8, spread=8))
-    assert together.elementwise < 0.4 * alone.elementwise
-
-
-def test_gathered_logits_cost_every_rank_the_whole_loss() -> None:
-    piece = PIECE._replace(tp=8)
-    gathers = replace(SOFTWARE, whole_logits=True)
-    shared, *_ = head_seconds(MODEL, piece, PLAIN, SOFTWARE, a100())
-    gathered, *_ = head_seconds(MODEL, piece, PLAIN, gathers, a100())
-    assert gathered.matmul == shared.matmul
-    assert gathered.elementwise == pytest.approx(8 * shared.elementwise)
 
 
 def recomputed_seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:

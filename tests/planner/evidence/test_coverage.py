@@ -56,12 +56,6 @@ def test_no_row_of_a_fold_decides_its_own_interval() -> None:
     assert not wild.is_covered
 
 
-def test_a_framework_without_another_fold_is_an_unknown_one() -> None:
-    """Errors without frameworks are ten times as large here: so are the intervals of whom they answer."""
-    first, *_, last = steps_with("b/only", [0.1])
-    assert last.half > 5 * first.half
-
-
 def test_the_binomial_test() -> None:
     """Five of ten at a chance of one half are the likeliest; none or all of them has 2 / 1024."""
     assert binomial_test(5, 10, 0.5) == pytest.approx(1)

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.evidence.tables import case_of
 from tests.planner.evidence.test_calibrate import made
 from torchllm.planner.evidence.calibrate import problem_of, run_of
-from torchllm.planner.evidence.design import ALIKE, Candidate, Design, candidates_of, covariance, most_telling
+from torchllm.planner.evidence.design import Candidate, Design, candidates_of, most_telling
 from torchllm.planner.evidence.fit import FitProblem, linearize
 
 TRUSTS = [1 / 0.1**2, 1.0]
@@ -33,14 +33,6 @@ def spent_on(term: str, deviation: float = 0.1) -> Candidate:
 
 def two_constants() -> FitProblem:
     return FitProblem([], {"speed": 0.0, "exposed": 0.0})
-
-
-def test_errors_of_unlike_runs_are_hardly_correlated() -> None:
-    computing = spent_on("matmul", deviation=0.2)
-    sending = spent_on("fsdp", deviation=0.2)
-    of_alike = covariance(computing, computing)
-    assert of_alike == pytest.approx(ALIKE * 0.2**2)
-    assert covariance(computing, sending) < 0.01 * of_alike
 
 
 def test_the_expected_error_of_others_is_that_of_random_errors() -> None:

@@ -68,13 +68,6 @@ def test_a_row_without_a_time_needs_no_number_of_micro_batches() -> None:
     assert training.global_batch_size == 2 * 4
 
 
-@pytest.mark.parametrize("note", ["", "sharded over all data ranks"])
-def test_states_are_sharded_over_all_data_ranks(note: str) -> None:
-    parallel = read(note=note).parallel
-    assert parallel.dp_replicate == 1
-    assert parallel.dp_shard == 8
-
-
 def test_a_note_says_over_how_many_gpus_is_sharded() -> None:
     parallel = read(note="states sharded over 4 GPUs (hybrid)").parallel
     assert parallel.dp_replicate == 2

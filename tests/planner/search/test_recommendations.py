@@ -82,22 +82,6 @@ def test_model_parallelism_before_checkpointing(model: str, length: int) -> None
     assert without.tp * without.pp >= checkpointed.tp * checkpointed.pp
 
 
-def test_sequence_parallelism_beyond_30b_or_2k() -> None:
-    assert gain_of_sequence_parallelism("llama_13b", 2048) == 0  # its best layout has no tp
-    assert gain_of_sequence_parallelism("llama_65b", 2048) > 0.01
-    assert gain_of_sequence_parallelism("llama_13b", 8192) > 0.01
-    assert gain_of_sequence_parallelism("llama_30b", 8192) > 0.01
-
-
-def gain_of_sequence_parallelism(model: str, length: int) -> float:
-    """Return by which share sequence parallelism makes the fastest step faster."""
-    without_sp = hagemann(model, length)
-    with_sp = hagemann(model, length, sequence_parallel=True)
-    step_without = without_sp[fastest(without_sp)].step
-    step_with = with_sp[fastest(with_sp)].step
-    return 1 - step_with / step_without
-
-
 def narayanan(pp: int, tp: int, batch: int, size: int = 1, gpus: int = 64, v: int = 1, **sizes: int) -> Prediction:
     """Return a layout of Narayanan et al.: Megatron's fused softmax, full recomputation, DDP, 2,048 tokens."""
     model = replace(model_of("gpt_145b"), ffn=4 * sizes["hidden"], vocab=51200, **sizes)

@@ -107,12 +107,6 @@ def test_an_unknown_framework_has_that_of_frameworks_that_were_left_out() -> Non
     )
 
 
-def test_the_closest_class_with_rows_enough_is_taken(table: Table) -> None:
-    table["peak memory", "framework", TORCH_ON_A100] = spread(40, 0.05, TORCH_ON_A100)
-    assert half_of_interval(case()) == pytest.approx(0.05)
-    assert half_of_interval(case(tp=2)) == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(("rows", "folds"), [(14, 3), (15, 2)])
 def test_a_closer_class_with_few_rows_widens_the_broader_one(table: Table, rows: int, folds: int) -> None:
     table["peak memory", "framework", TORCH_ON_A100] = spread(rows, 0.9, TORCH_ON_A100, folds=folds)
