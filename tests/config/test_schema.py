@@ -149,6 +149,7 @@ def test_wrong_profile_steps() -> None:
     for steps in ("10", "10:", "0:3", "3:3", "a:b", "5:4"):
         (problem,) = problems(change(metrics__profile_steps=steps), 1)
         assert problem.key == "metrics.profile_steps", steps
+    assert not list(problems(change(metrics__profile_steps="10:13"), 1))
 
 
 def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.dry_run import preload
 from tests.parity import Settings, tiny
-from torchllm.config import gradient_accumulation
+from torchllm.config import SCHEDULES, gradient_accumulation
 from torchllm.dry_run.memory import PURPOSES, largest
 from torchllm.dry_run.replay import action_keys, replay
 from torchllm.dry_run.run import _keys, plan_trace, rank_kinds
@@ -115,6 +115,12 @@ def test_a_short_step_is_traced_whole() -> None:
             found = plan_trace(parallel, [rank], count)
             assert found.micro_batches == count
             assert found.pp == parallel.pp or found.micro_batches == count
+
+
+def test_a_long_step_is_traced_short_under_every_schedule() -> None:
+    for schedule in SCHEDULES:
+        parallel = tiny({"parallel.pp": 4, "parallel.schedule": schedule, "model.layers": 8}).parallel
+        assert plan_trace(parallel, [1], 24).micro_batches <= 12, schedule
 
 
 def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:

@@ -32,12 +32,12 @@ sizes = st.integers(64, 16384)
 
 
 def attention_seconds(kernels: Kernels, piece: Piece = PIECE, backward: bool = False) -> Seconds:
-    """Return the time of a block's attention on an a100()."""
+    """Return the time of a block's attention on an A100."""
     return attention(MODEL, piece, kernels, SOFTWARE, a100(), backward)
 
 
 def elementwise_seconds(kernels: Kernels, piece: Piece = PIECE) -> Seconds:
-    """Return the time of the elementwise work of a block's forward on an a100()."""
+    """Return the time of the elementwise work of a block's forward on an A100."""
     return elementwise(MODEL, piece, kernels, SOFTWARE, a100(), False)
 
 
@@ -66,6 +66,14 @@ def test_flash_attention_computes_half_of_a_causal_mask() -> None:
     assert forward.attention == pytest.approx(operations / a100().attention.flash2, rel=0.01)
     backward = attention_seconds(kernels, long, backward=True)
     assert backward.attention > 2.5 * forward.attention
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, Kernels(fused_norm=True)], ids=["plain", "fused"])
+def test_norms_of_queries_and_keys_take_bytes_and_kernels(kernels: Kernels) -> None:
+    plain = elementwise_seconds(kernels)
+    with_norms = elementwise(replace(MODEL, qk_norm="head"), PIECE, kernels, SOFTWARE, a100(), False)
+    assert with_norms.elementwise > plain.elementwise
+    assert with_norms.kernels > plain.kernels
 
 
 def test_scores_in_memory_are_slower_than_none() -> None:

@@ -33,6 +33,9 @@ def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
     plain_memory = predict(plain).memory
     saved = plain_memory.total - memory.total
     assert saved > 0.98 * (12 - 2) * frozen
+    assert memory.gradients == 0
+    eight_micro_batches = case(dp_shard=8, zero_stage=3, global_batch_size=64)
+    assert predict(with_updates(eight_micro_batches)).memory.gradients == pytest.approx(4 * trained)
 
 
 def test_a_step_lacks_the_gradients_of_weights_but_has_the_updates() -> None:

@@ -120,6 +120,11 @@ def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
     assert list(classes) == [RowClass("torchllm", ANY, ANY)]
 
 
+def test_a_class_of_few_rows_is_not_shown() -> None:
+    assert "step time" not in quantities(made([0.1] * 9))
+    assert "step time" in quantities(made([0.1] * 10))
+
+
 def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
     fold = [residual._replace(fold="a") for residual in made([0.1, 0.2, 0.4])]
     distances = [point.value for point in repeated_peaks(fold)]

@@ -66,6 +66,7 @@ def test_a_micro_batch_is_what_the_batch_leaves() -> None:
 def test_a_row_without_a_time_needs_no_number_of_micro_batches() -> None:
     training = read(global_batch_seqs="", dp="2", pp="4", schedule="1F1B").training
     assert training.global_batch_size == 2 * 4
+    assert read(global_batch_seqs="", grad_accum="3").training.global_batch_size == 8 * 3
 
 
 def test_a_note_says_over_how_many_gpus_is_sharded() -> None:
