@@ -31,7 +31,9 @@ from torchllm.config.toml import read_files
 from torchllm.config.write import dump_toml
 from torchllm.proof import sample
 from torchllm.proof.layouts import (
+    AXES,
     EXPERTS,
+    MICRO_BATCH,
     MIXTURES,
     MOMENTUM,
     PARALLEL,
@@ -49,7 +51,7 @@ from torchllm.proof.layouts import OPTIONS as LAYOUT_OPTIONS
 Layout = Settings
 MOST_RANKS = 8
 SAMPLE = Path(__file__).with_name("lattice_sample.json")
-FIRST = 20
+FIRST = 16
 """layouts of the sample that have every setting"""
 ALL_MESHES, ALL_EXPERT_MESHES = "all-meshes", "all-expert-meshes"
 
@@ -153,10 +155,23 @@ def read_sample() -> Sample:
     return Sample(**json.loads(SAMPLE.read_text()))
 
 
+def settings_of(layout: Layout) -> frozenset[Any]:
+    """Return the settings that the sample counts: degrees over 2 are one, and so are several micro batches."""
+    batch = SPACE.sized(layout).training.global_batch_size
+    of_rank = batch // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
+    is_single = layout.get(MICRO_BATCH, 1) == of_rank
+    return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: is_single}.items())
+
+
 def draw_sample() -> Sample:
-    """Draw the sample: the rest has as many layouts as every pair of settings takes."""
+    """Draw layouts with every pair of settings. Of the first 20 the slowest that bring no setting are for the rest."""
     layouts = sample.covering(SPACE, lattice().layouts, seed=0)
-    return Sample(layouts[:FIRST], layouts[FIRST:])
+    first = layouts[:20]
+    for layout in sorted(first, key=lambda layout: sample.training_seconds(SPACE, layout), reverse=True):
+        others = [other for other in first if other is not layout]
+        if len(first) > FIRST and settings_of(layout) <= frozenset().union(*map(settings_of, others)):
+            first = others
+    return Sample(first, [layout for layout in layouts if layout not in first])
 
 
 def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:

@@ -22,6 +22,7 @@ PIPELINE = [
     "--parallel.dp_shard=1",
     "--model.layers=6",
     "--training.micro_batch_size=4",
+    "--training.steps=4",
     "--checkpoint.interval=2",
     "--evaluate.interval=0",
 ]

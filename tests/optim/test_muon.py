@@ -151,7 +151,7 @@ def test_each_expert_is_a_matrix_of_its_own() -> None:
 
 # -- checkpoints
 
-HOPS = [FSDP2, TP2, PIPELINES]
+HOPS = [FSDP2, TP2]
 """layouts of a run that changes at every step"""
 
 

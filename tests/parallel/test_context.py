@@ -64,7 +64,8 @@ def test_eight_ranks_in_a_ring() -> None:
     check({"parallel.cp": 8, **DOCUMENTS, "model.layers": 2, "training.micro_batch_size": 8})
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", METHODS)
 def test_compiled_blocks(method: str) -> None:
     """The graphs break at the core: the code before it and the code after it are compiled."""
     settings = {**METHODS[method], **DOCUMENTS, "model.layers": 2, "compile.block": True}

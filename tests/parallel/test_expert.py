@@ -47,7 +47,8 @@ TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
 """the dense block, and one with experts: many ranks with tp need seconds per block, and half as many micro batches"""
 
 
-@pytest.mark.parametrize("balance_loss", ["sequence", pytest.param("global", marks=pytest.mark.exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("balance_loss", ["sequence", "global"])
 def test_loads_are_balanced_as_in_one_process(balance_loss: str) -> None:
     """Each tp rank counts its part of a sequence, and each cp rank its own."""
     balance: Settings = {"model.balance_loss": balance_loss, "model.balance_weight": 0.3, "model.router_z_loss": 0.3}

@@ -55,7 +55,7 @@ BALANCED: dict[str, Settings] = {
 @pytest.mark.parametrize(
     ("layout", "balance"),
     [
-        (TENSOR, "sequence"),
+        ({**BIAS, **TENSOR}, "sequence"),
         (PIPELINE, "global"),
         pytest.param(OTHERS[0], "bias", marks=exhaustive),
         pytest.param(OTHERS[1], "sequence", marks=exhaustive),
@@ -198,7 +198,7 @@ def routed_in_bfloat16(settings: Settings) -> list[Routed]:
     [
         {},
         {**FSDP2, "parallel.zero_stage": 0},
-        {**FSDP2, "recompute.mode": "full"},
+        pytest.param({**FSDP2, "recompute.mode": "full"}, marks=exhaustive),
         {**TWO, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
         {**FSDP2, "parallel.ep": 2},
         pytest.param({**FSDP2, "parallel.zero_stage": 1, "parallel.cp": 2}, marks=exhaustive),

@@ -36,6 +36,7 @@ from tests.lattice import (
     lattice,
     read_config,
     read_sample,
+    settings_of,
 )
 from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_table, read, sum_up
 from tests.parity import CPU, Settings, check, check_bfloat16, reference, step_batch, tiny
@@ -72,14 +73,6 @@ REFUSALS = {
 # -- the sample
 
 
-def settings_of(layout: Layout) -> frozenset[Any]:
-    """Return the settings that the sample counts: degrees over 2 are one, and so are several micro batches."""
-    batch = SPACE.sized(layout).training.global_batch_size
-    of_rank = batch // (layout["parallel.dp_replicate"] * layout["parallel.dp_shard"])
-    is_single = layout.get(MICRO_BATCH, 1) == of_rank
-    return frozenset({**layout, **{axis: min(layout[axis], 3) for axis in AXES}, MICRO_BATCH: is_single}.items())
-
-
 def test_the_first_layouts_of_the_sample_have_every_setting() -> None:
     """After a new setting `python -m tests.lattice sample` draws it anew."""
     assert all(map(SPACE.is_valid, [*sample().first, *sample().rest]))
@@ -107,9 +100,9 @@ def compare_all(some: Iterable[Layout], space: LayoutSpace = SPACE) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("part", range(47))
+@pytest.mark.parametrize("part", range(49))
 def test_the_rest_of_the_sample_trains_the_same_model(part: int) -> None:
-    compare_all(sample().rest[part::47])
+    compare_all(sample().rest[part::49])
 
 
 @exhaustive

@@ -1,7 +1,7 @@
 """One step's forwards and backwards, plain and pipelined: their results, gradients and messages."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -217,30 +217,39 @@ def test_a_step_shows_progress_with_each_micro_batch(settings: Settings) -> None
 
 def sent(settings: Settings, axis: str) -> list[tuple[str, int]]:
     """Return the kind and the elements of everything that is sent over an axis."""
-    collectives = []
+    return sent_over_axes(settings, [axis])[axis]
+
+
+def sent_over_axes(settings: Settings, axes: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
+    """Return the kind and the elements of everything that is sent, by axis."""
+    collectives: dict[str, list[tuple[str, int]]] = {axis: [] for axis in axes}
     for event in traced(settings):
         # A single element is torch's vote on its first step: does every stage know its shapes?
-        if isinstance(event, Collective) and event.elements > 1 and event.axis == axis:
-            collectives.append((event.kind, event.elements))
+        if isinstance(event, Collective) and event.elements > 1 and event.axis in collectives:
+            collectives[event.axis].append((event.kind, event.elements))
     return collectives
 
 
 @pytest.mark.parametrize(
-    ("settings", "part"),
-    [({}, 2), ({"parallel.scatter_gather": False}, 1), ({"parallel.sequence_parallel": True}, 2)],
-    ids=["scatter-gather", "whole", "sp"],
+    ("settings", "part", "gathers"),
+    [
+        # a stage that gets slices gathers them forward, the one that cut them gathers the gradient backward
+        ({}, 2, 8),
+        ({"parallel.scatter_gather": False}, 1, 0),
+    ],
+    ids=["scatter-gather", "whole"],
 )
-def test_a_tp_rank_sends_its_part_of_the_hidden_states(settings: Settings, part: int) -> None:
+def test_a_tp_rank_sends_its_part_of_the_hidden_states(settings: Settings, part: int, gathers: int) -> None:
     """8 micro batches: as many sends forward by the first stage and backward by the last."""
     layout = {**PP2, "parallel.tp": 2, "model.layers": 2, **settings}
-    assert run(sent, 4, layout, "pp") == [[("send", HIDDEN // part)] * 8] * 4
+    for of_rank in run(sent_over_axes, 4, layout, ["pp", "tp"]):
+        assert of_rank["pp"] == [("send", HIDDEN // part)] * 8
+        assert [event for event in of_rank["tp"] if event[0] == "gather"] == [("gather", HIDDEN)] * gathers
 
 
-def test_what_scatter_gather_costs_inside_the_node() -> None:
-    """A stage that gets slices gathers them forward, the one that cut them gathers the gradient backward."""
-    layout = {**PP2, "parallel.tp": 2, "model.layers": 2}
-    for of_rank in run(sent, 4, layout, "tp"):
-        assert [event for event in of_rank if event[0] == "gather"] == [("gather", HIDDEN)] * 8
+def test_under_sequence_parallelism_a_rank_sends_its_part_of_the_sequence() -> None:
+    layout = {**PP2, "parallel.tp": 2, "model.layers": 2, "parallel.sequence_parallel": True}
+    assert run(sent, 4, layout, "pp") == [[("send", HIDDEN // 2)] * 8] * 4
 
 
 # Gathers of a rank with two blocks and an end (three units), 8 micro batches; each unit is reduced once per step.
@@ -257,7 +266,15 @@ def count_fsdp(settings: Settings) -> tuple[int, int]:
     return kinds.count("gather"), kinds.count("scatter")
 
 
-@pytest.mark.parametrize(("schedule", "zero_stage"), GATHERS)
+@pytest.mark.parametrize(
+    ("schedule", "zero_stage"),
+    [
+        ("1F1B", 3),
+        ("ZBVZeroBubble", 1),
+        pytest.param("1F1B", 2, marks=pytest.mark.exhaustive),
+        pytest.param("1F1B", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_weights_are_gathered_as_zero_stage_says_and_gradients_reduced_once(schedule: str, zero_stage: int) -> None:
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.zero_stage": zero_stage}
     settings["training.global_batch_size"] = 16  # 8 micro batches on each data-parallel rank

@@ -39,7 +39,7 @@ def technique(name: str) -> Technique:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ring"),
+        pytest.param(forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ring", marks=exhaustive),
         pytest.param(forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ulysses", marks=exhaustive),
         (forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_shard=2"),
         pytest.param(forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_replicate=2", marks=exhaustive),
@@ -72,6 +72,7 @@ def test_the_reference_recipe_is_right(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("step-*"))  # nothing is saved
 
 
+@exhaustive
 def test_bfloat16_is_measured_by_one_processs_own_error(tmp_path: Path) -> None:
     prover = Prover(PRETRAIN, Config(), OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
     layout = prover.layout_with(technique("tp=2"))
