@@ -1,7 +1,8 @@
 """Fixtures and options of every test, and which tests a command runs."""
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes run the tests: one per core for `pytest`, 0 (none but this one) for a part of it."""
     is_whole = config.args == config.getini("testpaths") and not config.option.markexpr
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if is_whole else 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without Python's garbage collector, which takes a quarter of that time and finds nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `pytest -m quick` import only the files with that mark: to import all takes a third as long as its tests."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return True if "mark.quick" not in collection_path.read_text(encoding="utf-8") else None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
