@@ -94,7 +94,7 @@ def test_split_backward_with_every_sharding(zero_stage: int) -> None:
     check({**settings, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "full"}, ragged=True)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("DualPipeV", marks=pytest.mark.exhaustive)])
 def test_tied_embeddings_on_two_stages(schedule: str) -> None:
     check({**PP2, **TIED, "parallel.schedule": schedule, "model.vocab": 97}, ragged=True)
 
@@ -247,6 +247,7 @@ def test_a_tp_rank_sends_its_part_of_the_hidden_states(settings: Settings, part:
         assert [event for event in of_rank["tp"] if event[0] == "gather"] == [("gather", HIDDEN)] * gathers
 
 
+@pytest.mark.exhaustive
 def test_under_sequence_parallelism_a_rank_sends_its_part_of_the_sequence() -> None:
     layout = {**PP2, "parallel.tp": 2, "model.layers": 2, "parallel.sequence_parallel": True}
     assert run(sent, 4, layout, "pp") == [[("send", HIDDEN // 2)] * 8] * 4
