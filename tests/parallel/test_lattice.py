@@ -51,7 +51,7 @@ from torchllm.runtime.torch_compat import local_region
 
 exhaustive = pytest.mark.exhaustive
 sample = functools.cache(read_sample)
-random_layouts = functools.cache(functools.partial(at_random, 50, seed=1))
+random_layouts = functools.cache(functools.partial(at_random, 50, seed=1, space=SPACE))
 random_layouts_of_experts = functools.cache(functools.partial(experts_at_random, 50, seed=1))
 
 REFUSALS = {
