@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import torchllm
+from tests.patience import patience
 from tests.tiny_run import ROOT, metrics
 
 SHIPPED = ("train_configs", "recipes", "run_train.sh")
@@ -67,7 +68,9 @@ class Installation(NamedTuple):
         """Return what a command prints. Nothing but PATH tells it where torchllm is."""
         path = f"{self.environment / 'bin'}:/usr/bin:/bin"
         variables = {"PATH": path, "HOME": str(self.folder), "NPROC": "1", **variables}
-        done = subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=patience(120)
+        )
         assert done.returncode == status, done.stderr
         return done.stdout + done.stderr
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from torchllm.config.errors import RefusedStart
 from torchllm.runtime import lease as leases
 from torchllm.runtime.lease import (
@@ -402,7 +403,7 @@ def test_an_owner_that_was_stopped_for_too_long_ends_itself(takers: list[Taker],
     assert lease.claim.number == 2
     stopped.ask("append", str(file))
     stopped.process.send_signal(signal.SIGCONT)
-    _, errors = stopped.process.communicate(timeout=60)
+    _, errors = stopped.process.communicate(timeout=patience(60))
     assert stopped.process.returncode == 1
     assert "belongs to another job by now (process " in errors
     assert file.read_text() == "a line\n"
@@ -413,7 +414,7 @@ def test_an_owner_that_only_holds_it_ends_itself_too(takers: list[Taker], tmp_pa
     takers[0].take(tmp_path, QUICK)
     assert Claim.parse(takers[0].answer())
     write_owner(tmp_path, 2, owner().text())
-    assert takers[0].process.wait(60) == 1
+    assert takers[0].process.wait(patience(60)) == 1
 
 
 @pytest.mark.quick
