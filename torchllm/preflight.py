@@ -369,7 +369,7 @@ class _DataInspector:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.cache import cached_folder, open_source, plan_corpus, refuse_large_source
         from torchllm.data.corpus_header import HEADER
-        from torchllm.data.sources import source_files
+        from torchllm.data.source_files import source_files
 
         if source.kind == "hub":
             self.held_out = None

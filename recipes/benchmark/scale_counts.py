@@ -31,7 +31,8 @@ from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
 from torchllm.data.plan import CorpusPlan
-from torchllm.data.sources import SourceFile, open_raw_source
+from torchllm.data.source_files import SourceFile
+from torchllm.data.sources import open_raw_source
 from torchllm.metrics.breakdown import PARTS
 from torchllm.metrics.sinks import cut_position
 from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report

@@ -18,7 +18,8 @@ from torchllm.config.errors import UserError
 from torchllm.data.build import write_corpus
 from torchllm.data.cache import is_raw, plan_corpus
 from torchllm.data.plan import TokenizerSpec
-from torchllm.data.sources import open_raw_source, source_files
+from torchllm.data.source_files import source_files
+from torchllm.data.sources import open_raw_source
 from torchllm.data.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer
 from torchllm.data.tokenizer_json import write_tokenizer
 from torchllm.runtime.process import Runtime

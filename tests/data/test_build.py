@@ -28,7 +28,8 @@ from torchllm.data.error import DataError
 from torchllm.data.pieces import cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.shard import SPLITS, ShardFileWriter, Split
-from torchllm.data.sources import RawSource, ShardRange, SourceFile, open_raw_source, source_files
+from torchllm.data.source_files import SourceFile, source_files
+from torchllm.data.sources import RawSource, ShardRange, open_raw_source
 from torchllm.data.tokenizer import load_tokenizer
 
 BYTES = TokenizerSpec("bytes", "llama3")

@@ -18,7 +18,8 @@ from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
 from torchllm.data.in_place import InPlaceCorpus, in_place_settings
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.sources import hub_folder_version, pin_hub_source, raw_mib, source_files
+from torchllm.data.source_files import source_files
+from torchllm.data.sources import hub_folder_version, pin_hub_source, raw_mib
 from torchllm.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

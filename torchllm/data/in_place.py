@@ -30,7 +30,7 @@ from torchllm.data.formats.megatron import MEGATRON
 from torchllm.data.formats.nanogpt import NANOGPT
 from torchllm.data.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
 from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
-from torchllm.data.sources import SourceFile, stat_file
+from torchllm.data.source_files import SourceFile, stat_file
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
 _HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation)([^a-z]|$)", re.IGNORECASE)

@@ -9,7 +9,7 @@ from typing import Literal
 from torchllm.config import Source
 from torchllm.data.chat.plan import ChatPlan
 from torchllm.data.corpus_header import FORMAT
-from torchllm.data.sources import SourceFile
+from torchllm.data.source_files import SourceFile
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")

@@ -10,13 +10,8 @@ from typing import Any
 from torchllm.config import Source
 from torchllm.data.chat.examples import Conversation
 from torchllm.data.records import Origin, TextRecord, check_text
-from torchllm.data.sources import (
-    HubRows,
-    JsonLineFiles,
-    RawSource,
-    SourceFile,
-    parse_json_line,
-)
+from torchllm.data.source_files import SourceFile
+from torchllm.data.sources import HubRows, JsonLineFiles, RawSource, parse_json_line
 
 TOOLS_KEY = "tools"
 """key or column that may hold descriptions of tools, as in OpenAI's form"""
