@@ -196,7 +196,6 @@ def test_a_head_of_its_own_beside_a_published_tied_embedding_is_read(tmp_path: P
     assert torch.equal(published_weights(model).read("lm_head.weight"), tensors["lm_head.weight"])
 
 
-@pytest.mark.xfail(strict=True, reason="PublishedWeights knows only the rows of the published model")
 def test_rows_that_the_files_lack_are_those_that_the_run_drew(tmp_path: Path) -> None:
     save_published("llama", tmp_path)
     published = read_hub_config(tmp_path).model

@@ -207,11 +207,14 @@ def test_the_moving_average_is_exported(tmp_path: Path) -> None:
         export.main(without)
 
 
-def save_lora_run(folder: Path, family: str) -> Decoder:
-    """Write the run folder of a published model with low-rank updates, and return what was trained."""
+def save_lora_run(folder: Path, family: str, **changes: Any) -> Decoder:
+    """Write the run folder of a published model with low-rank updates, and return what was trained.
+
+    changes: of [model], from the published one's.
+    """
     published = folder.parent / "published"
     save_published(family, published)
-    model = replace(read_hub_config(published).model, from_hf=str(published))
+    model = replace(read_hub_config(published).model, from_hf=str(published), **changes)
     record: dict[str, Any] = {}
 
     def fill(decoder: Decoder) -> None:
@@ -249,6 +252,16 @@ def test_a_run_with_lora_is_exported_merged_and_as_an_adapter(
     assert 'model = PeftModel.from_pretrained(model, "adapter")' in card
     assert "trained, rank 3, alpha 12.0, q_proj, k_proj" in (tmp_path / "out/README.md").read_text()
     assert "is not read" not in capsys.readouterr().err
+
+
+def test_rows_that_a_run_with_lora_has_added_are_exported(tmp_path: Path) -> None:
+    """They are random, and frozen: no checkpoint holds them."""
+    model = save_lora_run(tmp_path / "run", "llama", vocab=VOCAB + 6)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path / "run"), dtype=torch.float32)
+    tokens = torch.randint(VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+    expected = logits_of(model, tokens)
+    with torch.no_grad():
+        assert (merged(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_a_mean_with_lora_is_that_of_merged_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,16 +61,16 @@ class PublishedWeights:
         config, self.files = weights.open(folder)
         check_same_source(weights.key, weights.record(config, self.files), recorded)
         self.family = self.files.family
-        self.shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
+        self.published_shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
         self.seeded = SeededWeights(model, seed)
 
     def read(self, name: str) -> Tensor:
         """Return a parameter, float32; its rows that the files lack are random."""
-        tensors = self.family.tensors_of(name, self.shapes)
-        (place,) = (place for place in tensors[0].parts if place.name == name)  # LoRA is for dense models
+        tensors = self.family.tensors_of(name, self.published_shapes)
+        shape = self.seeded.shapes[name]  # of the run: its embedding may have more rows
         # Random numbers take longer than reading, so they are drawn only where some of them stay.
-        is_padded = place.rows < self.shapes[name][0]
-        weight = self.seeded.read(name) if is_padded else torch.empty(self.shapes[name])
+        is_padded = shape != self.published_shapes[name]
+        weight = self.seeded.read(name) if is_padded else torch.empty(shape)
         fill_part(self.files, tensors, name, parts_of({name: weight})[name], ReadTotals())
         return weight
 
