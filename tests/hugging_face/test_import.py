@@ -414,26 +414,29 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [("llama", ()), ("qwen3", ("fsdp",))]
+TRAINED = [("llama", (), ""), ("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
 MORE_TRAINED = [
-    ("mixtral", ()),
-    ("qwen3-moe", ("fsdp",)),
-    ("glm4-moe", ("tp",)),
-    ("qwen3-moe", ("fsdp", "tp")),
-    ("olmoe", ("fsdp",)),
-    ("qwen3", ("fsdp", "tp")),
-    ("glm4-moe", ("fsdp", "tp")),
+    ("mixtral", (), ""),
+    ("qwen3-moe", ("fsdp",), ""),
+    ("glm4-moe", ("tp",), "uneven"),
+    ("qwen3-moe", ("fsdp", "tp"), ""),
+    ("olmoe", ("fsdp",), ""),
+    ("qwen3", ("fsdp", "tp"), "uneven"),
+    ("gpt2", ("fsdp", "sp"), "uneven"),
+    ("glm4-moe", ("fsdp", "tp"), ""),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [*TRAINED, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in MORE_TRAINED)]
+    ("name", "axes", "form"), [*TRAINED, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in MORE_TRAINED)]
 )
-def test_training_follows_the_loop_of_transformers(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
-    hub_model = save_published(name, tmp_path / "model")
+def test_training_follows_the_loop_of_transformers(name: str, axes: tuple[str, ...], form: str, tmp_path: Path) -> None:
+    """Also where tp pads the rows of the vocabulary."""
+    hub_model = save_published(name, tmp_path / "model", **MORE.get(form, {}))
     config = config_of(tmp_path / "model", layout(axes))
     config = replace(
         config,
+        model=replace(config.model, vocab_padding=-config.model.vocab % config.parallel.tp),
         training=replace(config.training, steps=STEPS),
         schedule=replace(config.schedule, name="constant"),
     )

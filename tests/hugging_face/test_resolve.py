@@ -147,8 +147,10 @@ def test_rows_are_padded_for_tensor_parallelism(
     content = as_json(hub_config("llama")) | {"vocab_size": 265}
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = load(f"--model.from_hf={tmp_path}", "--run.dry_run=true", "--parallel.tp=2")
-    assert config.model.vocab == 266
-    assert "model.vocab: 265 rows are padded to 266, a multiple of parallel.tp" in capsys.readouterr().err
+    assert (config.model.vocab, config.model.vocab_padding) == (265, 1)
+    assert "model.vocab: 265 rows are padded to 266, a multiple of parallel.tp; the" in capsys.readouterr().err
+    written = load(f"--model.from_hf={tmp_path}", "--run.dry_run=true", "--parallel.tp=2", "--model.vocab_padding=3")
+    assert (written.model.vocab, written.model.vocab_padding) == (265, 3)
 
 
 def test_an_unsupported_model_is_an_error_by_file_and_field(

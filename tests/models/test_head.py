@@ -1,6 +1,7 @@
 """The head: sums of losses, ignored labels, chunks that change nothing but memory."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +180,24 @@ def test_gradients_in_the_forward_are_those_of_recomputed_logits() -> None:
 )
 def test_schedules_that_would_keep_many_gradients_recompute(chunk: int, pp: int, schedule: Any, expected: bool) -> None:
     assert recomputes_logits(Training(loss_chunk=chunk), Parallel(pp=pp, schedule=schedule)) is expected
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_padding_changes_neither_loss_nor_logits_and_has_no_gradient(chunk: int) -> None:
+    plain = head(chunk, Z_LOSS)
+    padded = Head(replace(MODEL, vocab_padding=3), chunk, Z_LOSS)
+    with torch.no_grad():
+        padded.weight.copy_(torch.cat([plain.weight, torch.full((3, MODEL.hidden), 5.0)]))
+    hidden, labels = hidden_and_labels()
+    results = []
+    for module in (plain, padded):
+        leaf = hidden.clone().requires_grad_()
+        loss = module(leaf, labels)
+        d_hidden, d_weight = torch.autograd.grad(loss, (leaf, module.weight))
+        results.append([loss.detach(), d_hidden, d_weight[: MODEL.vocab], module(hidden), module.squares])
+    assert not d_weight[MODEL.vocab :].any()
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [0, 7])

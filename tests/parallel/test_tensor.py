@@ -14,11 +14,23 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.trace import Collective, Trace, module_named, traced
-from tests.parity import Settings, build, check, my_batches, tiny
+from tests.parity import (
+    Settings,
+    build,
+    check,
+    compare,
+    my_batches,
+    reference_of,
+    tiny,
+    train_config,
+    world_size,
+)
 from tests.workers import run
+from torchllm.config import Config
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum
+from torchllm.proof.layouts import with_settings
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}
@@ -226,6 +238,8 @@ class Logits(NamedTuple):
     vocab: int
     dtype: torch.dtype
     size: float
+    padding: int = 0
+    """columns of no token, whose logits are the largest"""
 
 
 LOGITS = {
@@ -233,6 +247,8 @@ LOGITS = {
     "uneven": Logits(97, torch.float32, 1.0),
     "as few as ranks": Logits(4, torch.float32, 1.0),
     "bfloat16": Logits(97, torch.bfloat16, 1.0),
+    "padded": Logits(97, torch.float32, 1.0, padding=3),
+    "a rank with nothing but padding": Logits(5, torch.float32, 1.0, padding=3),
     "logits far over what exp can take": Logits(96, torch.float32, 1e4),
 }
 
@@ -247,24 +263,27 @@ class Losses(NamedTuple):
     expected_gradient: Any
 
 
-def both_losses(vocab: int, dtype: torch.dtype, size: float, with_squares: bool) -> list[Losses]:
+def both_losses(vocab: int, dtype: torch.dtype, size: float, padding: int, with_squares: bool) -> list[Losses]:
     """Return the losses of labels all over the vocabulary, some of them missing, and of no labels."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
+    tokens = (torch.randn(64, vocab, generator=generator) * size).to(dtype)
+    logits = torch.cat([tokens, torch.full((64, padding), 100.0, dtype=dtype)], dim=1)
+    columns = vocab + padding
     labels = torch.randint(vocab, (64,), generator=generator)
     labels[:2] = torch.tensor([0, vocab - 1])
     labels[10:20] = -100
     losses = []
     for targets in (labels, torch.full((64,), -100)):
         plain = logits.double().requires_grad_()  # its gradient is not rounded: the other one is, once
-        loss = F.cross_entropy(plain, targets, ignore_index=-100, reduction="sum")
-        squares = plain.logsumexp(-1)[targets != -100].square().sum()
+        loss = F.cross_entropy(plain[:, :vocab], targets, ignore_index=-100, reduction="sum")
+        squares = plain[:, :vocab].logsumexp(-1)[targets != -100].square().sum()
         expected, weights = [loss, squares][: 1 + with_squares], torch.tensor([3.0, 0.3])[: 1 + with_squares]
         (weights.double() * torch.stack(expected)).sum().backward()
         cut = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-        first = min(vocab, math.ceil(vocab / mesh.size()) * mesh.get_local_rank())
-        sums = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group(), with_squares=with_squares)
+        first = min(columns, math.ceil(columns / mesh.size()) * mesh.get_local_rank())
+        tokens_alone = vocab if padding else None
+        sums = vocab_parallel_cross_entropy_sum(cut, targets, first, mesh.get_group(), with_squares, tokens_alone)
         sums.backward(weights if with_squares else torch.tensor(3.0))
         assert sums.dtype == torch.float32
         assert cut.grad.dtype == dtype
@@ -288,6 +307,37 @@ def test_vocab_parallel_cross_entropy_is_the_plain_one(ranks: int, with_squares:
             assert abs(targets.gradient - targets.expected_gradient).max() <= error * largest, name
             assert not any(no_targets.sums), name
             assert not no_targets.gradient.any(), name
+
+
+PADDED: dict[str, Settings] = {
+    "z-loss, tied": {"training.z_loss": 1e-2, "model.tied_embeddings": True, "parallel.dp_shard": 2},
+    "lora, chunks": {"lora.rank": 3, "lora.alpha": 12.0, "training.loss_chunk": 20, "parallel.sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_rows_that_are_padded_for_tp_are_no_part_of_the_model(name: str) -> None:
+    """The same parameters as those of one process without padding; what is added has no gradient."""
+    config = tiny({"parallel.tp": 2, "model.layers": 2, "model.vocab": 97, **PADDED[name]})
+    padded = with_settings(config, {"model.vocab_padding": 1})
+    trained = run(train_config, world_size(padded), padded, ragged=True)[0]
+    for tensors in (*trained.gradients, trained.parameters):
+        for key in tensors.keys() & {"embed_tokens.weight", "lm_head.weight"}:
+            assert len(tensors[key]) == 98
+            assert tensors is trained.parameters or not tensors[key][97:].any()
+            tensors[key] = tensors[key][:97]
+    compare(trained, reference_of(config, ragged=True))
+
+
+def test_logits_of_a_layout_are_those_of_tokens_alone() -> None:
+    assert run(shape_of_logits, 2, tiny({"parallel.tp": 2, "model.vocab": 97, "model.vocab_padding": 1})) == [97, 97]
+
+
+def shape_of_logits(config: Config) -> int:
+    _, (model,) = build(config)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with torch.no_grad():
+        return int(model(tokens, torch.arange(8).unsqueeze(0)).shape[-1])
 
 
 def test_a_position_table_and_biases_train_the_same_model() -> None:

@@ -75,6 +75,7 @@ def without_padding(model: Model, tokenizer_vocab: int, origin: PublishedOrigin)
 
     A published model keeps the rows that it came with, and those that a larger tokenizer has added.
     """
+    model = replace(model, vocab_padding=0)
     if origin.vocab:
         rows = origin.vocab
         if has_its_tokenizer(model, tokenizer_vocab):

@@ -16,6 +16,7 @@ NO_OTHER_FUNCTION = (
     "model.initial_std",
     "model.upcycle",
     "model.upcycle_noise",
+    "model.vocab_padding",
     "model.max_sequence_length",
 )
 """keys of [model] that change no output of a model whose tensors are loaded: a kernel, the initial weights, a limit"""

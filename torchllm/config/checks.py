@@ -406,8 +406,8 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
     for key, size in widths.items():
         if size % parallel.tp:
             yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
-    if _has_rank_without_rows(model.vocab, parallel.tp):
-        yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab}")
+    if _has_rank_without_rows(model.vocab_rows, parallel.tp):
+        yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}")
 
     length = config.training.sequence_length
     cuts_sequence = parallel.sequence_parallel or (parallel.pp > 1 and parallel.scatter_gather)
@@ -451,18 +451,18 @@ def _has_rank_without_rows(rows: int, ranks: int) -> bool:
 
 def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
     """Find what the data ranks cannot share. `parallel`: its degrees are resolved."""
-    vocab = config.model.vocab
+    rows = config.model.vocab_rows
     training = config.training
-    is_uneven = vocab % parallel.tp and not _has_rank_without_rows(vocab, parallel.tp)
+    is_uneven = rows % parallel.tp and not _has_rank_without_rows(rows, parallel.tp)
     if is_uneven and parallel.data_ranks * parallel.cp > 2:
         # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place
         # (initial weights, gathered tensors, checkpoints) without an error; and whole weights that share a buffer
         # with them are summed in another order on each tp rank, so that their copies drift apart.
+        padding = -config.model.vocab % parallel.tp
         yield Problem(
             "model.vocab",
-            f"{vocab} is no multiple of tp {parallel.tp}: torch 2.13 misplaces uneven rows silently on more than two "
-            f"ranks of dp x cp; set it to {math.ceil(vocab / parallel.tp) * parallel.tp} (rows beyond the tokenizer's "
-            "are never used)",
+            f"{rows} rows are no multiple of tp {parallel.tp}: torch 2.13 misplaces uneven rows silently on more than "
+            f"two ranks of dp x cp; set model.vocab_padding = {padding}, rows that the softmax leaves out",
         )
     per_pass = training.micro_batch_size * parallel.data_ranks
     if training.global_batch_size % per_pass:

@@ -170,6 +170,9 @@ class Model:
     """weight of the mean squared log-sum-exp of the router's logits, a penalty that keeps them small; 0: off"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
+    vocab_padding: Natural = 0
+    """rows of embedding and head after those of vocab, of no token: the softmax leaves them out; set with from_hf if
+    parallel.tp does not divide vocab"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
     qkv_bias: bool = False
@@ -230,6 +233,11 @@ class Model:
     def window_within(self, sequence_length: int) -> int:
         """Return how many tokens, itself the last, the last token of a sequence sees: no more than the sequence has."""
         return min(self.window or sequence_length, sequence_length)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head."""
+        return self.vocab + self.vocab_padding
 
     @property
     def kv(self) -> int:

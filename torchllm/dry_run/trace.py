@@ -119,7 +119,7 @@ def _trace(
             skip_pipeline_vote(forward_backward.schedule)
             names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
         for index, stage in enumerate(stages):
-            _watch(stage, index, tracker, columns=-(-config.model.vocab // parallel.tp), marks=not names_actions)
+            _watch(stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions)
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
         step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
         shape = (training.micro_batch_size, training.sequence_length // parallel.cp)

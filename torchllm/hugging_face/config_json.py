@@ -74,6 +74,7 @@ FREE_KEYS = {
     "from_hf",
     "upcycle",
     "upcycle_noise",
+    "vocab_padding",
     "router_dtype",
     "router_bias_rate",
     "balance_loss",

@@ -94,14 +94,17 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
 
 
 def _pad_vocab(draft: Draft[C]) -> None:
-    """Let tp ranks share the rows of the embedding evenly, if nobody has chosen their number."""
+    """Let tp ranks share the rows of the embedding evenly, unless their number is written."""
     tp = draft.config.parallel.tp
     vocab = draft.config.model.vocab
-    if "vocab" in _written(draft) or vocab % tp == 0:
+    if _written(draft) & {"vocab", "vocab_padding"} or vocab % tp == 0:
         return
-    padded = -(-vocab // tp) * tp
-    draft.notes.append(f"{draft.file}: model.vocab: {vocab} rows are padded to {padded}, a multiple of parallel.tp")
-    draft.config = replace(draft.config, model=replace(draft.config.model, vocab=padded))
+    model = replace(draft.config.model, vocab_padding=-vocab % tp)
+    draft.notes.append(
+        f"{draft.file}: model.vocab: {vocab} rows are padded to {model.vocab_rows}, a multiple of parallel.tp; the "
+        "softmax leaves the others out"
+    )
+    draft.config = replace(draft.config, model=model)
 
 
 def _report_lines(draft: Draft[C], lines: list[str]) -> None:

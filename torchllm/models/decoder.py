@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.embeds = True
         """whether the input is tokens; False on a pipeline stage that receives hidden states (the last stage of a tied
         model has `embed_tokens` nevertheless, as its head's weight)"""
-        self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab, model.hidden)
+        self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab_rows, model.hidden)
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)

@@ -20,26 +20,33 @@ IGNORED = -100
 """label of a position that has no target"""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab: int | None = None) -> Tensor:
     """Return the sum of -log p(label), in nats, over the labels that are not `IGNORED`.
 
-    logits (N, V), labels (N) -> () float32.
+    logits (N, V), labels (N) -> () float32. vocab: number of tokens; columns after it are left out; None: V.
     """
+    logits = logits_of_tokens(logits, vocab)
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-def cross_entropy_and_squares(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_and_squares(logits: Tensor, labels: Tensor, vocab: int | None = None) -> Tensor:
     """Return `cross_entropy_sum`, and the sum of the squared log-sum-exps of the logits, over the same labels.
 
     logits (N, V), labels (N) -> (2) float32. The log-sum-exp is the loss plus the target's logit, so that nothing as
     large as the logits is made for it but, in the backward pass, a gradient in the logits' own type.
     """
+    logits = logits_of_tokens(logits, vocab)
     is_target = labels != IGNORED
     rows = torch.arange(len(labels), device=labels.device)
     targets = logits[rows, labels.where(is_target, 0)].float()  # gather would keep the logits for its backward
     losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
     log_sum_exp = (losses + targets).where(is_target, 0.0)
     return torch.stack((losses.sum(), log_sum_exp.square().sum()))
+
+
+def logits_of_tokens(logits: Tensor, vocab: int | None) -> Tensor:
+    """Return the logits (..., V) of the first `vocab` tokens, all if it is None."""
+    return logits if vocab is None else logits[..., :vocab]
 
 
 class Head(nn.Module):
@@ -56,9 +63,11 @@ class Head(nn.Module):
 
     def __init__(self, model: Model, chunk: int, z_loss: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.vocab, model.hidden))
-        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = (
-            cross_entropy_and_squares if z_loss else cross_entropy_sum
+        self.weight = nn.Parameter(torch.empty(model.vocab_rows, model.hidden))
+        self.vocab = model.vocab if model.vocab_padding else None
+        """number of tokens, if there are more rows"""
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = partial(
+            cross_entropy_and_squares if z_loss else cross_entropy_sum, vocab=self.vocab
         )
         self.local: Callable[[Tensor], Tensor] = lambda factor: factor
         self.chunk = chunk
@@ -71,12 +80,12 @@ class Head(nn.Module):
         each of which would keep a gradient as large as the weight"""
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V).
+        """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V) of all tokens.
 
         hidden: (B, S, D). labels: (B, S).
         """
         if labels is None:
-            return self.project(hidden)
+            return logits_of_tokens(self.project(hidden), self.vocab)
         sums = self._sums(hidden.flatten(0, 1), labels.flatten())
         if not self.z_loss:
             return sums

@@ -394,6 +394,7 @@ class VocabParallelHead(ParallelStyle):
             first=_first_row(weight),
             group=mesh.get_group(),
             with_squares=module.z_loss > 0,
+            vocab=module.vocab,
         )
         module.local = _local_factor
 
@@ -420,15 +421,24 @@ def _first_row(weight: DTensor) -> int:
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    group: dist.ProcessGroup,
+    with_squares: bool = False,
+    vocab: int | None = None,
 ) -> Tensor:
     """Return `models.head.cross_entropy_sum` of logits (N, V) sharded over V: float32 (), the same on every tp rank.
 
     logits: a DTensor, or this rank's part of it. first: the token of this rank's first column. group: the tp ranks.
-    with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead.
+    with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead. vocab: number of tokens;
+    columns after it, which need not be on one rank, are left out; None: V.
     """
-    local_logits = logits.to_local() if isinstance(logits, DTensor) else logits
-    return _VocabParallelCrossEntropy.apply(local_logits.float(), labels, first, group, with_squares)
+    local_logits = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
+    if vocab is not None and first + local_logits.shape[-1] > vocab:
+        token = torch.arange(local_logits.shape[-1], device=local_logits.device) + first
+        local_logits = local_logits.masked_fill(token >= vocab, -torch.inf)
+    return _VocabParallelCrossEntropy.apply(local_logits, labels, first, group, with_squares)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

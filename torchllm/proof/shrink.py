@@ -72,6 +72,7 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     has_head_width = model.head_width * model.heads != model.hidden
     ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
     layers = min(model.layers, LAYERS)
+    vocab = BYTES + model.vocab % 8
     settings: Settings = {
         "model.layers": layers,
         "model.hidden": hidden,
@@ -79,7 +80,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
         "model.kv_heads": kv_heads if model.kv_heads else 0,
         "model.head_dim": (2 * head_width if float8 else head_width + 4) if has_head_width else 0,
         "model.ffn": ffn,
-        "model.vocab": BYTES + model.vocab % 8,
+        "model.vocab": vocab,
+        "model.vocab_padding": -vocab % 8 if model.vocab_padding else 0,
         "model.max_sequence_length": 2 * LENGTH,
     }
     if model.experts:

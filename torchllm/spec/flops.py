@@ -51,7 +51,7 @@ def matrices(model: Model, layer: int) -> Matrices:
 
 def head_size(model: Model) -> int:
     """Return the elements of the output projection; when tied, the embedding is the same matrix."""
-    return model.vocab * model.hidden
+    return model.vocab_rows * model.hidden
 
 
 def product_sizes(model: Model, layer: int) -> list[int]:

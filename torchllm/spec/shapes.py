@@ -10,7 +10,7 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
 
     Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, S positions.
     """
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (model.vocab, model.hidden)}
+    shapes: dict[str, Shape] = {"embed_tokens.weight": (model.vocab_rows, model.hidden)}
     if model.features.learned_positions:
         shapes["embed_positions.weight"] = (model.max_sequence_length, model.hidden)
     for index in range(model.layers):
@@ -18,7 +18,7 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
             shapes[f"layers.{index}.{name}"] = shape
     shapes |= _norm_shapes(model, "norm")
     if not model.tied_embeddings:
-        shapes["lm_head.weight"] = (model.vocab, model.hidden)
+        shapes["lm_head.weight"] = (model.vocab_rows, model.hidden)
     return shapes
 
 

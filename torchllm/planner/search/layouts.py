@@ -270,7 +270,7 @@ class Job:
 
     def _takes_vocabulary(self, mesh: DegreeMesh) -> bool:
         """Return whether tp can cut the vocabulary: each rank has a row, and FSDP on more than 2 ranks equal parts."""
-        vocab, tp = self.model.vocab, mesh.tp
+        vocab, tp = self.model.vocab_rows, mesh.tp
         if vocab % tp == 0:
             return True
         largest_part = -(-vocab // tp)
