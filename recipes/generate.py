@@ -68,7 +68,7 @@ def chat(
 ) -> str:
     """Answer the messages of a user, each with the conversation so far; print and return the answers, a line each."""
     chat_format = chat_format_of_run(config.data.tokenizer, config.finetune.chat_template)
-    ends = {tokenizer.end, chat_format.end_of_turn()}
+    ends = {tokenizer.end, *chat_format.ends_of_turn.values()}
     messages: list[Message] = []
     answers: list[str] = []
     for prompt in prompts:
@@ -99,7 +99,7 @@ def continue_text(
     tokens: Tensor,
     settings: Generate,
     vocab: int,
-    ends: Collection[int | None],
+    ends: Collection[int],
     max_length: int,
     generator: torch.Generator,
 ) -> list[int]:

@@ -43,7 +43,7 @@ from typing import NamedTuple
 from torchllm.config import Source
 from torchllm.data.build import write_corpus
 from torchllm.data.cache import available_cpus, is_raw, plan_corpus
-from torchllm.data.chat.write import describe_counts
+from torchllm.data.chat.write import describe_counts, untrained
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
@@ -113,6 +113,8 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
                 f"{folder} holds another corpus (other files, tokenizer or settings, or an earlier format): choose "
                 "another prepare.folder, or delete that one"
             )
+        if reason := untrained(header.counts):
+            raise DataError(f"{folder}: {reason}")
         corpus.check()
         return Prepared(header, None)
     start = time.perf_counter()

@@ -257,14 +257,24 @@ def test_an_unreadable_file_of_many_shards_is_counted_once(tmp_path: Path) -> No
         assert header.skipped == {"unreadable file": 3}
 
 
-def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "Make room there, or choose another"),
+        (errno.EDQUOT, "Remove files of yours there, or choose another"),
+        (errno.EACCES, "Choose another"),
+    ],
+)
+def test_a_failing_disk_names_the_folder(
+    code: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_documents(tmp_path, 20)
 
     def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fail)
-    message = rf"^{tmp_path}/corpus cannot be written: No space left on device\. Make room there, or .* \(data\.cache"
+    message = rf"^{tmp_path}/corpus cannot be written: {os.strerror(code)}\. {advice} folder \(data\.cache"
     with pytest.raises(DataError, match=message):
         write_corpus(plan_for(source), BYTES, tmp_path / "corpus")
 

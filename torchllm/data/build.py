@@ -5,6 +5,7 @@ complete, and starting it again keeps the finished shards; nothing else reads th
 depends on the plan and the records alone: two nodes that build one corpus in one shared folder write the same bytes.
 """
 
+import errno
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from torchllm.data.chat.sources import open_conversations
-from torchllm.data.chat.write import ConversationWriter
+from torchllm.data.chat.write import ConversationWriter, untrained
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, corpus_fingerprint, write_header
 from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ADVICE = {errno.ENOSPC: "Make room there, or choose", errno.EDQUOT: "Remove files of yours there, or choose"}
+"""by what went wrong when a folder was written"""
 _SMALLEST_SHARD_MIB = 64.0
 _LARGEST_SHARD_MIB = 1024.0
 _SHARDS = 256
@@ -57,8 +60,8 @@ def write_corpus(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, proce
         return _write_shards_and_header(plan, tokenizer, folder, processes)
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written: {error.strerror or error}. Make room there, or choose another folder "
-            "(data.cache for the start of a run, prepare.folder for recipes/prepare.py)"
+            f"{folder} cannot be written: {error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Choose')} another "
+            "folder (data.cache for the start of a run, prepare.folder for recipes/prepare.py)"
         ) from error
 
 
@@ -99,6 +102,8 @@ def _write_shards_and_header(plan: CorpusPlan, tokenizer: TokenizerSpec, folder:
             largest_id = max(largest_id, finished.max_token)
     if unreadable:
         skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards
+    if reason := untrained(counts):
+        raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
     loaded = tokenizer.load()
     sequence_length = plan.chat.sequence_length if plan.chat else 0
     sums = table.write(folder)

@@ -147,6 +147,38 @@ BARE = MARKED._replace(
 )
 """its blocks end before the token that ends a turn"""
 
+CALLING = Family(
+    """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content }}
+            {%- for call in message.tool_calls %}
+                {{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endgeneration %}
+    {%- else %}{{- message.content }}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
+    ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+    words=("<tool_call>", "</tool_call>"),
+)
+"""its blocks may end with an added token that ends no turn"""
+PHI = Family(
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    ("<s>", "<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"),
+)
+"""two tokens stand behind an answer"""
+PARTS = Family(
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+)
+"""shows the content only if it is a list"""
+
 FAMILIES = {
     "llama3": LLAMA3,
     "qwen25": QWEN25,
@@ -157,6 +189,9 @@ FAMILIES = {
     "r1": R1,
     "generation": MARKED,
     "bare": BARE,
+    "calling": CALLING,
+    "phi": PHI,
+    "parts": PARTS,
 }
 
 

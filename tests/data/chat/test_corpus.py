@@ -139,6 +139,41 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path) -> None:
     assert "examples cut to the sequence length: 2" in describe_counts(counts)
 
 
+def test_a_corpus_of_which_nothing_is_trained_is_an_error(tmp_path: Path) -> None:
+    """All answers are cut away, or have weight 0."""
+    data = settings(tmp_path)
+    for name, question, weight in (("cut", "a lazy dog " * 200, 1), ("weightless", "why?", 0)):
+        source = write_lines(tmp_path / f"{name}.jsonl", [[user(question), assistant("two") | {"weight": weight}]] * 3)
+        with pytest.raises(
+            DataError, match=rf"{name}.jsonl.*: nothing is trained of 3 examples \(examples by length: up to"
+        ):
+            written(tmp_path / name, source, data)
+        assert not (tmp_path / name / "corpus.json").exists()
+
+
+def test_merged_and_endless_examples_are_counted(tmp_path: Path) -> None:
+    colon = QWEN25._replace(
+        template="{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    corpus = written(tmp_path / "a", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path, colon))
+    lines = describe_counts(corpus.header.counts)
+    assert "tokens across the border of a prompt and its answer, which inference never sees: 6" in lines
+    assert "examples whose last turn no special token ends, so that the model does not learn to stop: 3" in lines
+    harmless = written(tmp_path / "b", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path)).header
+    assert len(describe_counts(harmless.counts)) == 3
+
+
+def test_a_corpus_of_an_earlier_version_says_so() -> None:
+    """It has no key for what never came about, nor for what was not counted then."""
+    counts = {"conversations": 2, "conversations by rule: one example per turn": 2, "examples by length: up to 64": 2}
+    lines = describe_counts(counts)
+    assert lines[0] == "2 conversations, 0 examples: 0.0% of their tokens are trained; 0.0% of the sequences is padding"
+    assert lines[-1].startswith(
+        "written by an earlier version, which did not train the end of a turn behind a tool call"
+    )
+
+
 def test_the_targets_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
     """The same tokens, of which others are trained, are another corpus; a damaged byte of the targets is found."""
     data = settings(tmp_path)
@@ -204,11 +239,20 @@ def test_labels_are_the_targets_on_every_piece_of_a_sequence(tmp_path: Path) -> 
     assert int((whole.labels != IGNORED).sum()) > 0
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 BAD = [
     ({"text": "a"}, r"wrong key: no 'messages', it has: text \(data.sources.messages_key\)"),
     ({"messages": "a"}, "no messages: 'messages' must be a list of objects"),
     ({"messages": [{"content": "a"}]}, "no messages"),
     ({"messages": [user("a")]}, "no message of the assistant"),
+    ({"messages": [user("a"), assistant("b") | {"weight": "0"}]}, "weight is not 0 or 1: messages.1.weight is '0'"),
+    ({"messages": [user("a"), assistant("b") | {"extra": nested(700)}]}, "nested too deeply"),
 ]
 
 

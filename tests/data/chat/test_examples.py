@@ -1,6 +1,8 @@
 """What a conversation becomes: the ids that transformers makes of it, and which of them are trained."""
 
+import errno
 import json
+import os
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,7 @@ def test_the_turns_of_the_assistant_are_trained_with_their_ends(name: str, tmp_p
     assert trained(made, tmp_path) == [[f"{blank}hello there{end}", f"{blank}they are lazy: 12{end}"]]
     by_blocks = name in ("generation", "bare")
     assert made.rule == ("generation blocks" if by_blocks else "one example per conversation")
-    assert chat.end_of_turn() == chat.encoder.token_id(end)
+    assert chat.ends_of_turn == {end: chat.encoder.token_id(end)}
 
 
 def test_a_template_that_renders_earlier_turns_otherwise_gives_an_example_per_turn(tmp_path: Path) -> None:
@@ -99,6 +101,64 @@ def test_a_template_that_renders_earlier_turns_otherwise_gives_an_example_per_tu
     for example, end in zip(made.examples, (2, 4), strict=True):
         assert example.ids.tolist() == reference(FAMILIES["qwen3"], tmp_path, THINKING[:end])
     assert chat.examples(Conversation(THINKING[:2])).rule == "one example per conversation"
+
+
+CALL = {"type": "function", "function": {"name": "sun", "arguments": {"days": 2}}}
+CALLED = '<tool_call>\n{"name": "sun", "arguments": {"days": 2}}\n</tool_call>'
+WITH_CALL = [user("how?"), assistant("") | {"tool_calls": [CALL]}, {"role": "tool", "content": "2"}, assistant("two")]
+
+
+def test_a_turn_that_ends_with_a_tool_call_is_trained_with_its_end(tmp_path: Path) -> None:
+    """`</tool_call>` is an added token at the end of the block, and ends no turn."""
+    made = format_of(FAMILIES["calling"], tmp_path).examples(Conversation(WITH_CALL))
+    assert trained(made, tmp_path) == [[f"{CALLED}<|im_end|>", "two<|im_end|>"]]
+    assert made.rule == "generation blocks"
+    assert made.without_end == 0
+
+
+@pytest.mark.parametrize("name", ["generation", "bare", "calling", "qwen25", "llama3"])
+@pytest.mark.parametrize("is_last", [False, True], ids=["first turn", "last turn"])
+def test_words_that_look_like_the_end_of_a_turn_are_none(name: str, is_last: bool, tmp_path: Path) -> None:
+    chat = format_of(FAMILIES[name], tmp_path)
+    (end,) = chat.ends_of_turn
+    for words in (f"close it with {end}", f"two {FAMILIES[name].special[0]}"):
+        talk = [user("how?"), assistant("three"), user("how?"), assistant("two")]
+        talk[3 if is_last else 1] = assistant(words)
+        made = chat.examples(Conversation(talk))
+        assert trained(made, tmp_path)[0][is_last].strip() == f"{words}{end}"
+        (example,) = made.examples
+        ends = example.is_target & (example.ids == chat.ends_of_turn[end])
+        assert ends.sum() == 2
+
+
+@pytest.mark.parametrize(("name", "ends"), [("phi", ["<|end|>", "<|endoftext|>"]), ("parts", ["<|im_end|>"])])
+def test_what_ends_a_turn_is_read_from_the_template(name: str, ends: list[str], tmp_path: Path) -> None:
+    chat = format_of(FAMILIES[name], tmp_path)
+    assert chat.ends_of_turn == {end: chat.encoder.token_id(end) for end in ends}
+    made = chat.examples(Conversation(TALK[:2]))
+    assert trained(made, tmp_path) == [["hello there" + "\n".join(ends)]]
+
+
+def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
+    endless = QWEN25._replace(
+        template=QWEN25.template.replace("{{ message.content }}<|im_end|>", "{{ message.content }}")
+    )
+    made = format_of(endless, tmp_path).examples(Conversation(TALK))
+    assert made.without_end == 1
+    assert format_of(endless, tmp_path).ends_of_turn == {}
+
+
+def test_tokens_that_hold_the_end_of_a_prompt_are_counted(tmp_path: Path) -> None:
+    """A blank at its end is merged with the first word of the answer, which no model sees when it answers."""
+    colon = QWEN25._replace(
+        template="{% for message in messages %}{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat = format_of(colon, tmp_path)
+    made = chat.examples(Conversation([user("a"), assistant("hello"), user("a"), assistant("fox")]))
+    assert made.merged_tokens == 2
+    assert chat.examples(Conversation([user("a"), assistant("(")])).merged_tokens == 0
+    assert format_of(QWEN25, tmp_path).examples(Conversation(TALK)).merged_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["r1", "mistral"])
@@ -178,6 +238,7 @@ def test_the_date_is_that_of_the_preparation(tmp_path: Path) -> None:
     new = tmp_path / "new"
     new.mkdir()
     assert preparation_day(new) in (TODAY, date.today())
+    assert preparation_day(new) == preparation_day(new)
     assert [path.name for path in new.iterdir()] == [DAY_FILE]
     chat = format_of(FAMILIES["llama3"], tmp_path, preparation_day(tmp_path))
     (example,) = chat.examples(Conversation([system("a"), *TALK])).examples
@@ -185,12 +246,22 @@ def test_the_date_is_that_of_the_preparation(tmp_path: Path) -> None:
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(example.ids.tolist())
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_the_day_is_noted_without_hard_links(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*paths: Path) -> None:
+        raise OSError(code, "no hard links")
+
+    monkeypatch.setattr(os, "link", link)
+    assert preparation_day(tmp_path) in (TODAY, date.today())
+    assert [path.name for path in tmp_path.iterdir()] == [DAY_FILE]
+
+
 def test_where_the_template_is_found(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path, QWEN25)
     assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
     named = tmp_path / "other.jinja"
-    named.write_text("{{ messages }}")
-    assert plan_chat(str(path), Finetune(chat_template=str(named)), 8).template == "{{ messages }}"
+    named.write_text("{{ messages[-1].content }}")
+    assert plan_chat(str(path), Finetune(chat_template=str(named)), 8).template == "{{ messages[-1].content }}"
     named.write_text("{% if %}")
     with pytest.raises(DataError, match="error in line 1"):
         plan_chat(str(path), Finetune(chat_template=str(named)), 8)
@@ -209,3 +280,13 @@ def test_a_template_in_the_tokenizer_config(several: bool, tmp_path: Path) -> No
     content = json.loads(config.read_text()) | {"chat_template": named if several else QWEN25.template}
     config.write_text(json.dumps(content))
     assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
+
+
+def test_a_list_of_templates_without_a_default_is_an_error(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, QWEN25)
+    path.with_name("chat_template.jinja").unlink()
+    config = tmp_path / "tokenizer_config.json"
+    for named in ([{"name": "x"}], [{"name": "rag", "template": "x"}], ["x"], [{"name": "default", "template": 3}]):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+        with pytest.raises(DataError, match=r"is a list, .* finetune\.chat_template = FILE"):
+            plan_chat(str(path), Finetune(), 8)

@@ -44,6 +44,11 @@ class EncodedChat(NamedTuple):
             inside |= (starts < span.end) & (np.maximum(ends, starts + 1) > span.start)
         return inside
 
+    def across(self, places: Sequence[int]) -> int:
+        """Return how many tokens hold characters on both sides of one of `places`, characters of the text."""
+        starts, ends = self.offsets.T
+        return sum(int(((starts < place) & (ends > place)).sum()) for place in places)
+
 
 class ChatEncoder:
     """A tokenizer.json, used on texts that hold its special tokens."""
@@ -101,7 +106,7 @@ class ChatEncoder:
 
     def _encode_fenced(self, chat: RenderedChat) -> EncodedChat:
         """Return the tokens of a text in which words of messages look like special tokens."""
-        words = [match for match in self._special_pattern.finditer(chat.text) if not _overlaps(match, chat.plain)]
+        words = [match for match in self._special_pattern.finditer(chat.text) if not is_inside(match, chat.plain)]
         parts: list[str] = []
         fences: list[int] = []
         """characters of the text before each fence"""
@@ -122,7 +127,8 @@ def _fenced(token: str) -> str:
     return f"{FENCE}{token}{FENCE}"
 
 
-def _overlaps(match: re.Match[str], spans: Sequence[TextSpan]) -> bool:
+def is_inside(match: re.Match[str], spans: Sequence[TextSpan]) -> bool:
+    """Return whether a match has a character in one of `spans`."""
     return any(span.start < match.end() and match.start() < span.end for span in spans)
 
 

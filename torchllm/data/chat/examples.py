@@ -11,23 +11,27 @@ A conversation becomes one example, or several, by the first of these rules that
 4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), what is trained would
    never be seen at inference: an error.
 
-The special token that ends a turn is trained, so that the model learns to stop; blanks that the template writes after
-it are not.
+The token that ends a turn is trained, so that the model learns to stop; blanks that the template writes after it are
+not. `ChatFormat.ends_of_turn` says which tokens end a turn: training, generation and export ask it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchllm.data.chat.encoder import ChatEncoder
+from torchllm.data.chat.encoder import ChatEncoder, is_inside
 from torchllm.data.chat.marks import RenderedChat, SpecialWords, TextSpan, has_marks, read_marks
-from torchllm.data.chat.template import ChatTemplate, Message, RefusedConversation
+from torchllm.data.chat.template import ANSWER, QUESTION_AND_ANSWER, ChatTemplate, Message, RefusedConversation
 from torchllm.data.tokenizer import Ids
 
 Rule = Literal["generation blocks", "one example per conversation", "one example per turn"]
+
+_BLANKS = re.compile(r"\s*")
 
 NO_PROMPT = "a turn of the assistant does not begin with its prompt"
 _NO_PROMPT_DETAIL = (
@@ -65,6 +69,10 @@ class ConversationExamples(NamedTuple):
     rule: Rule
     words_as_text: int
     """words of messages that look like special tokens, and are encoded as plain text"""
+    merged_tokens: int
+    """tokens that hold the end of a prompt and the beginning of its answer, which inference never sees"""
+    without_end: int
+    """examples whose last turn no special token ends"""
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,15 @@ class ChatFormat:
             raise RefusedConversation("no message of the assistant")
         messages = messages[: turns[-1] + 1]  # nothing is trained behind the last turn
         rule, texts = self._trained_texts(messages, tools, turns)
-        examples = []
+        examples, merged = [], 0
         for text, encoded in zip(texts, self.encoder.encode([text.chat for text in texts]), strict=True):
             is_target = encoded.inside(text.trained)
             is_target[:1] = False  # nothing stands before it
+            merged += encoded.across([span.start for span in text.trained])
             examples.append(Example(encoded.ids, is_target))
-        return ConversationExamples(examples, rule, sum(len(text.chat.plain) for text in texts))
+        words_as_text = sum(len(text.chat.plain) for text in texts)
+        without_end = sum(not self._has_end(text) for text in texts)
+        return ConversationExamples(examples, rule, words_as_text, merged, without_end)
 
     def prompt(self, conversation: Conversation) -> Ids:
         """Return the tokens of a conversation up to where the assistant answers. Raises RefusedConversation."""
@@ -100,16 +111,23 @@ class ChatFormat:
         (encoded,) = self.encoder.encode([read_marks(marked)])
         return encoded.ids
 
-    def end_of_turn(self) -> int | None:
-        """Return the special token with which the assistant's turn ends; None if the template writes none."""
-        question = {"role": "user", "content": "?"}
-        answer = {"role": "assistant", "content": "!"}
+    @cached_property
+    def ends_of_turn(self) -> dict[str, int]:
+        """The added tokens that the template writes behind an answer, in their order, and their ids.
+
+        There are none if the template ends no turn by a token, or refuses a conversation of a question and an answer.
+        """
         try:
-            (example,) = self.examples(Conversation([question, answer])).examples
+            text = read_marks(self.template.render(QUESTION_AND_ANSWER, None)).text
+            header = self._header_tokens(QUESTION_AND_ANSWER, None, 1)
         except RefusedConversation:
-            return None
-        last = int(example.ids[example.is_target][-1])
-        return last if last in {self.encoder.token_id(token) for token in self.encoder.special} else None
+            return {}
+        ends = {}
+        for token in self.encoder.added_pattern.findall(text.rpartition(ANSWER)[2]):
+            token_id = self.encoder.token_id(token)
+            if token not in header and token_id is not None:
+                ends[token] = token_id
+        return ends
 
     def _trained_texts(
         self, messages: list[Message], tools: list[Any] | None, turns: Sequence[int]
@@ -147,30 +165,61 @@ class ChatFormat:
                 raise RefusedConversation("weight 0 without a generation block", detail)
             blocks = [block for block, wanted in zip(blocks, is_trained, strict=True) if wanted]
         header = self._header_tokens(messages, tools, turns[0])
-        return TrainedText(whole, [self._with_end_of_turn(whole.text, block, header) for block in blocks])
+        return TrainedText(whole, [self._with_end_of_turn(whole, block, header) for block in blocks])
 
     def _header_tokens(self, messages: list[Message], tools: list[Any] | None, turn: int) -> set[str]:
         """Return the added tokens that the template writes before a turn of the assistant."""
         before = read_marks(self.template.render(messages[:turn], tools)).text
         prompt = read_marks(self.template.render(messages[:turn], tools, add_generation_prompt=True)).text
-        return set(self.encoder.added_pattern.findall(prompt.removeprefix(before)))
+        is_same = [one == other for one, other in zip(before, prompt, strict=False)]
+        start = is_same.index(False) if False in is_same else len(is_same)
+        return {token.group() for token in self.encoder.added_pattern.finditer(prompt) if token.end() > start}
 
-    def _with_end_of_turn(self, text: str, block: TextSpan, header: set[str]) -> TextSpan:
-        """Return a generation block with the token behind it, if that ends the turn and does not begin the next one."""
-        inside = list(self.encoder.added_pattern.finditer(text, block.start, block.end))
-        if inside and not text[inside[-1].end() : block.end].strip():
+    def _with_end_of_turn(self, chat: RenderedChat, block: TextSpan, header: set[str]) -> TextSpan:
+        """Return a generation block with the token that ends its turn, which may be behind it.
+
+        The token with which the block ends need not be that: `</tool_call>` is none, and a word of the message may look
+        like one.
+        """
+        following = self._token_behind(chat, block.end)
+        if following is None:
             return block
-        following = self.encoder.added_pattern.match(text, block.end)
-        if following is None or following.group() in header:
-            return block
-        return TextSpan(block.start, following.end())
+        ends_turn = following.group() in self.ends_of_turn
+        if not ends_turn and not self._ends_with_turn(chat, block):  # the turn may have an end of another kind
+            ends_turn = following.group() in self.encoder.special and following.group() not in header
+        return TextSpan(block.start, following.end()) if ends_turn else block
+
+    def _ends_with_turn(self, chat: RenderedChat, span: TextSpan) -> bool:
+        """Return whether a token that ends a turn is the last one of a part of the text."""
+        last = self._last_token(chat, span)
+        return last is not None and last.group() in self.ends_of_turn
 
     def _turn(self, end: RenderedChat, start: int) -> TextSpan:
         """Return what is trained of a turn that begins at `start`: all, or up to an added token before final blanks."""
-        tokens = list(self.encoder.added_pattern.finditer(end.text, start))
-        if tokens and not end.text[tokens[-1].end() :].strip():
-            return TextSpan(start, tokens[-1].end())
-        return TextSpan(start, len(end.text))
+        turn = TextSpan(start, len(end.text))
+        last = self._last_token(end, turn)
+        return turn if last is None else TextSpan(start, last.end())
+
+    def _token_behind(self, chat: RenderedChat, start: int) -> re.Match[str] | None:
+        """Return the added token of the template that follows, perhaps after blanks; None if there is none."""
+        blanks = _BLANKS.match(chat.text, start)
+        assert blanks is not None
+        token = self.encoder.added_pattern.match(chat.text, blanks.end())
+        return None if token is None or is_inside(token, chat.plain) else token
+
+    def _last_token(self, chat: RenderedChat, span: TextSpan) -> re.Match[str] | None:
+        """Return the added token of the template with which a part of the text ends, but for blanks behind it."""
+        tokens = list(self.encoder.added_pattern.finditer(chat.text, span.start, span.end))
+        if not tokens or chat.text[tokens[-1].end() : span.end].strip() or is_inside(tokens[-1], chat.plain):
+            return None
+        return tokens[-1]
+
+    def _has_end(self, text: TrainedText) -> bool:
+        """Return whether a special token, or another one that ends a turn, is the last that is trained of a text."""
+        if not text.trained:
+            return True
+        last = self._last_token(text.chat, text.trained[-1])
+        return last is not None and last.group() in {*self.encoder.special, *self.ends_of_turn}
 
 
 def _is_trained(message: Message) -> bool:

@@ -10,6 +10,7 @@ from torchllm.config import Finetune
 from torchllm.data.chat.encoder import load_chat_encoder
 from torchllm.data.chat.examples import ChatFormat
 from torchllm.data.chat.template import ChatTemplate, read_special_tokens, read_template
+from torchllm.data.chat.trial import try_template
 
 DAY_FILE = "prepared_on.txt"
 """of a corpus folder: the day on which its preparation began, as 2026-11-23"""
@@ -33,7 +34,7 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatP
     path = Path(tokenizer).expanduser()
     special_tokens = read_special_tokens(path)
     template = read_template(path, finetune.chat_template)
-    ChatTemplate(template, special_tokens, date.today())
+    try_template(template, special_tokens)
     return ChatPlan(sequence_length, template, special_tokens)
 
 
@@ -56,8 +57,11 @@ def preparation_day(folder: Path) -> date:
             os.link(draft, path)  # unlike a rename it fails if another process was first
         except FileExistsError:
             pass
+        except OSError:  # a file system without hard links
+            if not path.exists():
+                draft.rename(path)
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
     return date.fromisoformat(path.read_text().strip())
 
 

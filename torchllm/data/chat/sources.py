@@ -9,6 +9,14 @@ from typing import Any
 
 from torchllm.config import Source
 from torchllm.data.chat.examples import Conversation
+from torchllm.data.chat.messages import (
+    MASKS_OF_CONVERSATIONS,
+    NESTED,
+    BadConversation,
+    read_messages,
+    read_tools,
+    refuse_masks,
+)
 from torchllm.data.records import Origin, TextRecord, check_text
 from torchllm.data.source_files import SourceFile
 from torchllm.data.sources import HubRows, JsonLineFiles, RawSource, parse_json_line
@@ -47,25 +55,25 @@ class ConversationRows(HubRows):
 
     def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
         """Return the record of a row."""
-        return check_conversation(fields, self.key, origin)
+        return check_conversation(fields, self.key, origin, has_columns=True)
 
 
-def check_conversation(fields: Mapping[str, Any], key: str, origin: Origin) -> TextRecord:
-    """Return the record of a row whose messages should be under `key`."""
+def check_conversation(fields: Mapping[str, Any], key: str, origin: Origin, has_columns: bool = False) -> TextRecord:
+    """Return the record of a row whose messages should be under `key`. has_columns: as in `read_messages`."""
     if key not in fields:
         names = ", ".join(fields) or "nothing"
         detail = f": no {key!r}, it has: {names} (data.sources.messages_key)"
         return TextRecord(origin, fault="wrong key", detail=detail)
-    messages = fields[key]
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        detail = f": {key!r} must be a list of objects, each with a role"
-        return TextRecord(origin, fault="no messages", detail=detail)
-    content = {"messages": messages, "tools": fields.get(TOOLS_KEY) or None}
-    return check_text(json.dumps(content, ensure_ascii=False, default=str), origin)
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)
+    try:
+        messages = read_messages(fields[key], key, has_columns)
+        tools = read_tools(fields.get(TOOLS_KEY), TOOLS_KEY)
+        refuse_masks(fields, "", MASKS_OF_CONVERSATIONS)
+        text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)
+    except BadConversation as bad:
+        return TextRecord(origin, fault=bad.fault, detail=bad.detail)
+    except RecursionError:
+        return TextRecord(origin, fault=NESTED)
+    return check_text(text, origin)
 
 
 def conversation_of(record: TextRecord) -> Conversation:

@@ -6,6 +6,7 @@ and n, as it is for text. Examples of one shard share sequences, and none is cut
 The header's `counts` say what became of the conversations; their keys are the names below.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -14,6 +15,7 @@ import numpy as np
 
 from torchllm.data.chat.bins import pack_examples
 from torchllm.data.chat.examples import Example
+from torchllm.data.chat.messages import NESTED
 from torchllm.data.chat.plan import chat_format, preparation_day
 from torchllm.data.chat.sources import conversation_of
 from torchllm.data.chat.template import RefusedConversation
@@ -32,6 +34,8 @@ PADDING = "padding tokens"
 TRUNCATED = "examples cut to the sequence length"
 UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
 WORDS = "special tokens in messages, encoded as plain text"
+MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
+ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
 RULE = "conversations by rule: "
 LENGTH = "examples by length: up to "
 _PACKED_TOGETHER = 4096
@@ -73,6 +77,9 @@ class ConversationWriter(ShardWriter):
         except RefusedConversation as refusal:
             self.skip(record._replace(fault=refusal.fault, detail=refusal.detail))
             return
+        except RecursionError:
+            self.skip(record._replace(fault=NESTED))
+            return
         for example in made.examples:
             if self.over_vocab(example.ids):
                 self.skip_over_vocab(record, example.ids)
@@ -80,6 +87,8 @@ class ConversationWriter(ShardWriter):
         self.counts[CONVERSATIONS] += 1
         self.counts[RULE + made.rule] += 1
         self.counts[WORDS] += made.words_as_text
+        self.counts[MERGED] += made.merged_tokens
+        self.counts[ENDLESS] += made.without_end
         self.text_bytes += record.size
         split = self.split_of(record)
         for example in made.examples:
@@ -125,22 +134,46 @@ def _length_class(length: int) -> int:
     return limit
 
 
+def untrained(counts: Mapping[str, int]) -> str:
+    """Return why nothing of a corpus of conversations is trained; "" if something is, or it is a corpus of text."""
+    if not counts.get(UNTRAINED) or counts.get(TARGETS):
+        return ""
+    return (
+        f"nothing is trained of {counts[UNTRAINED]:,} examples ({_describe_lengths(counts)}): their answers have "
+        "weight 0 or begin behind training.sequence_length. Raise it, or shorten what stands before the answers"
+    )
+
+
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
-    """Return lines on what became of conversations, with a histogram of the lengths of examples."""
+    """Return lines on what became of conversations, with a histogram of the lengths of examples.
+
+    counts: of a corpus; {} of text.
+    """
     if not counts:
         return []
-    trained = counts[TARGETS] / max(1, counts[TOKENS])
-    padding = counts[PADDING] / max(1, counts[TOKENS] + counts[PADDING])
+    known = Counter(counts)  # what never came about has no key
+    trained = known[TARGETS] / max(1, known[TOKENS])
+    padding = known[PADDING] / max(1, known[TOKENS] + known[PADDING])
     lines = [
-        f"{counts[CONVERSATIONS]:,} conversations, {counts[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
+        f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
         f"trained; {padding:.1%} of the sequences is padding"
     ]
     rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
     lines.append(f"{RULE}{', '.join(rules)}")
+    lines.append(_describe_lengths(counts))
+    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
+        if known[name]:
+            lines.append(f"{name}: {known[name]:,}")
+    if MERGED not in counts:
+        lines.append(
+            "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "
+            "content in parts as Python does: before a new run, remove the folder of the corpus, and it is written anew"
+        )
+    return lines
+
+
+def _describe_lengths(counts: Mapping[str, int]) -> str:
+    """Return a histogram of the lengths of examples."""
     lengths = {int(name.removeprefix(LENGTH)): count for name, count in counts.items() if name.startswith(LENGTH)}
     histogram = [f"{length:,}: {lengths[length]:,}" for length in sorted(lengths)]
-    lines.append(f"{LENGTH}{', '.join(histogram)} tokens")
-    for name in (TRUNCATED, UNTRAINED, WORDS):
-        if counts.get(name):
-            lines.append(f"{name}: {counts[name]:,}")
-    return lines
+    return f"{LENGTH}{', '.join(histogram)} tokens"
