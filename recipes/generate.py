@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from torchllm.checkpoint.initial import load_weights_of_run
+from torchllm.checkpoint.manifest import Manifest
 from torchllm.data.chat.examples import Conversation
-from torchllm.data.chat.plan import chat_format_of_run
+from torchllm.data.chat.plan import chat_format_today, chat_plan_of_run
 from torchllm.data.chat.template import Message
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
@@ -50,7 +51,7 @@ def main(config: Config) -> str:
     if config.generate.chat:
         print_text(f"--- step {manifest.step}, a chat at temperature {config.generate.temperature:g} ---")
         prompts = [config.generate.prompt] if config.generate.prompt else (line.strip() for line in sys.stdin)
-        return chat(config, model, tokenizer, prompts, generator)
+        return chat(config, model, tokenizer, manifest, prompts, generator)
     [prompt] = tokenizer.encode_documents([config.generate.prompt])
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: what follows a document
@@ -64,10 +65,17 @@ def main(config: Config) -> str:
 
 
 def chat(
-    config: Config, model: Decoder, tokenizer: Tokenizer, prompts: Iterable[str], generator: torch.Generator
+    config: Config,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    manifest: Manifest,
+    prompts: Iterable[str],
+    generator: torch.Generator,
 ) -> str:
     """Answer the messages of a user, each with the conversation so far; print and return the answers, a line each."""
-    chat_format = chat_format_of_run(config.data.tokenizer, config.finetune.chat_template)
+    plan = chat_plan_of_run(config, manifest.data, manifest.record)
+    assert plan is not None  # generate.chat is on
+    chat_format = chat_format_today(config.data.tokenizer, plan)
     ends = {tokenizer.end, *chat_format.ends_of_turn.values()}
     messages: list[Message] = []
     answers: list[str] = []

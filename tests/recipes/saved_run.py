@@ -1,6 +1,6 @@
 """Run folders with checkpoints of random weights, without a training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ def save_run(
     fill: Callable[[Decoder], object] | None = None,
     ema_factor: float = 0.0,
     lora: Lora = WITHOUT_LORA,
+    state: Mapping[str, Any] | None = None,
 ) -> dict[int, Decoder]:
     """Write the run folder of a model with a checkpoint at each step, and return the saved models by step.
 
     fill: gives a model its weights, which are random without it. ema_factor: the checkpoints have a moving average too,
     the trained weights times this. lora: with it, the frozen weights are those of the run's seed, or of `fill`.
+    state: what the checkpoints say of the data, besides the sequences.
     """
     config = Config(
         run=Run(folder=str(folder)),
@@ -73,7 +75,7 @@ def save_run(
                 f"ema.{canonical_name(name)}": ema_factor * parameter.detach() for name, parameter in named.items()
             },
         )
-        checkpoints.save(step, {"sequences": 8 * step})
+        checkpoints.save(step, {"sequences": 8 * step} | dict(state or {}))
         checkpoints.close()
         saved[step] = decoder
     return saved

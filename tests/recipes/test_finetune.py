@@ -17,6 +17,7 @@ from tests.hugging_face.published import save_published
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import ROOT, curve, metrics, tensor_digests
 from torchllm.checkpoint.export import export_model
+from torchllm.checkpoint.manifest import read_manifest, step_folders
 from torchllm.data.corpus import Corpus
 
 WORDS = ["quick", "brown", "lazy", "general", "hello", "world", "three", "two"]
@@ -81,6 +82,8 @@ def test_a_small_model_learns_64_conversations_and_answers_them(
     assert last["step"] == config.training.steps
     assert last["loss"] < 0.02
     assert 0 < last["targets_per_second"] < last["tokens_per_second"]
+    manifest = read_manifest(step_folders(tmp_path / "checkpoints")[0])
+    assert manifest.data["chat"]["template"] == QWEN25.template.replace("You are helpful.", "hello")
     again = ["--training.steps=1", "--schedule.warmup_steps=1", f"--checkpoint.initial={tmp_path}"]
     assert finetune(1, tmp_path / "again", *data, *size, *again) == [""]
     assert metrics(tmp_path / "again")[0]["loss"] < 0.02

@@ -17,6 +17,7 @@ from torchllm.checkpoint.exported import (
 )
 from torchllm.checkpoint.hf_writer import new_folder, weight_bytes, write_configs, write_weights
 from torchllm.checkpoint.state import WEIGHTS
+from torchllm.checkpoint.text_facts import TextFacts, text_facts
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.config import Config, Model
 from torchllm.config.changes import check_frozen_weights
@@ -41,8 +42,8 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     Of a run with LoRA that is the model with the low-rank updates merged in. ema: their moving average
     (optimizer.ema_decay) instead.
     Raises CheckpointError if there is no such checkpoint, the folder cannot be written, or the frozen weights are gone,
-    DamagedCheckpoint if what is read is not what was written, NoFamily if no family of models has the form of this one.
-    Then nothing is left.
+    DamagedCheckpoint if what is read is not what was written, NoFamily if no family of models has the form of this one,
+    DataError if nothing says how the run's conversations were written. Then nothing is left.
     """
     settings = config.export
     checkpoints = open_checkpoints(config, ema)
@@ -57,8 +58,9 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     weights = {checkpoint.folder: model_weights(config, checkpoint) for checkpoint in checkpoints}
     with new_folder(path, weight_bytes(tensors, dtype)) as folder:
         write_weights(folder, tensors, MeanOfWeights(weights), dtype)
-        missing_tokenizer = export_tokenizer(tokenizer, config.model, folder)
-        write_configs(folder, model, family, settings.dtype, None if missing_tokenizer else tokenizer)
+        texts = text_facts(config, manifest, tokenizer) if has_its_tokenizer(config.model, tokenizer.vocab) else None
+        missing_tokenizer = export_tokenizer(tokenizer, config.model, folder, texts)
+        write_configs(folder, model, family, settings.dtype, None if missing_tokenizer else texts)
         facts = facts_of_run(config, checkpoints)._replace(
             model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer
         )
@@ -105,18 +107,18 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
     )
 
 
-def export_tokenizer(tokenizer: Tokenizer, model: Model, folder: Path) -> str:
+def export_tokenizer(tokenizer: Tokenizer, model: Model, folder: Path, texts: TextFacts | None) -> str:
     """Write the files of a run's tokenizer into the folder of an exported model; return why not, "" if it is done.
 
-    model: of the run, with its padding.
+    model: of the run, with its padding. texts: None if the tokenizer is not that of the model.
     """
-    if not has_its_tokenizer(model, tokenizer.vocab):
+    if texts is None:
         return (
             f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocab} ids, but model.vocab is {model.vocab}: it is "
             "not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder"
         )
     try:
-        write_tokenizer(tokenizer, folder, model.max_sequence_length)
+        write_tokenizer(tokenizer, folder, model.max_sequence_length, texts.chat)
     except InexactTokenizer as error:
         return f"no tokenizer.json gives the ids of {tokenizer.name}: {error}"
     return ""

@@ -27,8 +27,8 @@ from torch import Tensor
 from torchllm.checkpoint.by_key import Weights
 from torchllm.checkpoint.hf_reader import DTYPES
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync_folder
+from torchllm.checkpoint.text_facts import END, GENERATION_JSON, TextFacts
 from torchllm.config import Model
-from torchllm.data.tokenizer import Tokenizer
 from torchllm.hugging_face.config_json import write_config_json
 from torchllm.hugging_face.family import HubFamily, StoredPart, StoredTensor
 from torchllm.hugging_face.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
@@ -206,17 +206,17 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
     file.write(data.flatten().view(torch.uint8).numpy().data)
 
 
-def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tokenizer: Tokenizer | None) -> None:
-    """Write config.json and generation_config.json. tokenizer: whose begin and end a text has; None: unknown.
+def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, texts: TextFacts | None) -> None:
+    """Write config.json and generation_config.json. texts: what begins and ends them; None: unknown.
 
     Raises NoFamily if the family's models cannot be like this one.
     """
-    special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
-    if tokenizer is not None:
-        special = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
+    special: dict[str, int | list[int] | None] = {"bos_token_id": None, END: None}
+    if texts is not None:
+        special = {"bos_token_id": texts.begin, END: texts.end}
     spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
     write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | special)
-    write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
+    write_json(folder / GENERATION_JSON, {"_from_model_config": True, **special})
 
 
 def _dtype_of(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:

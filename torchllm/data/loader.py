@@ -347,17 +347,29 @@ class TrainLoader:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data.
+        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data, and
+        how its conversations are written.
 
         Raises DataError, as `next_step` does, if a file of the data has turned out damaged: nothing is saved then.
         """
         self._check_verification()
-        return {
+        state = {
             "sequences": self._consumed,
             "steps": self._steps,
             "stages": self._stages,
             "fingerprint": self._fingerprint,
         }
+        chat = self._chat_plan()
+        return state if chat is None else state | {"chat": chat}
+
+    def _chat_plan(self) -> dict[str, Any] | None:
+        """Return how the conversations of all sources are written, a `ChatPlan`; None without any, or if that differs.
+
+        The export of the run and those who talk to its model need it, and the files that it came from may change.
+        """
+        corpora = [source for source in self._sources if isinstance(source, Corpus)]
+        plans = [corpus.header.plan["chat"] for corpus in corpora if corpus.header.plan.get("chat")]
+        return plans[0] if plans and all(plan == plans[0] for plan in plans) else None
 
     def _check_verification(self) -> None:
         """Raise DataError if the verification beside training has found a damaged file."""

@@ -11,17 +11,19 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchllm.data.chat.plan import ChatPlan
+from torchllm.data.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, special_names, special_tokens_of
 from torchllm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-COPIED = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COPIED = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 """files beside a tokenizer.json that belong to it"""
 TRIED_TEXTS = 200
 """texts of tokens drawn at random by which a conversion is tested, besides those written here"""
@@ -45,8 +47,10 @@ class InexactTokenizer(Exception):
     """A tokenizer for which no tokenizer.json with the same ids can be made. The message says why."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the files of a tokenizer into a folder. max_length: tokens of the longest text for the model.
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: ChatPlan | None = None) -> None:
+    """Write the files of a tokenizer into a folder.
+
+    max_length: tokens of the longest text for the model. chat: whose template is written; None: that of the tokenizer.
 
     Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
     """
@@ -61,7 +65,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         encoding = convert(tokenizer)
         encoding.save(str(folder / "tokenizer.json"))
-    config = folder / "tokenizer_config.json"
+    config = folder / TOKENIZER_CONFIG
     if not config.exists():
         content = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -70,7 +74,29 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
         }
-        config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write_json(config, content)
+    if chat is not None:
+        content = json.loads(config.read_text("utf-8"))
+        template = with_special_tokens(chat.template, chat.special_tokens, special_tokens_of(content))
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        _write_json(config, content | {"chat_template": template})
+
+
+def with_special_tokens(template: str, known: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return a chat template that gives the texts of a run where the special tokens have other names.
+
+    known: the texts of special tokens as the run knew them, by their names in a template. now: as the tokenizer that is
+    written knows them.
+    """
+    lines = []
+    for name in sorted(special_names(template)):
+        if known.get(name, "") != now.get(name, ""):
+            lines.append(f"{{% set {name} = {json.dumps(known.get(name, ''))} %}}\n")  # Jinja drops the line end
+    return "".join(lines) + template
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokenizer":

@@ -1,12 +1,13 @@
 """What decides, beside its text, how a conversation is written as tokens."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from torchllm.config import Finetune
+from torchllm.config import Config, Finetune
 from torchllm.data.chat.encoder import load_chat_encoder
 from torchllm.data.chat.examples import ChatFormat
 from torchllm.data.chat.template import ChatTemplate, read_special_tokens, read_template
@@ -65,7 +66,23 @@ def preparation_day(folder: Path) -> date:
     return date.fromisoformat(path.read_text().strip())
 
 
-@lru_cache(maxsize=1)
-def chat_format_of_run(tokenizer: str, chat_template: str) -> ChatFormat:
+def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:
+    """Return how the conversations of a run were written; None if it had none.
+
+    state, record: of the data and of the run, in a checkpoint. One of an earlier version does not hold the template;
+    then, and where the config names another file than the run did, it is read. Raises DataError if that fails.
+    """
+    saved = state.get("chat")
+    template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
+    if saved is not None and config.finetune.chat_template == template_file:
+        plan = ChatPlan(**saved)
+        try_template(plan.template, plan.special_tokens)
+        return plan
+    if saved is not None or config.generate.chat or any(source.messages_key for source in config.data.sources):
+        return plan_chat(config.data.tokenizer, config.finetune, config.training.sequence_length)
+    return None
+
+
+def chat_format_today(tokenizer: str, plan: ChatPlan) -> ChatFormat:
     """Return the format with which a trained model is talked to: today is today."""
-    return chat_format(tokenizer, plan_chat(tokenizer, Finetune(chat_template=chat_template), 0), date.today())
+    return chat_format(tokenizer, plan, date.today())

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import TemplateError, meta, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
@@ -233,7 +233,11 @@ def _with_parts(messages: list[Message]) -> list[Message]:
 
 def read_special_tokens(tokenizer: Path) -> dict[str, str]:
     """Return the special tokens that the tokenizer_config.json beside a tokenizer.json names, by their key."""
-    content = _read_tokenizer_config(tokenizer)
+    return special_tokens_of(_read_tokenizer_config(tokenizer))
+
+
+def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that the content of a tokenizer_config.json names, by their key."""
     tokens = {}
     for name in _SPECIAL_NAMES:
         token = content.get(name)
@@ -242,6 +246,12 @@ def read_special_tokens(tokenizer: Path) -> dict[str, str]:
         if isinstance(token, str):
             tokens[name] = token
     return tokens
+
+
+def special_names(source: str) -> set[str]:
+    """Return which special tokens a template reads, by their key: {"eos_token"}."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationTag, loopcontrols])
+    return meta.find_undeclared_variables(environment.parse(source)) & set(_SPECIAL_NAMES)
 
 
 def read_template(tokenizer: Path, file: str) -> str:

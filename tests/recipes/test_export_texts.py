@@ -1,0 +1,188 @@
+"""What an export says of the texts of its model, read by transformers: begin, ends, chat template."""
+
+import json
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.data.chat.families import FAMILIES, QWEN25, TALK, Family, system, user, write_tokenizer
+from tests.hugging_face.published import save_published
+from tests.recipes.saved_run import SIZES, save_run
+from torchllm.checkpoint.export import export_model
+from torchllm.config import Config, Finetune, Model
+from torchllm.data.chat.examples import ChatFormat, Conversation
+from torchllm.data.chat.plan import ChatPlan, chat_format, plan_chat
+from torchllm.data.tokenizer import load_tokenizer
+from torchllm.hugging_face.files import read_hub_config
+from torchllm.start import load_run
+
+OLD = "OLD {{ messages[-1].content }}"
+PUBLISHED = {"from": "", "model_type": "llama", "vocab": 0}
+
+
+def save_chat_run(
+    folder: Path, tokenizer: Path, chat: ChatPlan | None, record: dict[str, Any] | None = None, **changed: Any
+) -> Config:
+    """Write a run of a tokenizer, whose checkpoint says how its conversations were written; return its config."""
+    sizes: dict[str, Any] = SIZES | {"vocab": load_tokenizer(str(tokenizer)).vocab} | changed
+    state = {} if chat is None else {"chat": asdict(chat)}
+    save_run(folder, Model(**sizes), record=record, state=state)
+    return load_run([str(folder / "config.toml"), f"--data.tokenizer={tokenizer}"], one_device=True)
+
+
+def format_of(tokenizer: Path, plan: ChatPlan) -> ChatFormat:
+    return chat_format(str(tokenizer), plan, date.today())
+
+
+def ends_of(folder: Path) -> list[int]:
+    """The ids that end a text by both files, which say the same."""
+    listed = []
+    for name in ("config.json", "generation_config.json"):
+        ends = json.loads((folder / name).read_text())["eos_token_id"]
+        listed.append(ends if isinstance(ends, list) else [ends])
+    assert listed[0] == listed[1]
+    return listed[0]
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen25", "gemma", "olmo2", "mistral", "phi", "parts"])
+def test_a_chat_has_the_ids_that_were_trained_and_ends_as_they_did(name: str, tmp_path: Path) -> None:
+    """The template is the run's, not the one beside the tokenizer, and not the file of which it came."""
+    family = FAMILIES[name]
+    tokenizer = write_tokenizer(tmp_path, family)
+    plan = plan_chat(str(tokenizer), Finetune(), 64)
+    (tmp_path / "chat_template.jinja").write_text(OLD)
+    config = save_chat_run(tmp_path / "run", tokenizer, plan)
+    folder = export_model(config, tmp_path / "out").folder
+
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    own = format_of(tokenizer, plan)
+    (example,) = own.examples(Conversation(TALK[:2])).examples
+    trained, asked = TALK[:2], TALK[:3]
+    if name == "parts":
+        trained, asked = in_parts(trained), in_parts(asked)
+    assert theirs.apply_chat_template(trained, tokenize=True, return_dict=False) == example.ids.tolist()
+    prompt = theirs.apply_chat_template(asked, tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert prompt == own.prompt(Conversation(TALK[:3])).tolist()
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == family.template
+    assert ends_of(folder)[: len(own.ends_of_turn)] == list(own.ends_of_turn.values())
+    assert load_tokenizer(str(tokenizer)).end in ends_of(folder)
+    assert read_hub_config(folder).model.vocab == config.model.vocab
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def test_a_generation_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    """transformers writes on until a token of which the exported folder says that it ends a text."""
+    tokenizer = write_tokenizer(tmp_path, QWEN25._replace(special=("<|im_start|>", "<|endoftext|>", "<|im_end|>")))
+    plan = plan_chat(str(tokenizer), Finetune(), 64)
+    folder = export_model(save_chat_run(tmp_path / "run", tokenizer, plan), tmp_path / "out").folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = theirs.apply_chat_template(TALK[:1], add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    for end in ("<|im_end|>", "<|endoftext|>"):
+        wanted = theirs.convert_tokens_to_ids(end)
+
+        def write(tokens: Tensor, scores: Tensor, wanted: int = wanted) -> Tensor:
+            """The fourth token is the end; before it, and would it go on, any other."""
+            written = tokens.shape[1] - prompt.shape[1]
+            return torch.full_like(scores, -9.0).index_fill_(1, torch.tensor([wanted if written == 3 else 300]), 9.0)
+
+        answer = model.generate(prompt, do_sample=False, max_new_tokens=9, logits_processor=[write])
+        assert answer[0, prompt.shape[1] :].tolist() == [300, 300, 300, wanted]
+
+
+@pytest.mark.parametrize("has_config", [False, True], ids=["no tokenizer_config.json", "another end"])
+def test_special_tokens_of_the_template_are_those_of_the_run(has_config: bool, tmp_path: Path) -> None:
+    """The run knew none, or others than the tokenizer has now; the text of a conversation stays as it was trained."""
+    family = Family(
+        "\n{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", QWEN25.special
+    )
+    tokenizer = write_tokenizer(tmp_path, family)
+    config_file = tmp_path / "tokenizer_config.json"
+    original = config_file.read_text()
+    if not has_config:
+        config_file.unlink()
+    plan = plan_chat(str(tokenizer), Finetune(), 64)
+    assert bool(plan.special_tokens) == has_config
+    config = save_chat_run(tmp_path / "run", tokenizer, plan)
+    if has_config:
+        config_file.write_text(json.dumps(json.loads(original) | {"eos_token": "<|im_start|>"}))
+    folder = export_model(config, tmp_path / "out").folder
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    (example,) = format_of(tokenizer, plan).examples(Conversation(TALK)).examples
+    assert theirs.apply_chat_template(TALK, tokenize=True, return_dict=False) == example.ids.tolist()
+
+
+def test_a_checkpoint_without_a_template_is_exported_with_that_of_its_files(tmp_path: Path) -> None:
+    """So are those of earlier versions; and who names another template gets it."""
+    tokenizer = write_tokenizer(tmp_path, QWEN25)
+    save_chat_run(tmp_path / "run", tokenizer, None)
+    run = [str(tmp_path / "run/config.toml"), f"--data.tokenizer={tokenizer}"]
+    folder = export_model(load_run([*run, "--generate.chat=true"], one_device=True), tmp_path / "chat").folder
+    assert (folder / "chat_template.jinja").read_text() == QWEN25.template
+    im_end = format_of(tokenizer, plan_chat(str(tokenizer), Finetune(), 64)).ends_of_turn["<|im_end|>"]
+    assert ends_of(folder)[0] == im_end
+
+    named = tmp_path / "mine.jinja"
+    named.write_text(FAMILIES["bare"].template)
+    save_chat_run(tmp_path / "other", tokenizer, plan_chat(str(tokenizer), Finetune(), 64))
+    other = [str(tmp_path / "other/config.toml"), f"--data.tokenizer={tokenizer}"]
+    config = load_run([*other, f"--finetune.chat_template={named}"], one_device=True)
+    folder = export_model(config, tmp_path / "named").folder
+    assert (folder / "chat_template.jinja").read_text() == FAMILIES["bare"].template
+
+
+def test_a_run_without_conversations_has_the_end_of_a_document(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, QWEN25)
+    folder = export_model(save_chat_run(tmp_path / "run", tokenizer, None), tmp_path / "out").folder
+    assert ends_of(folder) == [load_tokenizer(str(tokenizer)).end]
+    assert "chat_template" not in json.loads((folder / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_the_ends_of_a_published_model_are_carried_over(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If one of them is that of the tokenizer; else, and where the model is gone, a line says that they are lost."""
+    tokenizer = write_tokenizer(tmp_path, QWEN25)
+    end = load_tokenizer(str(tokenizer)).end
+    published = tmp_path / "published"
+    save_published("llama", published, vocab_size=load_tokenizer(str(tokenizer)).vocab)
+    config_file, generation_file = published / "config.json", published / "generation_config.json"
+    generation_file.unlink(missing_ok=True)
+
+    def say(ends: Any) -> None:
+        old = json.loads(config_file.read_text())
+        config_file.write_text(json.dumps(old | {"eos_token_id": ends if where == "config.json" else 2}))
+        if where == "generation_config.json":
+            generation_file.write_text(json.dumps({"eos_token_id": ends}))
+
+    record = {"initial": PUBLISHED | {"from": str(published), "vocab": load_tokenizer(str(tokenizer)).vocab}}
+    config = save_chat_run(tmp_path / "run", tokenizer, plan_chat(str(tokenizer), Finetune(), 64), record)
+    say([end, 7, 9, 10**6])
+    assert ends_of(export_model(config, tmp_path / "all").folder) == [end, 7, 9]
+    assert not caplog.records
+    say([7, 9])
+    assert ends_of(export_model(config, tmp_path / "others").folder) == [end]
+    assert "[7, 9], are not carried over" in caplog.text
+    published.rename(tmp_path / "gone")
+    assert ends_of(export_model(config, tmp_path / "lost").folder) == [end]
+    assert "the ids that end its texts are not carried over (" in caplog.text
+
+
+def test_a_system_message_of_another_day(tmp_path: Path) -> None:
+    """A template that writes the date writes that of the day on which it is used, as a published one does."""
+    tokenizer = write_tokenizer(tmp_path, FAMILIES["llama3"])
+    plan = plan_chat(str(tokenizer), Finetune(), 64)
+    folder = export_model(save_chat_run(tmp_path / "run", tokenizer, plan), tmp_path / "out").folder
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = theirs.apply_chat_template([system("a"), user("b")], tokenize=False)
+    assert f"Today Date: {date.today().strftime('%d %b')}" in str(text)
