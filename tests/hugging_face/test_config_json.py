@@ -1,6 +1,8 @@
 """config.json in both directions, against the classes of transformers."""
 
+import copy
 import functools
+import inspect
 import json
 import math
 import re
@@ -10,22 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
-from tests.hugging_face.published import CONFIGS, as_json, hub_config
+from tests.hugging_face.published import CONFIGS, LLAMA3_SCALING, YARN, as_json, hub_config
 from tests.spec.test_model_sizes import load
 from torchllm.config import Model
 from torchllm.hugging_face.config_json import (
     NoFamily,
     family_to_export,
     form_of,
+    known_fields,
     read_config_json,
     why_no_family,
     write_config_json,
 )
 from torchllm.hugging_face.files import WHOLE_MODEL
 from torchllm.hugging_face.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.hugging_face.rope import unknown_rope_fields
 from torchllm.hugging_face.safetensors_header import read_header
 
 pytestmark = pytest.mark.quick
@@ -96,8 +101,82 @@ def test_both_spellings_are_read_and_written() -> None:
 def test_spellings_that_differ_are_refused() -> None:
     content = content_of("llama31") | {"rope_theta": 10000.0}
     assert read_config_json(content).problems == [
+        "rope_parameters.rope_theta: is 500000.0, but rope_theta is 10000.0: remove one of them"
+    ]
+    content = content_of("llama31") | {"rope_theta": 500000.0}
+    assert read_config_json(content).problems == [
         "rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings"
     ]
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD_LLAMA3 = {key: value for key, value in LLAMA3_SCALING.items() if key != "rope_theta"}
+SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}}),
+    ("llama", {"rope_scaling": LINEAR | {"rope_theta": 1e6}}),
+    ("llama", {"rope_scaling": LINEAR | {"rope_theta": 1e6}, "rope_theta": 1e6}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": YARN, "rope_theta": 1e4, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": OLD_LLAMA3, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": LINEAR, "original_max_position_embeddings": 16}),
+    ("glm4-moe", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}}),
+    ("gpt2", {"num_attention_heads": 8, "num_hidden_layers": 3, "hidden_size": 64, "max_position_embeddings": 16}),
+]
+"""changes of a published config.json that transformers reads by another name, or at another place"""
+
+
+def test_a_field_by_another_name_or_at_another_place_is_read_as_transformers_does() -> None:
+    own_names = {name for name in HUB_FAMILIES["gpt2"].field_names if name.startswith("n_")}
+    for name, change in SAID_ELSEWHERE:
+        content = {key: value for key, value in content_of(name).items() if key not in {"rope_parameters", *own_names}}
+        theirs = type(hub_config(name))(**copy.deepcopy(content | change))
+        if theirs.model_type != "gpt2":
+            theirs.standardize_rope_params()  # as each reader does
+        assert model_of(content | change) == model_of(as_json(theirs)), change
+
+
+def fields_that_transformers_reads(name: str) -> set[str]:
+    """Return the fields of config.json that transformers reads to make and run a tiny published model.
+
+    They are the attributes of the config that are read, their aliases, and what its classes take from further
+    arguments.
+    """
+    config = hub_config(name)
+    reads: set[str] = set()
+
+    class Recording(type(config)):  # type: ignore[misc]
+        def __getattribute__(self, field: str) -> Any:
+            reads.add(field)
+            return super().__getattribute__(field)
+
+    model = getattr(transformers, HUB_FAMILIES[config.model_type].architecture)(Recording(**CONFIGS[name][1]))
+    model.eval()(torch.zeros(1, 4, dtype=torch.long))
+    for kind in type(config).__mro__:
+        for method in ("__post_init__", "convert_rope_params_to_dict"):
+            if method in vars(kind) and kind.__module__.startswith("transformers."):
+                source = inspect.getsource(vars(kind)[method])
+                reads |= set(re.findall(r"""kwargs\.(?:pop|get)\(["'](\w+)["']""", source))
+    methods = {field for field in reads if callable(getattr(type(config), field, None))}
+    return {field for field in reads - methods if not field.startswith("__")} | set(config.attribute_map)
+
+
+@pytest.mark.parametrize("model_type", HUB_FAMILIES)
+def test_each_field_that_transformers_reads_is_known_or_refused(model_type: str) -> None:
+    name = next(name for name in CONFIGS if hub_config(name).model_type == model_type)
+    reads = fields_that_transformers_reads(name)
+    assert {"is_causal", "per_layer_config", "rope_parameters", "quantization_config"} <= reads  # it records
+    assert reads - known_fields(HUB_FAMILIES[model_type]) == set()
+
+
+def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
+    reader = re.compile(r"""rope_parameters(?:_dict)?(?:\[|\.get\(|\.setdefault\()["'](\w+)["']""")
+    for kind in ("linear", "llama3", "yarn"):
+        readers = (ROPE_INIT_FUNCTIONS[kind], RotaryEmbeddingConfigMixin.standardize_rope_params)
+        sources = [inspect.getsource(read) for read in readers]
+        fields = {field for source in sources for field in reader.findall(source)}
+        assert {"rope_theta", "factor", "type"} <= fields
+        table = dict.fromkeys(fields, 1.0) | {"rope_type": kind}
+        assert unknown_rope_fields({"rope_scaling": table}) == [], kind
 
 
 REFUSED = {
@@ -113,6 +192,21 @@ REFUSED = {
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: is another one for each kind"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: must be a table"),
+        ({"rope_theta": 1e6}, "rope_parameters.rope_theta: is 10000.0, but rope_theta is 1000000.0: remove one"),
+        (
+            {"rope_parameters": YARN, "original_max_position_embeddings": 8},
+            "rope_parameters.original_max_position_embeddings: is 16, but original_max_position_embeddings is 8",
+        ),
+        ({"is_causal": False}, "is_causal: is False: attention to later tokens, not supported"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: is True: an encoder"),
+        ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config: is {'0': "),
+        ({"attention_chunk_size": 8}, "attention_chunk_size: is 8: attention within chunks"),
+        ({"sliding_window": 8}, "sliding_window: is 8: a sliding window in a model of this type"),
+        ({"text_config": {"hidden_size": 8}}, "text_config: is {'hidden_size': 8}: a model within the model"),
+        ({"default_theta": 1e6}, "default_theta: is 1000000.0: an attribute of transformers' classes"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention needs a sliding_window"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: must be full_attention or"),
+        ({"layer_types": 4}, "layer_types: must be full_attention or sliding_attention for each"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu': another activation"),
         ({"attention_bias": True}, "attention_bias: is True: biases"),
         ({"mlp_bias": True}, "mlp_bias: is True: biases"),
@@ -143,6 +237,16 @@ REFUSED = {
         ({"n_group": 2}, "n_group: is 2: experts in groups"),
         ({"first_k_dense_replace": 4}, "first_k_dense_replace: leaves no block with experts"),
         ({"n_shared_experts": 0}, "n_shared_experts: is 0, but all"),
+    ],
+    "gpt2": [
+        ({"num_attention_heads": 8}, "num_attention_heads: is 8, but n_head is 4: remove one of them"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: is {'rope_type': 'default'}: rotary"),
+    ],
+    "olmoe": [({"head_dim": 16}, "head_dim: is 16: heads of another width")],
+    "qwen2-window": [
+        ({"layer_types": None, "max_window_layers": "0"}, "max_window_layers: must be a whole number, not '0'"),
+        ({"use_sliding_window": False}, "layer_types: sliding_attention needs a sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types: must be full_attention or sliding_attention for each"),
     ],
     "mixtral": [({"intermediate_size": "24"}, "intermediate_size: must be a whole number")],
 }
@@ -209,8 +313,9 @@ def test_an_unsupported_family_is_named_with_what_it_has() -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    read = read_config_json(content_of("llama") | {"mystery": 1})
-    assert read.unknown_fields == ["mystery"]
+    scaling = {"rope_type": "linear", "factor": 2.0, "finetuned": True}
+    read = read_config_json(content_of("llama") | {"mystery": 1, "rope_parameters": scaling})
+    assert read.unknown_fields == ["mystery", "rope_parameters.finetuned"]
     assert not read.problems
 
 

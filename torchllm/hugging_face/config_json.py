@@ -12,29 +12,55 @@ from typing import Any
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
-from torchllm.hugging_face.family import ConfigField, HubFamily, UnmappedParameter
+from torchllm.hugging_face.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
 from torchllm.hugging_face.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
-from torchllm.hugging_face.rope import FRACTION, RopeError, read_rope, read_rotary_fraction, write_rope
+from torchllm.hugging_face.rope import (
+    FRACTION,
+    ORIGINAL_LENGTH,
+    RopeError,
+    read_rope,
+    read_rotary_fraction,
+    unknown_rope_fields,
+    write_rope,
+)
 
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL_LENGTH)
 SPARSE_STEP_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+"""entries of layer_types"""
 WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 UNUSED_FIELDS = {
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation",
+    "_experts_implementation_internal",
     "_name_or_path",
+    "_output_attentions",
     "architectures",
     "attention_dropout",
     "attn_implementation",
+    "base_model_ep_plan",
+    "base_model_fsdp_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
     "eos_token_id",
+    "experts_implementation",
     "finetuning_task",
+    "gradient_checkpointing",
     "id2label",
+    "ignore_keys_at_rope_validation",
     "is_decoder",
-    "is_encoder_decoder",
     "label2id",
     "model_type",
+    "mtp_layer_types",
+    "name_or_path",
+    "num_labels",
     "output_attentions",
+    "output_cross_attentions",
     "output_hidden_states",
     "pad_token_id",
     "problem_type",
@@ -43,8 +69,33 @@ UNUSED_FIELDS = {
     "transformers.js_config",
     "transformers_version",
     "use_cache",
+    "vision_aspect_ratio",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
 }
 """fields of any config.json that do not change the weights or what is computed with them"""
+BASE_FIELDS = (
+    RequiredField("is_causal", (None, True), "attention to later tokens"),
+    RequiredField("is_encoder_decoder", (False, None), "an encoder"),
+    RequiredField("attention_chunk_size", (None,), "attention within chunks"),
+    RequiredField("kv_sharing_modes", (None,), "keys and values that several blocks share"),
+    RequiredField("per_layer_config", (None, {}), "blocks of several forms"),
+    *(RequiredField(name, (None,), "a model within the model") for name in ("decoder", "generator", "text_config")),
+    *(
+        RequiredField(name, (None,), "an attribute of transformers' classes, not of a model")
+        for name in (
+            "_heterogeneity_spec",
+            "_rope_type_labels",
+            "default_rope_type",
+            "default_theta",
+            "is_heterogeneous",
+            "sub_configs",
+            "sub_configs_defaults",
+        )
+    ),
+)
+"""fields that transformers' base classes read of any config.json; no export writes them"""
+WINDOW = RequiredField("sliding_window", (None,), "a sliding window in a model of this type")
 PLAIN_FEATURES = {
     "qk_norm": "none",
     "qkv_bias": False,
@@ -137,7 +188,9 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     _check_values(content, read)
     if read.family.has_experts:
         _read_experts(content, read.family, read)
-    read.unknown_fields = sorted(content.keys() - _known_fields(read.family))
+    read.unknown_fields = sorted(content.keys() - known_fields(read.family))
+    if read.family.has_rotary_positions:
+        read.unknown_fields += sorted(unknown_rope_fields(content))
     return read
 
 
@@ -151,11 +204,11 @@ def _why_unsupported(model_type: Any) -> str:
     return f"{model_type!r} is not supported; {supported}"
 
 
-def _known_fields(family: HubFamily) -> set[str]:
+def known_fields(family: HubFamily) -> set[str]:
     """Return the fields of a family's config.json that are understood, or of which it is known that they do nothing."""
     names = set(UNUSED_FIELDS) | family.field_names | set(family.ignored_fields)
-    names |= {required.name for required in family.required}
-    names |= {"quantization_config", FRACTION, "auto_map"} | family.constant_fields.keys()
+    names |= {required.name for required in _required_fields(family)}
+    names |= {"quantization_config", FRACTION, "auto_map", "layer_types"} | family.constant_fields.keys()
     if family.has_rotary_positions:
         names |= set(ROPE_FIELDS)
     if family.has_window_fields:
@@ -165,12 +218,19 @@ def _known_fields(family: HubFamily) -> set[str]:
     return names
 
 
+def _required_fields(family: HubFamily) -> list[RequiredField]:
+    """Return the fields that must have one of some values in a family's config.json."""
+    required = [*family.required, *family.unwritten, *BASE_FIELDS]
+    has_window = family.has_window_fields or "sliding_window" in family.field_names | set(family.ignored_fields)
+    return required if has_window else [*required, WINDOW]
+
+
 def _check_required(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
     """Report the fields that say what the model here cannot do."""
     architectures = content.get("architectures")
     if architectures and architectures != [family.architecture]:
         read.report("architectures", f"must be {[family.architecture]}, a language model, not {architectures}")
-    for required in family.required:
+    for required in _required_fields(family):
         value = content.get(required.name, required.values[0])
         if value not in required.values:
             read.report(required.name, f"is {value!r}: {required.feature}, not supported")
@@ -183,7 +243,7 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     for config_field in family.fields:
         value = _read_field(content, config_field, read)
         if value is None and config_field.key == "ffn" and family.computes_ffn:
-            value = 4 * content.get("n_embd", 768)
+            value = 4 * read.values["hidden"]
         if value is None and config_field.key in ZERO_MEANS_NULL:
             value = 0
         if value is None:
@@ -248,22 +308,45 @@ def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig
 
 
 def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
-    """Read the sliding window of a family that says it by layers: Qwen's is off unless use_sliding_window is true."""
-    if not family.has_window_fields:
-        return
-    read.values["window"] = 0
-    if not content.get("use_sliding_window", False) or content.get("sliding_window", 4096) is None:
-        return
-    layers = read.values["layers"]
+    """Read the sliding window of a family that says it by layers, and whether it is that of all blocks.
+
+    Qwen's is off unless use_sliding_window is true.
+    """
     kinds = content.get("layer_types")
-    if kinds is None:
-        full = content.get("max_window_layers", 28)
-        kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * max(0, layers - full)
-    if len(set(kinds)) > 1:
-        name = "layer_types" if content.get("layer_types") else "max_window_layers"
+    if kinds is not None and not _are_kinds(kinds, read.values.get("layers")):
+        known = " or ".join(ATTENTION_KINDS)
+        read.report("layer_types", f"must be {known} for each of num_hidden_layers blocks, not {kinds!r}")
+        return
+    name = "layer_types"
+    if family.has_window_fields:
+        is_used = content.get("use_sliding_window", False)
+        read.values["window"] = (content.get("sliding_window", 4096) or 0) if is_used else 0
+        if kinds is None:
+            name = "max_window_layers"
+            kinds = _kinds_of_blocks(content, read)
+    kinds = set(kinds or [])
+    if len(kinds) > 1:
         read.report(name, "a sliding window of some blocks and not of others is not supported")
-    elif "sliding_attention" in kinds:
-        read.values["window"] = content.get("sliding_window", 4096)
+    elif "sliding_attention" in kinds and not read.values.get("window"):
+        read.report(name, "sliding_attention needs a sliding_window, but there is none")
+    elif "full_attention" in kinds and family.has_window_fields:
+        read.values["window"] = 0
+
+
+def _are_kinds(kinds: Any, layers: Any) -> bool:
+    """Return whether layer_types has a kind of attention for each block."""
+    return isinstance(kinds, list) and len(kinds) == layers and all(kind in ATTENTION_KINDS for kind in kinds)
+
+
+def _kinds_of_blocks(content: Mapping[str, Any], read: ReadConfig) -> list[str]:
+    """Return the kind of attention of each block, by max_window_layers: the blocks from there on have the window."""
+    layers, full = read.values.get("layers"), content.get("max_window_layers", 28)
+    if type(layers) is not int or not read.values["window"]:
+        return []
+    if type(full) is not int:
+        read.report("max_window_layers", f"must be a whole number, not {full!r}")
+        return []
+    return ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
 
 
 def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
@@ -307,7 +390,7 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
         value = resolved[config_field.key]
         if config_field.key in ZERO_MEANS_NULL and value == 0:
             value = None
-        written |= dict.fromkeys(config_field.names, config_field.spelling_of(value))
+        written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))
     for required in family.required:
         written[required.name] = required.values[0]
     if family.has_rotary_positions:

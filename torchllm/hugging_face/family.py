@@ -31,6 +31,8 @@ class ConfigField(NamedTuple):
     other_names: tuple[str, ...] = ()
     """further names of it, which other versions of transformers read: all are read, and all are written"""
 
+    aliases: tuple[str, ...] = ()
+    """further names of it (transformers' attribute_map), which are read and never written"""
     spellings: tuple[tuple[Any, Any], ...] = ()
     """pairs of a value in config.json and what it is in [model], where they are not the same"""
 
@@ -45,9 +47,14 @@ class ConfigField(NamedTuple):
         return next((spelling for spelling, known in self.spellings if known == value), None)
 
     @property
+    def written_names(self) -> tuple[str, ...]:
+        """The names by which an export writes it."""
+        return (self.name, *self.other_names)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All names of the field."""
-        return (self.name, *self.other_names)
+        return (*self.written_names, *self.aliases)
 
 
 class RequiredField(NamedTuple):
@@ -125,6 +132,7 @@ class HubFamily:
     """keys of [model] that all models of the family share"""
     fields: tuple[ConfigField, ...]
     required: tuple[RequiredField, ...]
+    """which an export writes"""
     tensors: tuple[TensorRule, ...]
     stacked_tensors: tuple[TensorRule, ...] = ()
     """of files in which the experts of a block are stacked: transformers 5 can save its modules as they are. They are
@@ -133,6 +141,9 @@ class HubFamily:
     """what the keys of the file begin with, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
     """regular expression of the keys, without the prefix, of buffers that old versions saved and no model needs"""
+    unwritten: tuple[RequiredField, ...] = ()
+    """further ones that no export writes: the family's class has no such field, and transformers' base classes read
+    it all the same"""
     ignored_fields: tuple[str, ...] = ()
     """fields of config.json that do not change what the model computes here"""
     has_window_fields: bool = False

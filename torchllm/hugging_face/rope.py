@@ -5,7 +5,7 @@ takes its default, silently, where it finds only the other's. Both spellings are
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchllm.config import Model
@@ -17,6 +17,8 @@ SPELLINGS = ("rope_scaling", "rope_parameters")
 """tables of transformers 4 and 5"""
 FRACTION = "partial_rotary_factor"
 """of each head, in one of the tables or beside them"""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+"""in one of the tables or beside them"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -27,11 +29,11 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
         "factor": ("rope_scaling_factor", REQUIRED),
         "low_freq_factor": ("rope_low_frequency_factor", REQUIRED),
         "high_freq_factor": ("rope_high_frequency_factor", REQUIRED),
-        "original_max_position_embeddings": ("rope_original_length", REQUIRED),
+        ORIGINAL_LENGTH: ("rope_original_length", REQUIRED),
     },
     "yarn": {
         "factor": ("rope_scaling_factor", REQUIRED),
-        "original_max_position_embeddings": ("rope_original_length", None),
+        ORIGINAL_LENGTH: ("rope_original_length", None),
         "beta_fast": ("rope_beta_fast", 32.0),
         "beta_slow": ("rope_beta_slow", 1.0),
         "truncate": ("rope_truncate", True),
@@ -39,6 +41,10 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 """rope_type -> its fields, each with the key of [model] that says the same, and its default in transformers"""
+TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH}
+"""fields that the tables of all types may have"""
+YARN_SCALES = ("mscale", "mscale_all_dim")
+"""fields of YaRN's table from which transformers computes its attention_factor"""
 
 
 class RopeError(Exception):
@@ -50,18 +56,44 @@ def read_rotary_fraction(fields: Fields, default: float | None) -> float:
 
     default: where there is none; None: the model turns whole heads. Raises RopeError if it says otherwise.
     """
-    found = {}
-    for name in ("", *SPELLINGS):
-        table = fields.get(name) if name else fields
-        if isinstance(table, Mapping) and table.get(FRACTION) is not None:
-            found[f"{name}.{FRACTION}".removeprefix(".")] = table[FRACTION]
-    fraction = next(iter(found.values()), 1.0 if default is None else default)
+    found = _find(fields, FRACTION, SPELLINGS)
     for name, value in found.items():
         if default is None and value != 1:
             raise RopeError(f"{name}: rotary positions of a part of each head are not supported in this type")
-        if value != fraction:
-            raise RopeError(f"{name}: is {value}, but {next(iter(found))} is {fraction}: remove one of them")
-    return fraction
+    return _agreed(found, 1.0 if default is None else default)
+
+
+def _find(fields: Fields, field: str, tables: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a field that may be beside the tables and in each of them, by its place in config.json."""
+    found = {}
+    for table in ("", *tables):
+        content = fields.get(table) if table else fields
+        if isinstance(content, Mapping) and content.get(field) is not None:
+            found[f"{table}.{field}".removeprefix(".")] = content[field]
+    return found
+
+
+def _agreed(found: Mapping[str, Any], default: Any) -> Any:
+    """Return the value that a field has in all its places; `default` if it has none. Raises RopeError if two differ."""
+    value = next(iter(found.values()), default)
+    for name, other in found.items():
+        if other != value:
+            raise RopeError(f"{name}: is {other}, but {next(iter(found))} is {value}: remove one of them")
+    return value
+
+
+def unknown_rope_fields(fields: Fields) -> list[str]:
+    """Return the fields of the tables that their type has not, in transformers neither."""
+    unknown = []
+    for name in SPELLINGS:
+        table = fields.get(name)
+        if isinstance(table, Mapping):
+            kind = _kind(table)
+            known = TABLE_FIELDS | SCALING_FIELDS.get(kind, {}).keys()
+            if kind == "yarn":
+                known |= set(YARN_SCALES)
+            unknown += [f"{name}.{field}" for field in table.keys() - known]
+    return unknown
 
 
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
@@ -78,7 +110,7 @@ def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
 
 def _read_old_spelling(fields: Fields, default_theta: float) -> dict[str, Any]:
     """Return what rope_theta and rope_scaling say."""
-    values = {"rope_theta": fields.get("rope_theta", default_theta)}
+    values = {"rope_theta": _agreed(_find(fields, "rope_theta", ["rope_scaling"]), default_theta)}
     if fields.get("rope_scaling"):
         values |= _read_scaling(fields, "rope_scaling")
     return values
@@ -89,8 +121,7 @@ def _read_new_spelling(fields: Fields, default_theta: float) -> dict[str, Any] |
     if not fields.get("rope_parameters"):
         return None
     values = _read_scaling(fields, "rope_parameters")
-    theta = fields.get("rope_theta", default_theta)
-    return {"rope_theta": fields["rope_parameters"].get("rope_theta", theta), **values}
+    return {"rope_theta": _agreed(_find(fields, "rope_theta", ["rope_parameters"]), default_theta), **values}
 
 
 def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
@@ -100,7 +131,7 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
         raise RopeError(f"{name}: must be a table, not {scaling!r}")
     if any(isinstance(value, dict) for value in scaling.values()):
         raise RopeError(f"{name}: is another one for each kind of block, which is not supported")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _kind(scaling)
     if kind == "default":
         return {}
     if kind not in SCALING_FIELDS:
@@ -108,7 +139,7 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
         raise RopeError(f"{name}.rope_type: {kind!r} is not supported; these are: {known}")
     values: dict[str, Any] = {"rope_scaling": kind}
     for field, (key, default) in SCALING_FIELDS[kind].items():
-        value = scaling.get(field)
+        value = _agreed(_find(fields, field, [name]), None) if field == ORIGINAL_LENGTH else scaling.get(field)
         if value is None and default is REQUIRED:
             raise RopeError(f"{name}.{field}: is missing, but rope_type {kind!r} needs it")
         values[key] = default if value is None else value
@@ -117,12 +148,17 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
     return values
 
 
+def _kind(scaling: Fields) -> Any:
+    """Return the rope_type of a table."""
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
 def _complete_yarn(fields: Fields, scaling: Fields, values: dict[str, Any]) -> dict[str, Any]:
     """Return what YaRN takes from other fields, where its own are missing, as transformers does."""
     completed = {}
     if values["rope_original_length"] is None:
         completed["rope_original_length"] = fields.get("max_position_embeddings")
-    scale, scale_of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    scale, scale_of_all = (scaling.get(field) for field in YARN_SCALES)
     if scaling.get("attention_factor") is None and scale and scale_of_all:
         logarithm = 0.1 * math.log(values["rope_scaling_factor"])
         completed["rope_attention_factor"] = (scale * logarithm + 1.0) / (scale_of_all * logarithm + 1.0)

@@ -57,7 +57,7 @@ GLM4_MOE = HubFamily(
     ),
     tensors=(*OTHER_TENSORS, *EXPERT_TENSORS),
     stacked_tensors=(*OTHER_TENSORS, *STACKED_TENSORS),
-    ignored_fields=ROUTER_TRAINING_FIELDS,
+    ignored_fields=(*ROUTER_TRAINING_FIELDS, "num_mtp_layers"),
     has_prediction_blocks=True,
     constant_fields={"num_nextn_predict_layers": 0},
     rotary_fraction=0.5,

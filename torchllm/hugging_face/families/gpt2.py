@@ -9,13 +9,13 @@ GPT2 = HubFamily(
     architecture="GPT2LMHeadModel",
     features={"family": "gpt"},
     fields=(
-        ConfigField("n_layer", "layers", 12),
-        ConfigField("n_embd", "hidden", 768),
-        ConfigField("n_head", "heads", 12),
+        ConfigField("n_layer", "layers", 12, aliases=("num_hidden_layers",)),
+        ConfigField("n_embd", "hidden", 768, aliases=("hidden_size",)),
+        ConfigField("n_head", "heads", 12, aliases=("num_attention_heads",)),
         ConfigField("n_inner", "ffn", None),
         ConfigField("vocab_size", "vocab", 50257),
         ConfigField("tie_word_embeddings", "tied_embeddings", True),
-        ConfigField("n_positions", "max_sequence_length", 1024),
+        ConfigField("n_positions", "max_sequence_length", 1024, aliases=("max_position_embeddings",)),
         ConfigField("layer_norm_epsilon", "norm_epsilon", 1e-5, is_fixed=False),
         ConfigField("initializer_range", "initial_std", 0.02, is_fixed=False),
     ),
@@ -56,6 +56,9 @@ GPT2 = HubFamily(
         TensorRule("transformer.ln_f.weight", ("norm.weight",)),
         TensorRule("transformer.ln_f.bias", ("norm.bias",)),
         TensorRule("lm_head.weight", ("lm_head.weight",)),
+    ),
+    unwritten=tuple(
+        RequiredField(name, (None,), "rotary positions") for name in ("rope_theta", "rope_scaling", "rope_parameters")
     ),
     prefix="transformer.",
     ignored_tensors=r"h\.\d+\.attn\.(bias|masked_bias)",

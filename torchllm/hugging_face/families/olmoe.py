@@ -42,6 +42,7 @@ OLMOE = HubFamily(
         RequiredField("clip_qkv", (None,), "clipped queries, keys and values"),
     ),
     tensors=(*ENDS, *ATTENTION_TENSORS, *WIDTH_NORMS, *NORMS_BEFORE, *EXPERT_TENSORS),
+    unwritten=(RequiredField("head_dim", (None,), "heads of another width than hidden_size / num_attention_heads"),),
     stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *WIDTH_NORMS, *NORMS_BEFORE, *STACKED_TENSORS),
     ignored_fields=ROUTER_TRAINING_FIELDS,
 )
