@@ -162,6 +162,21 @@ def test_lower_precision(dtype: torch.dtype, error: float) -> None:
     assert worst_error(results_of_ranks, DOCUMENTS["two"]) <= error
 
 
+def test_an_eager_ring_in_bfloat16_is_no_worse_than_eager_attention() -> None:
+    """Sums over blocks and ranks are in float32: only what is saved and returned is rounded."""
+    documents = DOCUMENTS["two"]
+    core, exact_core = EagerAttention(), Float64Attention()
+    mask = core.mask(documents)
+    inputs = whole_inputs(torch.bfloat16)
+    exact = forward_backward(exact_core, Inputs(*(x.double() for x in inputs)), mask)
+    whole = forward_backward(core, inputs, mask)
+    parts = run(on_the_ring, 4, "eager", torch.bfloat16, documents)
+    for name, expected in exact._asdict().items():
+        errors_of_ranks = [getattr(part, name) - part_of(expected, rank, 4) for rank, part in enumerate(parts)]
+        error = torch.cat(errors_of_ranks, dim=1).square().mean()
+        assert error < (getattr(whole, name) - expected).square().mean(), name
+
+
 class RandomParts(BlockKernel):
     """Stands in for attention: each block's results are random numbers, which it stores."""
 

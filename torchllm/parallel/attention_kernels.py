@@ -7,9 +7,10 @@ Nothing is sharded or sent here; `ring.py` does both. A kernel has two methods:
 
 Shapes: B batch, H heads, K key-value heads, S queries, T keys, Q head width. q, out, d_out and dq are (B, H, S, Q); kv
 is (2, B, K, T, Q), keys and values; dk and dv are (B, K, T, Q); lse is (B, H, S). Key-value heads are not expanded:
-query head h reads head h // (H / K). lse is the natural logarithm of the sum of exp(scores), in float32 at least;
-scores are divided by sqrt(Q). `backward` takes the out and lse of *all* blocks of a row and returns this block's part
-of the gradients; the formulas are FlashAttention-2's (Dao 2023, section 3.1).
+query head h reads head h // (H / K). lse is the natural logarithm of the sum of exp(scores), in float32 at least; out
+and the gradients are in q's type or a wider one. Scores are divided by sqrt(Q). `backward` takes the out and lse of
+*all* blocks of a row and returns this block's part of the gradients; the formulas are FlashAttention-2's (Dao 2023,
+section 3.1).
 
 FOOTGUN: a key that is not seen has a bias of -1e30, not -inf. For a row that sees nothing torch's CPU kernel answers
 -inf with lse 0, as if that row had something to say, and the merged result is silently wrong. With -1e30 its lse is
@@ -89,39 +90,46 @@ def document_bias(query_ids: Tensor, key_ids: Tensor, causal: bool, dtype: torch
 
 
 class EagerKernel:
-    """Plain products and a softmax on any device: the reference of the other kernels."""
+    """Plain products and a softmax on any device: the reference of the other kernels.
+
+    All is computed and returned in float32 at least. In 16 bits d_weights and row_sums, whose difference is small where
+    the values that a query sees are alike, would give gradients of queries and keys with several times the error.
+    """
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        q, kv = _widened(q), _widened(kv)
         k, v = kv
         scores = _scores(q, k, mask)
         lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp().to(v.dtype)
+        weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ v.unsqueeze(2)
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
     def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+        d_out, q, kv, out = _widened(d_out), _widened(q), _widened(kv), _widened(attention.out)
         k, v = kv
-        out, lse = attention
         grouped = (k.shape[1], -1)  # H -> K, H / K
         scores = _scores(q, k, mask)
-        weights = (scores - lse.unflatten(1, grouped).unsqueeze(-1)).exp()
+        weights = (scores - attention.lse.unflatten(1, grouped).unsqueeze(-1)).exp()
         # sum over Q of d_out * out: what the softmax's own gradient subtracts from every key of a row
-        row_sums = (d_out * out).sum(-1, dtype=scores.dtype).unflatten(1, grouped).unsqueeze(-1)
+        row_sums = (d_out * out).sum(-1).unflatten(1, grouped).unsqueeze(-1)
         d_out = d_out.unflatten(1, grouped)
         d_weights = d_out @ v.unsqueeze(2).mT
-        scale = q.shape[-1] ** -0.5
-        d_scores = (weights * (d_weights - row_sums) * scale).to(q.dtype)
-        dv = (weights.to(v.dtype).mT @ d_out).sum(2)
+        d_scores = weights * (d_weights - row_sums) * q.shape[-1] ** -0.5
+        dv = (weights.mT @ d_out).sum(2)
         dk = (d_scores.mT @ q.unflatten(1, grouped)).sum(2)
         dq = (d_scores @ k.unsqueeze(2)).flatten(1, 2)
         return Gradients(dq, dk, dv)
 
 
+def _widened(x: Tensor) -> Tensor:
+    """Return x in float32, or in its own type if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _scores(q: Tensor, k: Tensor, mask: KeyMask) -> Tensor:
-    """Return the masked scores (B, K, H / K, S, T), float32 at least."""
-    products = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = products.to(wide) * q.shape[-1] ** -0.5
+    """Return the masked scores (B, K, H / K, S, T)."""
+    scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
     if mask.causal:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, UNSEEN)
