@@ -63,6 +63,11 @@ def test_a_row_is_the_layout(name: str) -> None:
     assert case.recompute.mode == config.recompute.mode
 
 
+def test_a_layout_without_an_axis_has_no_cells_of_it() -> None:
+    cells = measurement_of(tiny({}), 1)
+    assert [cells[column] for column in ("cp_method", "schedule", "interleave_v", "tp_overlap")] == [""] * 4
+
+
 def test_a_mixture_of_experts_is_in_the_columns() -> None:
     sizes = {"experts": 8, "top_k": 2, "expert_ffn": 32, "shared_experts": 1, "dense_layers": 1, "kv_heads": 2}
     settings: Settings = {"parallel.tp": 2, "parallel.ep": 2}
