@@ -82,6 +82,7 @@ TRACED = {
         layout, "llama3_8b", dp_shard=8, dp_replicate=4, micro=4, mode="full"
     ),
     "8B, ZeRO 2, feed-forward recomputed": partial(layout, "llama3_8b", dp_shard=8, zero_stage=2, mode="ffn"),
+    "8B, one block, ZeRO 2, one micro batch": partial(layout, "llama3_8b", 1, dp_shard=8, zero_stage=2, count=1),
     "8B, DDP": partial(layout, "llama3_8b", dp_replicate=8, zero_stage=0),
     "8B, ring": partial(layout, "llama3_8b", cp=4, dp_shard=2, length=8192),
     "8B, loss in chunks": partial(layout, "llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
@@ -117,7 +118,7 @@ TRACED = {
     ),
     "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""23 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
+"""24 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
 
 
 ON_A_CPU = (
@@ -152,6 +153,7 @@ block, and takes memory for a message when it comes."""
 
 
 BY_DEFAULT = (
+    "8B, one block, ZeRO 2, one micro batch",
     "8B, loss in chunks",
     "GPT, tied",
     "Qwen3, sequence parallel, selective",
@@ -159,7 +161,7 @@ BY_DEFAULT = (
     "13B, every other block, pipeline",
     "GLM-4.5 Air, one dense block, shared expert",
 )
-"""one of each kind of block, and a pipeline; all others are `pytest -m exhaustive`"""
+"""one of each kind of block, a pipeline, and one whose peak is in the forward; all others are `pytest -m exhaustive`"""
 CASES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRACED]
 
 

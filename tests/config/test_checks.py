@@ -1,0 +1,81 @@
+"""What a config that is sent to experiment trackers must not hold: by the names of keys, and by texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
+from typing import Any
+
+import pytest
+
+from torchllm.config import Config, Data, Metrics, Source
+from torchllm.config.checks import problems
+
+pytestmark = pytest.mark.quick
+SECRET_NAMES = [
+    "password",
+    "passphrase",
+    "secret",
+    "credential",
+    "credentials",
+    "token",
+    "api_key",
+    "access_key",
+    "auth_key",
+    "private_key",
+    "apikey",
+    "privatekey",
+    "hub_token",
+    "wandb_api_key",
+]
+OTHER_NAMES = ["tokens", "tokenizer", "key", "text_key", "secretary", "passwords", "token_limit", "secret_folder"]
+SECRET_TEXTS = [
+    "https://bee:honey@hub.example/corpus",
+    "s3://bee:honey@bucket",
+    "token hf_" + "a1B2" * 5,
+    "AKIA" + "A1" * 8,
+    *("gh" + kind + "_" + "a1B2c" * 6 for kind in "pousr"),
+]
+OTHER_TEXTS = [
+    "https://hub.example:80/c@v2",
+    "https://bee@hub.example/c",
+    "hf_" + "a1B2" * 4,
+    "my_hf_" + "a1B2" * 5,
+    "AKIA" + "A1" * 7,
+    "AKIA" + "A1" * 8 + "B",
+    "ghp_" + "a" * 29,
+    "ghx_" + "a" * 30,
+]
+
+
+@dataclass(frozen=True)
+class Forked(Config):
+    """The config of a fork with a section of its own."""
+
+    mine: Any = None
+
+
+def refused(config: Config) -> list[str]:
+    """Return the keys whose values are not to be sent, and assert that no message has the value."""
+    found = [problem for problem in problems(config, 1) if "sends the config away" in problem.message]
+    assert not any("honey" in problem.message for problem in found)
+    return [problem.key for problem in found]
+
+
+def sent(names: Sequence[str], value: str) -> Forked:
+    """Return a config with these keys in a section of a fork's, which a tracker is sent."""
+    section = make_dataclass("Mine", [(name, str, field(default=value)) for name in names])
+    return Forked(mine=section(), metrics=Metrics(wandb="bees"))
+
+
+def test_keys_with_the_name_of_a_secret() -> None:
+    config = sent([*SECRET_NAMES, *OTHER_NAMES], "honey")
+    assert refused(config) == [f"mine.{name}" for name in SECRET_NAMES]
+    assert not refused(sent(SECRET_NAMES, ""))
+    assert not refused(replace(config, metrics=Metrics()))  # it stays here
+
+
+def test_texts_that_look_like_a_secret() -> None:
+    texts = [*SECRET_TEXTS, *OTHER_TEXTS]
+    sources = tuple(Source(kind="text", path=text) for text in texts)
+    for trackers in ({"wandb": "bees"}, {"mlflow": "bees"}, {"trackio": "bees"}):
+        config = Config(data=Data(sources=sources), metrics=Metrics(**trackers))
+        assert refused(config) == [f"data.sources.{index}.path" for index in range(len(SECRET_TEXTS))]
