@@ -2,10 +2,10 @@
 # Start a recipe on all processes of this machine, or of all nodes of a Slurm or Kubernetes job.
 #
 #   ./run_train.sh [CONFIG.toml] [--section.key=value ...]
-#   srun ./run_train.sh CONFIG.toml            Slurm: one task per node, or one task per GPU
+#   srun ./run_train.sh CONFIG.toml            Slurm: one task per node, or one task per GPU; mpirun: the same
 #
 # NPROC    processes on this node     (default: its number of GPUs, or 2 without a GPU)
-# NNODES   number of nodes            (default: 1; under Slurm and Kubernetes: the job's; with --check also 2-4)
+# NNODES   number of nodes            (default: 1; under a scheduler: the job's; with --check also 2-4)
 #          If the batch cannot be shared by all of them, and a degree is -1, the largest number that it can be shared by
 #          trains, from the first node on. The others wait, and end as the job does.
 #          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees.
@@ -18,6 +18,10 @@
 # Exit status: 0 done; run.stopped_exit_status (default 0) stopped as asked; 1 failed; 2 refused before anything was
 # touched; 128 + N ended by signal N before the config was checked, or at once.
 set -euo pipefail
+# A daemon may start it without descriptors: the first file that is opened would be its input or output.
+: >&2 || exec 2>/dev/null
+: <&0 || exec </dev/null
+: >&1 || exec >/dev/null
 trap '' PIPE # an output that nobody reads any more is no reason to end: `echo` fails, and says nothing
 
 fail() { echo "run_train.sh: $*" >&2; exit 2; }
@@ -41,7 +45,7 @@ on_signal() { # NAME
     [ -z "$is_requested" ] || return 0
     if { [ -d "$folder" ] || mkdir -p "$folder"; } && : >"$request"; then
         is_requested=1
-        [ "$node_rank" != 0 ] || say "stopping: the ranks save at the next step boundary; a second Ctrl-C ends them at \
+        [ "$process" != 0 ] || say "stopping: the ranks save at the next step boundary; a second Ctrl-C ends them at \
 once" >&2
     else
         say "run_train.sh: cannot create $request, so the run goes on" >&2
@@ -53,7 +57,7 @@ once" >&2
 is_owner() {
     local file owner
     [ -n "$is_training" ] || return 1
-    [ "$node_rank" = 0 ] || return 0
+    [ "$process" = 0 ] || return 0
     for file in "$folder"/lease/[0-9]*; do
         owner=""
         read -r owner 2>/dev/null <"$file" || true
@@ -92,67 +96,51 @@ wait_for_child() {
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
 launched=${EPOCHREALTIME:-$(date +%s)}
 export TORCHLLM_LAUNCHED=${launched/,/.} # some locales write a decimal comma
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python || echo python3)}
 # A copy of this script that lies in another folder takes recipes and configs from the installed package.
-[ -f "$here/recipes/pretrain.py" ] || here=$("$python" -c "from torchllm.resources import HOME; print(HOME)")
+[ -f "$here/recipes/pretrain.py" ] || here=$("$python" -P -c "from torchllm.resources import HOME; print(HOME)")
 recipe=${RECIPE:-$here/recipes/pretrain.py}
 [ -f "$recipe" ] || fail "RECIPE=$recipe: no such file"
 if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.toml" "$@"; fi
 
-gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[^-[:space:]]' || true
-    elif command -v nvidia-smi >/dev/null; then
-        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-    else
-        echo 0
-    fi
-}
-
-# The nodes. The variables of each scheduler become NNODES, this node's number and head, the host of rank 0. Of the
-# processes with this script, the one with node_rank 0 speaks: with one task per GPU it is the number of the task.
-node=0 node_rank=0 head="" port=29500 job="" per_gpu=0
-if [ -n "${PET_NNODES:-}" ]; then # Kubernetes operators configure torchrun through PET_ variables
-    [[ $PET_NNODES =~ ^[0-9]+$ ]] || fail "PET_NNODES=$PET_NNODES: must be a fixed number of nodes"
-    [ "${PET_MAX_RESTARTS:-0}" = 0 ] || fail "PET_MAX_RESTARTS=$PET_MAX_RESTARTS: set run.restarts instead"
-    NNODES=$PET_NNODES node=${PET_NODE_RANK:-0} head=${PET_MASTER_ADDR:-} port=${PET_MASTER_PORT:-$port}
-    node_rank=$node
-    case ${PET_NPROC_PER_NODE:-auto} in auto | gpu | cpu) ;; *) NPROC=$PET_NPROC_PER_NODE ;; esac
-    unset RANK WORLD_SIZE # they number the pods, not the processes
-elif [ -n "${SLURM_STEP_ID:-}" ]; then
-    # The numbers of the step, not of the job: a step may use only some of the job's nodes.
-    NNODES=$SLURM_STEP_NUM_NODES node=$SLURM_NODEID node_rank=$SLURM_NODEID
-    head=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
-    # The first node takes a free port and tells the others by a file, unless MASTER_PORT says which.
-    port=${MASTER_PORT:-0} job=$SLURM_JOB_ID.$SLURM_STEP_ID.${SLURM_RESTART_COUNT:-0}
-    if [ "$SLURM_STEP_NUM_TASKS" -gt "$NNODES" ]; then
-        [[ $SLURM_STEP_TASKS_PER_NODE =~ ^([0-9]+)(\(x[0-9]+\))?$ ]] || fail "$SLURM_STEP_NUM_TASKS tasks on $NNODES \
-nodes, $SLURM_STEP_TASKS_PER_NODE: use the same number on each node (--ntasks-per-node), or one task per node"
-        per_gpu=1 NPROC=${BASH_REMATCH[1]} node_rank=$SLURM_PROCID
-        port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
-        export LOCAL_RANK=$SLURM_LOCALID # one task per node prints messages about the config
-    fi
-elif [ "${SLURM_NNODES:-1}" -gt 1 ]; then
-    fail "this is Slurm's batch script, which runs on only one of $SLURM_NNODES nodes: use srun ./run_train.sh"
+# The nodes, and the place of this process. With one task per GPU local_rank says which rank this is; else it is empty.
+# Of all processes with this script the one with process = 0 speaks.
+node=0 process=0 head="" port="" job="" local_rank="" cores=1
+job_lines=$("$python" -P -m torchllm.runtime.job)
+while IFS= read -r line; do
+    case $line in
+        NPROC=*) NPROC=${line#*=} ;;
+        NPROC_IS_DEFAULT=*) export NPROC_IS_DEFAULT=1 ;; # a dry run may be of any number of processes then
+        NNODES=*) NNODES=${line#*=} ;;
+        NODE=*) node=${line#*=} ;;
+        PROCESS=*) process=${line#*=} ;;
+        HEAD=*) head=${line#*=} ;;
+        PORT=*) port=${line#*=} ;;
+        JOB=*) job=${line#*=} ;;
+        LOCAL_RANK=*) local_rank=${line#*=} ;;
+        CORES=*) cores=${line#*=} ;;
+    esac
+done <<<"$job_lines"
+export NPROC NNODES
+# They may number pods, or be left over from another job. One task per node prints messages about the config.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE PER_RANK
+[ -z "$local_rank" ] || export LOCAL_RANK=$local_rank PER_RANK=1
+if [ ! -w "${TMPDIR:-/tmp}" ]; then
+    [ "${LOCAL_RANK:-0}" != 0 ] || say "TMPDIR=${TMPDIR:-/tmp} is no folder that can be written: using /tmp" >&2
+    export TMPDIR=/tmp
 fi
-if [ -z "${NPROC:-}" ]; then
-    NPROC=$(gpus)
-    [ "$NPROC" -gt 0 ] || NPROC=2
-    export NPROC_IS_DEFAULT=1 # a dry run ignores it then: it may be of any number of processes
-fi
-export NPROC NNODES=${NNODES:-1}
 for word in "$@"; do # these start nothing
-    case $word in --help | -h | --check) exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" ;; esac
+    case $word in --help | -h | --check) exec "$python" "$recipe" "$@" ;; esac
 done
 [ "$NNODES" = 1 ] || [ -n "$head" ] || [[ " $* " == *" --run.dry_run=true "* ]] || fail "NNODES=$NNODES outside \
 Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on \
 every node"
 
 # One process checks the config, so that each error is printed once, before anything is started.
-report=$(mktemp)
+report=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
 trap 'rm -f "$report"' EXIT
-start env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@" --check >"$report" 2>&1
+start "$python" "$recipe" "$@" --check >"$report" 2>&1
 wait_for_child
 child=""
 handle_signals
@@ -174,19 +162,18 @@ while IFS= read -r line; do
         START_TIMEOUT=*) start_timeout=${line#*=} ;;
         STOPPED_EXIT_STATUS=*) stopped_exit_status=${line#*=} ;;
         ON_EVENT=*) on_event=${line#*=} ;;
-        *) [ "$node_rank" != 0 ] || say "$line" >&2 ;;
+        *) [ "$process" != 0 ] || say "$line" >&2 ;;
     esac
 done <"$report"
 rm -f "$report"
 if [ "$dry_run" = 1 ]; then # one process examines all ranks
-    [ "$node_rank" = 0 ] || exit 0
-    exec env -u WORLD_SIZE -u RANK "$python" "$recipe" "$@"
+    [ "$process" = 0 ] || exit 0
+    exec "$python" "$recipe" "$@"
 fi
 set -- "$@" "--run.folder=$folder"
 marker=$folder/stopped.json request=$folder/stop
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)
     export OMP_NUM_THREADS=$((cores > NPROC ? cores / NPROC : 1))
 fi
 # A GPU's allocator then grows its segments instead of leaving gaps between them.
@@ -199,26 +186,25 @@ if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] && [ "$NNODES" -le 8 ] && { [ -w "$besi
 fi
 
 is_spare=""
-if [ "$node" -ge "$NNODES" ] || { [ "$per_gpu" = 1 ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
+if [ "$node" -ge "$NNODES" ] || { [ -n "$local_rank" ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
     is_spare=1 request=$report # it stops nobody
     [ "${LOCAL_RANK:-0}" != 0 ] || say "node $node waits for the end of the job: $wait_reason" >&2
-    command=("$python" -m torchllm.runtime.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
-elif [ "$per_gpu" = 1 ]; then # Slurm has started one task per rank: this is one
+    command=("$python" -P -m torchllm.runtime.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
+elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun has started
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
-    [ "$NNODES" != 1 ] || head=127.0.0.1 # nothing on this node listens to others
     export MASTER_ADDR=$head MASTER_PORT=$port
-    [ "$restarts" = 0 ] || [ "$node_rank" != 0 ] || say "one task per GPU: no rank is started again in the job; after a \
+    [ "$restarts" = 0 ] || [ "$process" != 0 ] || say "one task per GPU: no rank is started again in the job; after a \
 failure let Slurm start it again (--requeue, srun --kill-on-bad-exit=1)" >&2
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
 else
-    launch=("$python" -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
+    launch=("$python" -P -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" -gt 1 ]; then
-        launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$node_rank")
+        launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$process")
         [ -z "$job" ] || launch+=(--rdzv-id="$job")
     fi
     launch+=(--restarts="$restarts" --run-folder="$folder" --start-timeout="$start_timeout")
-    [ "$node_rank" != 0 ] || [ -z "$on_event" ] || launch+=(--on-event="$on_event")
-    [ "$node_rank" != 0 ] || export TORCHLLM_TAKE_LEASE=$folder # no second job writes there
+    [ "$process" != 0 ] || [ -z "$on_event" ] || launch+=(--on-event="$on_event")
+    [ "$process" != 0 ] || export TORCHLLM_TAKE_LEASE=$folder # no second job writes there
     command=("${launch[@]}" "$recipe" "$@")
 fi
 
@@ -226,7 +212,7 @@ is_training=1
 start "${command[@]}"
 trap 'on_signal QUIT' QUIT
 wait_for_child # and ignore signals from here on: what follows takes seconds
-if [ -n "$on_event" ] && [ "$node_rank" = 0 ]; then "$python" -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
+if [ -n "$on_event" ] && [ "$process" = 0 ]; then "$python" -P -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
 if [ -n "$is_spare" ]; then # it has looked at the marker itself
     [ "$status" != 3 ] || status=$stopped_exit_status
     exit "$status"
@@ -234,10 +220,11 @@ fi
 if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another job's
     what="with a checkpoint"
     ! grep -q null "$marker" || what="before a step was taken"
-    [ "$node_rank" != 0 ] || say "stopped early, $what; to continue, run the same command with --run.folder=$folder"
+    [ "$process" != 0 ] || say "stopped early, $what; to continue, run the same command with \
+--run.folder=$(printf %q "$folder")"
     exit "$stopped_exit_status"
 fi
-if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$node_rank" != 0 ]; then exit "$status"; fi
+if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$process" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
 trap - TERM INT HUP QUIT
 exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto </dev/null # a chat reads it

@@ -34,6 +34,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config import Config, Training
@@ -456,9 +457,10 @@ def header(target: Path, result: SearchResult) -> list[str]:
     """Return the comment on top of a written config: the layout, the launch command and the prediction."""
     job = result.job
     nodes = -(-job.gpus // job.hardware.gpus_per_node)
-    launch = f"NPROC={job.gpus} ./run_train.sh {target}"
+    config, folder = quote(str(target)), quote(f"/shared/{target.stem}")
+    launch = f"NPROC={job.gpus} ./run_train.sh {config}"
     if nodes > 1:
-        launch = f"srun --nodes={nodes} ./run_train.sh {target} --run.folder=/shared/{target.stem}"
+        launch = f"srun --nodes={nodes} ./run_train.sh {config} --run.folder={folder}"
     figures = layout_figures(job, result.first)
     lines = [
         f"# {result.first.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",

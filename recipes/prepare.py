@@ -42,13 +42,14 @@ from typing import NamedTuple
 
 from torchllm.config import Source
 from torchllm.data.build import write_corpus
-from torchllm.data.cache import available_cpus, is_raw, plan_corpus
+from torchllm.data.cache import is_raw, plan_corpus
 from torchllm.data.chat.write import describe_counts, untrained
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 
@@ -66,7 +67,7 @@ def main(config: PrepareConfig) -> None:
     if not config.prepare.folder:
         raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
     root = Path(config.prepare.folder).expanduser().resolve()
-    processes = config.prepare.processes or available_cpus()
+    processes = config.prepare.processes or usable_cores()
     spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
     tables = []

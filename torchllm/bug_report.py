@@ -9,6 +9,7 @@ from importlib import metadata
 
 from torchllm import __version__
 from torchllm.resources import HOME
+from torchllm.runtime.cores import usable_cores
 
 PACKAGES = (
     "torchdata",
@@ -35,7 +36,7 @@ def report() -> str:
         f"torchllm: {__version__}{commit()} in {HOME}",
         f"Python: {platform.python_version()} ({sys.executable})",
         f"system: {platform.platform()}",
-        f"cores: {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        f"cores: {usable_cores()}",
         f"memory: {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
         *torch_lines(),
     ]

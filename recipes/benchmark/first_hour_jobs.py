@@ -98,7 +98,7 @@ class Jobs:
         log = self.folder / f"benchmark {name}.log"
         command = [sys.executable]
         if ranks > 1:
-            command += ["-m", "torchllm.runtime.launch", f"--nproc-per-node={ranks}"]
+            command += ["-P", "-m", "torchllm.runtime.launch", f"--nproc-per-node={ranks}"]
         command += [str(Path(__file__).parent), name, *arguments]
         command += ["--benchmark.json=true", f"--run.folder={self.folder / 'benchmark'}"]
         self._check(f"benchmark {name}", run_command(command, {}, self.seconds_left(), log), log)

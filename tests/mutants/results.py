@@ -2,15 +2,10 @@
 
 import hashlib
 import json
-import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 from tests.mutants.generate import Mutant
 from tests.mutants.relevant import ROOT

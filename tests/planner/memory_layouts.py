@@ -6,7 +6,7 @@ which every pair of settings occurs that the config accepts.
 
 import itertools
 import random
-import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,11 +25,6 @@ from torchllm.planner.peak import Memory
 from torchllm.planner.predict import memory_of, stage_sizes
 from torchllm.spec.cluster import Hardware, read_cluster
 from torchllm.spec.software import Software
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MODELS = Path(__file__).parents[2] / "train_configs" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))

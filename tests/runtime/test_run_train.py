@@ -21,12 +21,13 @@ import pytest
 from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, metrics, tensor_files
 from torchllm.config import load_config
+from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.lease import DONE
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
 STAND_IN = """#!/usr/bin/env bash
-# Answers --check as Python does; of anything else it notes the arguments and the environment, then does $PRETEND.
-for word; do [ "$word" != --check ] || exec {python} "$@"; done
+# Answers --check, and which job this is, as Python does. Anything else it notes, and does $PRETEND.
+for word; do case $word in --check | torchllm.runtime.job) exec {python} "$@" ;; esac; done
 notes=$(mktemp -d {notes}/XXXXXX)
 printf '%s\\0' "$@" >"$notes/words"
 env -0 >"$notes/environment"
@@ -63,13 +64,13 @@ class Notes:
         """The arguments of the only torchrun, after which at most a sample was made."""
         torchrun, *samples = self.calls
         assert all(sample.words[0].endswith("/generate.py") for sample in samples)
-        assert torchrun.words[:2] == ["-m", "torchllm.runtime.launch"]
-        return torchrun.words[2:]
+        assert torchrun.words[:3] == ["-P", "-m", "torchllm.runtime.launch"]
+        return torchrun.words[3:]
 
 
 @pytest.fixture
 def noted(tmp_path: Path) -> Callable[..., Notes]:
-    """Runs run_train.sh with the stand-in for Python, and tools of that name that print the given text."""
+    """Runs run_train.sh with the stand-in for Python."""
     notes, tools = tmp_path / "notes", tmp_path / "tools"
     notes.mkdir()
     tools.mkdir()
@@ -80,13 +81,9 @@ def noted(tmp_path: Path) -> Callable[..., Notes]:
         return str(tools / name)
 
     python = tool("python-stand-in", STAND_IN.format(python=sys.executable, notes=notes))
-    tool("scontrol", '#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"\n')
 
-    def run(*arguments: str, gpus: int = 0, **environment: str) -> Notes:
-        tool("nvidia-smi", "#!/bin/sh\n" + "".join(f'echo "GPU {n}: a device (UUID: x)"\n' for n in range(gpus)))
-        everything = clean({"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python, **environment})
-        if "CUDA_VISIBLE_DEVICES" not in environment:
-            del everything["CUDA_VISIBLE_DEVICES"]
+    def run(*arguments: str, **environment: str) -> Notes:
+        everything = clean({"PYTHON": python, **environment})
         done = subprocess.run([SCRIPT, *arguments], cwd=ROOT, env=everything, capture_output=True, text=True)
         return Notes(done, notes)
 
@@ -116,20 +113,12 @@ def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Cal
     assert noted("--training.steps=99").torchrun[5:7] == [config, "--training.steps=99"]
 
 
-def test_processes_on_a_node(noted: Callable[..., Notes]) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for environment, gpus, processes in (
-        ({"NPROC": "4"}, 8, 4),
-        ({}, 8, 8),
-        ({}, 0, 2),
-        ({"CUDA_VISIBLE_DEVICES": "0,2,5,7"}, 8, 4),
-        ({"CUDA_VISIBLE_DEVICES": "3"}, 8, 1),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 8, 2),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, 8, 2),
-    ):
-        notes = noted(gpus=gpus, **environment)
+def test_threads_of_a_process(noted: Callable[..., Notes]) -> None:
+    for environment, processes in (({"NPROC": "4"}, 4), ({}, 2), ({"NPROC": "1"}, 1)):
+        notes = noted(**environment)
         assert notes.torchrun[0] == f"--nproc-per-node={processes}", environment
-        assert notes.calls[0].environment["OMP_NUM_THREADS"] == str(max(1, cores // processes)), environment
+        threads = str(max(1, usable_cores() // processes))
+        assert notes.calls[0].environment["OMP_NUM_THREADS"] == threads, environment
 
 
 def test_the_allocator_of_gpus(noted: Callable[..., Notes]) -> None:
@@ -214,7 +203,6 @@ def test_a_dry_run_under_slurm_is_one_process(noted: Callable[..., Notes]) -> No
             DEBUG,
             "--run.dry_run=true",
             "--parallel.dp_shard=2",
-            gpus=4,
             **SLURM,
             SLURM_NODEID=str(node),
             SLURM_LOCALID="0",
@@ -235,7 +223,7 @@ SLURM = {
 
 def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
     for node in (0, 1):
-        notes = noted(DEBUG, gpus=4, **SLURM, SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURM_LOCALID="0")
+        notes = noted(DEBUG, NPROC="4", **SLURM, SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURM_LOCALID="0")
         assert notes.status == 0
         assert notes.torchrun == [
             "--nproc-per-node=4",
@@ -259,7 +247,7 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
     outputs = []
     for rank in range(4):
         task = {"SLURM_NODEID": str(rank // 2), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}
-        notes = noted(DEBUG, gpus=2, **tasks, **task)
+        notes = noted(DEBUG, NPROC="2", **tasks, **task)
         words, environment = notes.calls[0]
         assert words == [f"{ROOT}/recipes/pretrain.py", DEBUG, "--run.folder=runs/debug-70123"]
         expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
@@ -275,7 +263,7 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
 def test_the_port_of_the_first_node_can_be_given(noted: Callable[..., Notes]) -> None:
     """Where a firewall lets only some ports through; and a job that is requeued has another name."""
     task = {"SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
-    notes = noted(DEBUG, gpus=4, **SLURM, **task, MASTER_PORT="12345", SLURM_RESTART_COUNT="2")
+    notes = noted(DEBUG, NPROC="4", **SLURM, **task, MASTER_PORT="12345", SLURM_RESTART_COUNT="2")
     assert notes.torchrun[2:5] == ["--rdzv-endpoint=node1:12345", "--rdzv-conf=rank=1", "--rdzv-id=70123.0.2"]
 
 
@@ -292,10 +280,10 @@ def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
 
 def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes]) -> None:
     nodes = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
-    notes = noted(DEBUG, gpus=2, **(SLURM | nodes), SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0")
+    notes = noted(DEBUG, NPROC="2", **(SLURM | nodes), SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0")
     assert notes.torchrun[:2] == ["--nproc-per-node=2", "--nnodes=2"]
-    notes = noted(DEBUG, gpus=2, **(SLURM | nodes), SLURM_NODEID="2", SLURM_PROCID="2", SLURM_LOCALID="0")
-    assert notes.calls[0].words[:3] == ["-m", "torchllm.runtime.spare_node", "runs/debug-70123"]
+    notes = noted(DEBUG, NPROC="2", **(SLURM | nodes), SLURM_NODEID="2", SLURM_PROCID="2", SLURM_LOCALID="0")
+    assert notes.calls[0].words[:4] == ["-P", "-m", "torchllm.runtime.spare_node", "runs/debug-70123"]
 
     tasks = SLURM | nodes | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
     outputs = []
@@ -303,11 +291,11 @@ def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes])
         for task in range(2):
             number = node + 3 * task  # srun --distribution=cyclic
             place = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(number), "SLURM_LOCALID": str(task)}
-            notes = noted(DEBUG, gpus=2, **tasks, **place)
+            notes = noted(DEBUG, NPROC="2", **tasks, **place)
             outputs.append(notes.err)
             words, environment = notes.calls[0]
             if node == 2:
-                assert words[1] == "torchllm.runtime.spare_node"
+                assert words[2] == "torchllm.runtime.spare_node"
                 continue
             expected = {"RANK": str(2 * node + task), "WORLD_SIZE": "4", "LOCAL_RANK": str(task)}
             assert {name: environment[name] for name in expected} == expected
@@ -320,28 +308,11 @@ def test_slurm_with_more_tasks_than_share_the_batch(noted: Callable[..., Notes])
     tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     for task in range(3):
         place = {"SLURM_NODEID": "1", "SLURM_PROCID": str(3 + task), "SLURM_LOCALID": str(task)}
-        words, environment = noted(DEBUG, gpus=3, **tasks, **place).calls[0]
+        words, environment = noted(DEBUG, NPROC="3", **tasks, **place).calls[0]
         if task == 2:
-            assert words[1] == "torchllm.runtime.spare_node"
+            assert words[2] == "torchllm.runtime.spare_node"
         else:
             assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(2 + task), "4")
-
-
-def test_slurm_with_unequal_tasks_or_without_srun(noted: Callable[..., Notes]) -> None:
-    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
-    notes = noted(DEBUG, **tasks, SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0")
-    assert (notes.status, notes.calls) == (2, [])
-    assert notes.err == (
-        "run_train.sh: 4 tasks on 2 nodes, 3,1: use the same number on each node (--ntasks-per-node), "
-        "or one task per node\n"
-    )
-    notes = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="2", SLURM_NTASKS="2")
-    assert (notes.status, notes.calls) == (2, [])
-    assert notes.err == (
-        "run_train.sh: this is Slurm's batch script, which runs on only one of 2 nodes: use srun ./run_train.sh\n"
-    )
-    alone = noted(DEBUG, SLURM_JOB_ID="1", SLURM_NNODES="1")
-    assert alone.torchrun[:2] == ["--nproc-per-node=2", "--restarts=0"]
 
 
 POD = {
@@ -371,7 +342,7 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
     assert (notes.status, notes.err) == (0, "")
 
     for word in ("gpu", "auto"):
-        notes = noted(DEBUG, "--run.folder=/shared/run", gpus=2, **(POD | {"PET_NPROC_PER_NODE": word}))
+        notes = noted(DEBUG, "--run.folder=/shared/run", NPROC="2", **(POD | {"PET_NPROC_PER_NODE": word}))
         assert notes.torchrun[0] == "--nproc-per-node=2"
     one_node = POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}
     assert noted(DEBUG, **one_node).torchrun[:2] == ["--nproc-per-node=4", "--restarts=3"]
@@ -410,7 +381,7 @@ def test_of_three_nodes_two_train_and_the_third_waits(
     (folder / "stopped.json").touch()
     spare = noted(*arguments, **(pod | {"PET_NODE_RANK": "2"}), PRETEND=f"exit {status}")
     (call,) = spare.calls
-    assert call.words[:3] == ["-m", "torchllm.runtime.spare_node", str(folder)]
+    assert call.words[:4] == ["-P", "-m", "torchllm.runtime.spare_node", str(folder)]
     assert spare.err == f"node 2 waits for the end of the job: {SPARE_LINE}"
     assert (spare.status, spare.out) == (expected, "")
 
@@ -420,7 +391,7 @@ def test_a_signal_to_a_spare_node_stops_no_other(
 ) -> None:
     stand_in, folder = str(tmp_path / "tools/python-stand-in"), tmp_path / "run"
     pod = POD | {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "2"}
-    until_asked = 'while [ ! -e "$4" ]; do sleep 0.05; done; exit 3'
+    until_asked = 'while [ ! -e "$5" ]; do sleep 0.05; done; exit 3'
     run = start(DEBUG, f"--run.folder={folder}", PYTHON=stand_in, PRETEND=until_asked, **pod)
     run.until(lambda: any((tmp_path / "notes").glob("*/environment")))
     time.sleep(0.2)

@@ -1,7 +1,7 @@
 """Every file of train_configs/models has the number of parameters that its source publishes."""
 
 import re
-import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +11,6 @@ import torch
 from torchllm.config import Model
 from torchllm.models.decoder import build_model
 from torchllm.spec.flops import active_parameter_count, parameter_count
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.quick
 

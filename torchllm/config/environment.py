@@ -13,6 +13,8 @@ LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable: when run_train.sh, or a later attempt of its job, was started, in seconds since 1970"""
 ATTEMPT = "TORCHLLM_ATTEMPT"
 """environment variable of the ranks that a launcher starts again: which attempt of the job this is, from 2"""
+PER_RANK = "PER_RANK"
+"""environment variable: a scheduler has started one run_train.sh per rank, LOCAL_RANK says which"""
 SCHEDULED_RESTARTS = 3
 """restarts without progress that a job makes under a scheduler, unless run.restarts says otherwise"""
 
@@ -97,7 +99,8 @@ def is_requeued() -> bool:
 
 def print_error_lines(lines: Iterable[str]) -> None:
     """Print lines on stderr, each once, from one process of each node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    is_one_of_several = "WORLD_SIZE" in os.environ or PER_RANK in os.environ  # else LOCAL_RANK is left over
+    if not is_one_of_several or os.environ.get("LOCAL_RANK", "0") == "0":
         for line in dict.fromkeys(lines):
             with suppress(OSError):  # a full disk or a pipe without reader is no reason not to train
                 print(line, file=sys.stderr)

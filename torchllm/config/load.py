@@ -24,6 +24,7 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 from torchllm.config.arguments import Arguments, override, parse_arguments
 from torchllm.config.checks import AXES, layout_problems, resolve_degrees, value_problems
 from torchllm.config.environment import (
+    PER_RANK,
     Ranks,
     default_restarts,
     job_id,
@@ -365,7 +366,7 @@ def _name_folder(draft: Draft[C]) -> None:
     elif not run.folder and draft.ranks is not None:
         draft.config = replace(draft.config, run=replace(run, folder=_new_folder(draft.arguments.file)))
         is_rank_of_several = draft.ranks.are_started and draft.ranks.world != 1 and not draft.arguments.check
-        has_nodes = draft.ranks.nodes > 1 or draft.ranks.spare != ""
+        has_nodes = draft.ranks.nodes > 1 or draft.ranks.spare != "" or PER_RANK in os.environ
         is_shared = has_nodes or is_rank_of_several
         if is_shared and not run.dry_run and not job_id():  # each process would make up a name of its own
             draft.report(path, "set it: there is no job id to name the folder after on all ranks alike")

@@ -10,16 +10,11 @@ import difflib
 import json
 import os
 import re
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.resources import find_base, find_config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 KeyPath = tuple[str, ...]
 """("data", "sources", "0", "path"): keys, and indices of arrays as decimal strings."""

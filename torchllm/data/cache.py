@@ -1,7 +1,6 @@
 """Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
 
 import logging
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -21,13 +20,9 @@ from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.source_files import source_files
 from torchllm.data.sources import hub_folder_version, pin_hub_source, raw_mib
 from torchllm.data.tokenizer import Tokenizer
+from torchllm.runtime.cores import usable_cores
 
 log = logging.getLogger(__name__)
-
-
-def available_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_raw(source: Source) -> bool:
@@ -133,7 +128,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)
-    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, available_cpus())
+    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     write_corpus(plan, tokenizer, folder)
     return folder
 

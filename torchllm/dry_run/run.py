@@ -7,7 +7,6 @@ the step of each is put together, and for each kind the rank with the highest pe
 
 import logging
 import multiprocessing
-import os
 import signal
 from dataclasses import replace
 from functools import cache, partial
@@ -21,6 +20,7 @@ from torchllm.dry_run.replay import Key, ReplayedStep, Traced, action_keys, repl
 from torchllm.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.dry_run.trace import CPU, fake_ranks, trace, true_orders
 from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.process import compute_dtype
 from torchllm.runtime.signs_of_life import signs_of_life
@@ -75,7 +75,7 @@ def examine(config: Config) -> Report:
     kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
     log.info("tracing %s", kinds)
     traces = []
-    with processes.Pool(min(len(plans), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+    with processes.Pool(min(len(plans), usable_cores()), maxtasksperchild=1) as pool:
         for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):
             traces.append(traced)
             if len(plans) > 1:

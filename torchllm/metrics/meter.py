@@ -62,6 +62,7 @@ from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
 from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.metrics.step_profiler import ProfiledStep
+from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
@@ -387,8 +388,7 @@ def measured_peak_flops(dtype: torch.dtype = torch.float32, ranks_on_node: int =
     all of them at once. With more threads than cores a short product may still have a core per thread, so the result is
     scaled down to the share of the cores that the threads have in the long run.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    share = min(1.0, cores / (ranks_on_node * torch.get_num_threads()))
+    share = min(1.0, usable_cores() / (ranks_on_node * torch.get_num_threads()))
     best = 0.0
     size = 256
     deadline = time.perf_counter() + seconds

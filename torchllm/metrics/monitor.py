@@ -9,10 +9,12 @@ Every rank has one; rank 0's writes and logs.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from shlex import quote
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -329,5 +331,6 @@ class Monitor:
             self.slow_nodes.append(profiled.slow.host)
             with self.slow_nodes_tolerance.attempt():
                 self.slow_nodes_file.write_text(",".join(self.slow_nodes))
-                advice = "to exclude %s from the next start: sbatch --exclude=$(cat %s)"
-                log.warning(advice, profiled.slow.host, self.slow_nodes_file)
+                if "SLURM_JOB_ID" in os.environ:
+                    advice = 'to exclude %s from the next start: sbatch --exclude="$(cat %s)"'
+                    log.warning(advice, profiled.slow.host, quote(str(self.slow_nodes_file)))

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import tomllib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -32,11 +33,6 @@ from torchllm.metrics.trackers import (
     record_key,
 )
 from torchllm.runtime.parent import end_with_starter
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LOOK_SECONDS = 0.5
 """between two looks at metrics.jsonl"""

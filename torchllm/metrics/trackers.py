@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, Protocol
 
 from torchllm import __version__
@@ -177,7 +178,7 @@ class TrackerSink:
     def _start(self) -> None:
         self.started = time.monotonic()
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "torchllm.metrics.send_records", str(self.run_folder), self.tracker]
+        command = [sys.executable, "-P", "-m", "torchllm.metrics.send_records", str(self.run_folder), self.tracker]
         command += [f"--follow={os.getpid()}", f"--environment={json.dumps(self.environment)}"]
         with self.output.open("ab") as output:
             # In a session of its own: the terminal's Ctrl-C is for the run, which tells the helper to end.
@@ -205,9 +206,9 @@ class TrackerSink:
         if unsent := count_unsent(self.run_folder, self.tracker):
             log.warning(
                 "metrics.%s: %d records are not sent; the run sends them when it resumes, or: "
-                "python -m torchllm.metrics.send_records %s %s",
+                "python -P -m torchllm.metrics.send_records %s %s",
                 self.tracker,
                 unsent,
-                self.run_folder,
+                quote(str(self.run_folder)),
                 self.tracker,
             )

@@ -8,9 +8,12 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 CUDA_DRIVER = "libcuda.so.1"
+HIP_RUNTIME = "libamdhip64.so"
+"""AMD's; torch's build for AMD has its own copy"""
 
 
 def lack_of_gpu_compiler() -> str:
@@ -30,12 +33,17 @@ def lack_of_gpu_compiler() -> str:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs CUDA's driver gives to this process; 0 without a driver."""
-    driver = _driver()
-    count = ctypes.c_int()
-    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+    """Return how many GPUs this process has, by CUDA's driver or else by torch's build for AMD; 0 without either.
+
+    Both respect the variables that hide GPUs (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES).
+    """
+    driver, count = _driver(), ctypes.c_int()
+    if driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        return count.value
+    runtime = _hip_runtime()
+    if runtime is not None and runtime.hipGetDeviceCount(ctypes.byref(count)) == 0:
+        return count.value
+    return 0
 
 
 def first_gpu() -> str:
@@ -54,3 +62,12 @@ def _driver() -> ctypes.CDLL | None:
     except OSError:
         return None
     return driver if driver.cuInit(0) == 0 else None
+
+
+def _hip_runtime() -> ctypes.CDLL | None:
+    """Return AMD's runtime out of torch's build for AMD; None if another build of torch is installed."""
+    torch = importlib.util.find_spec("torch")
+    for folder in (torch and torch.submodule_search_locations) or ():
+        with suppress(OSError):
+            return ctypes.CDLL(str(Path(folder, "lib", HIP_RUNTIME)))
+    return None

@@ -73,8 +73,11 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
                 note_error("user_error")
             if not main:
                 # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which
-                # sleep here. If only this node has it, its first rank prints it.
-                _let_launcher_end_this(FIRST_ON_NODE_WAITS if local_rank == 0 else OTHERS_WAIT)
+                # sleep here. If only this node has it, its first rank prints it. Why a job was refused is printed on
+                # each node: whoever has started one differently looks at its output.
+                is_first = local_rank == 0
+                if not (is_first and isinstance(error, RefusedStart)):
+                    _let_launcher_end_this(FIRST_ON_NODE_WAITS if is_first else OTHERS_WAIT)
             log.error("error: %s", error)
         elif worker := lost_worker(error):
             log.error(

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-CONTROL_GROUPS = "sys/fs/cgroup"
-"""where Linux shows the limits of groups of processes: Slurm and Kubernetes limit a job's memory by them"""
+from torchllm.runtime.control_groups import control_groups
 
 
 def host_memory_per_rank(root: Path = Path("/")) -> int:
@@ -14,7 +13,7 @@ def host_memory_per_rank(root: Path = Path("/")) -> int:
     root: the root of the file system, another one in tests.
     """
     available = _available_on_host(root)
-    for group in _control_groups(root):
+    for group in control_groups("memory", root):
         left = _left_of_limit(group)
         if left is not None:
             available = min(available, left)
@@ -33,30 +32,6 @@ def _available_on_host(root: Path) -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return 0
-
-
-def _control_groups(root: Path) -> list[Path]:
-    """Return the folders of this process's control groups that can limit memory: its own and all above it.
-
-    In a container the path that Linux gives may be the host's, which is not seen there; the root is seen, and is the
-    container's own group.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            top = root / CONTROL_GROUPS
-        elif "memory" in controllers.split(","):  # version 1
-            top = root / CONTROL_GROUPS / "memory"
-        else:
-            continue
-        own = top / path.lstrip("/")
-        groups += [folder for folder in (own, *own.parents) if folder == top or top in folder.parents]
-    return groups
 
 
 def _left_of_limit(group: Path) -> int | None:

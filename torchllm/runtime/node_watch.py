@@ -23,7 +23,9 @@ class NodeWatch:
     def __init__(self, on_lost: Callable[[int], None]) -> None:
         """Begin to listen. `on_lost` is called, in the thread, with the number of each node that is lost."""
         self.on_lost = on_lost
-        self.listener = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self.listener = socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=is_dual)
         self.port: int = self.listener.getsockname()[1]
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)

@@ -236,7 +236,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     heart.begin("start-up")
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0  # else it may be left over
     report_errors(rank, local_rank)
     rank_notes.join(rank)
     is_launched = LAUNCHED in os.environ and not reads_only
@@ -336,8 +336,8 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:  # one node: no rank listens to other hosts
         loopback = "lo" if sys.platform == "linux" else "lo0"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        # Also where a cluster's modules name another interface for all jobs: gloo asks for no password.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # On GPUs no group of the mesh can send a tensor on the host: what ranks agree on goes through the host group, the
@@ -349,9 +349,15 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
 def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
     """Return the store of all ranks, which the launcher serves, or rank 0 if the ranks have no launcher.
 
-    Raises UserError if rank 0 does not come.
+    Raises UserError if rank 0 does not come, or if it is unknown where it is.
     """
-    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+    missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if missing and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {' and '.join(sorted(missing))} not set: start the recipe "
+            "with RECIPE=... ./run_train.sh, or unset WORLD_SIZE to train on this process alone"
+        )
+    if missing:
         return HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if has_launcher():

@@ -37,6 +37,8 @@ SECONDS_TO_WRITE = 3.0
 SECONDS_TO_DIE = 10.0
 """after SIGKILL, before a rank counts as stuck in the kernel"""
 SHARED_MEMORY = Path("/dev/shm")
+ROOM = 2**20
+"""bytes that must be free there: the heartbeats of a node take some hundred per rank"""
 _THREAD = re.compile(r"Thread 0x([0-9a-f]+)\b")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -47,8 +49,11 @@ def patience(limit: float) -> float:
 
 
 def memory_folder() -> str | None:
-    """Return a folder for temporary files that is in memory; None, which is tempfile's own, if there is none."""
-    return str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
+    """Return a folder for temporary files that is in memory; None, which is tempfile's own, if none has room."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return None
+    system = os.statvfs(SHARED_MEMORY)  # the 64 MB of a container are soon full
+    return str(SHARED_MEMORY) if system.f_bavail * system.f_frsize >= ROOM else None
 
 
 @dataclass

@@ -11,7 +11,7 @@ ERASE_LINE = "\r\x1b[K"
 """moves a terminal's cursor to the begin of its line and erases the line"""
 
 
-class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no generic class in Python 3.10
+class LogHandler(logging.StreamHandler[TextIO]):
     """Writes the log. A bar of this process is erased for a line of it, and drawn again below."""
 
     def emit(self, record: logging.LogRecord) -> None:
