@@ -178,13 +178,6 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 # A GPU's allocator then grows its segments instead of leaving gaps between them.
 [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-# What torch compiles is kept beside the run folders: a restart, on whatever node, and the next run find it there. The
-# ranks of many nodes would ask too much of a shared file system, so theirs is in each node's temporary folder.
-beside=$(dirname "$folder")
-if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] && [ "$NNODES" -le 8 ] && { [ -w "$beside" ] || [ ! -e "$beside" ]; }; then
-    export TORCHINDUCTOR_CACHE_DIR=$beside/.compiled
-fi
-
 is_spare=""
 if [ "$node" -ge "$NNODES" ] || { [ -n "$local_rank" ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
     is_spare=1 request=$report # it stops nobody

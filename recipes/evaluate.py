@@ -1,7 +1,7 @@
 """Prints the validation loss of a checkpoint, on one device, or sharded over several ranks; or evaluates it on tasks.
 
     python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
-    python -m torchllm.runtime.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
+    python -P -m torchllm.runtime.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
         --parallel.dp_shard=8
 
     python recipes/evaluate.py RUN_FOLDER/config.toml --evaluate.tasks=arc_easy,FOLDER

@@ -1,7 +1,7 @@
 """Pods of train_configs/kubernetes, as the kubelet starts them, each on a host of its own (namespaces.py).
 
 The command, the environment and the mounts are those of the manifest. What an image would hold is a folder of programs:
-`torchllm`, of this checkout, and an nvidia-smi that shows one GPU, so that a pod has one process. Volumes are folders.
+`torchllm` of this checkout. A pod has one process. Volumes are folders.
 """
 
 import os
@@ -24,7 +24,6 @@ FOLDER = ROOT / "train_configs/kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 PROGRAMS = {
     "torchllm": f'exec "{sys.executable}" -c "from torchllm.cli import main; main()" "$@"',
-    "nvidia-smi": 'echo "GPU 0: a device (UUID: x)"',
 }
 
 
@@ -127,7 +126,7 @@ class Pod:
         mounting = [f'mount --bind "{claims[claim]}" {path}' for path, claim in start.mounts.items() if claim]
         container = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
         script = " && ".join([*mounting, 'exec "$@"'])
-        environment = {"PATH": f"{image}:{os.defpath}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {"PATH": f"{image}:{os.defpath}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NPROC": "1"}
         command = host.command(*container, "sh", "-c", script, "sh", *start.command)
         with output.open("wb") as file:
             self.process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Measure speed: torchllm against plain PyTorch, tokenizers and the device's peak, both sides in one run.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
-    python -m torchllm.runtime.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
+    python -P -m torchllm.runtime.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
 
 NAME is one of
 

@@ -221,7 +221,7 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
     sink.close()
     assert helper is not None
     assert helper.returncode == -9
-    command = f"python -m torchllm.metrics.send_records {folder} trackio"
+    command = f"python -P -m torchllm.metrics.send_records {folder} trackio"
     log_file = folder / "trackers/trackio.log"
     assert caplog.messages == [
         f"metrics.trackio: its process has not ended 1 s after the steps, and is killed; see {log_file}",

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from torchllm.config.errors import UserError
-from torchllm.runtime.job import Job, assignments, first_host, read_job
+from torchllm.runtime.job import JobPlace, assignments, first_host, read_job
 
 pytestmark = pytest.mark.quick
 
@@ -30,33 +30,36 @@ RANK |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
 @pytest.mark.parametrize(
     ("variables", "job"),
     [
-        ({}, Job()),
-        ({"NNODES": "2-4"}, Job(nodes="2-4")),
-        ({"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, Job()),
-        ({"LOCAL_RANK": "1", "MASTER_ADDR": "elsewhere"}, Job()),  # left over
-        (SLURM, Job("2", 1, 1, "node1", 0, "70123.0.0")),
-        (SLURM | {"SLURM_RESTART_COUNT": "2", "MASTER_PORT": "12345"}, Job("2", 1, 1, "node1", 12345, "70123.0.2")),
-        (SLURM | {"MASTER_ADDR": "[fd00::1]"}, Job("2", 1, 1, "fd00::1", 0, "70123.0.0")),
+        ({}, JobPlace()),
+        ({"NNODES": "2-4"}, JobPlace(nodes="2-4")),
+        ({"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, JobPlace()),
+        ({"LOCAL_RANK": "1", "MASTER_ADDR": "elsewhere"}, JobPlace()),  # left over
+        (SLURM, JobPlace("2", 1, 1, "node1", 0, "70123.0.0")),
+        (
+            SLURM | {"SLURM_RESTART_COUNT": "2", "MASTER_PORT": "12345"},
+            JobPlace("2", 1, 1, "node1", 12345, "70123.0.2"),
+        ),
+        (SLURM | {"MASTER_ADDR": "[fd00::1]"}, JobPlace("2", 1, 1, "fd00::1", 0, "70123.0.0")),
         (
             SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "2"},
-            Job("2", 1, 2, "node1", 30123, "70123.0.0", "2", 0),
+            JobPlace("2", 1, 2, "node1", 30123, "70123.0.0", "2", 0),
         ),
-        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, Job()),
-        (MPI, Job("2", 1, 3, "node1", 29500, "", "2", 1)),
-        (SLURM | MPI, Job("2", 1, 3, "node1", 29500, "", "2", 1)),  # mpirun inside of a Slurm job
-        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, Job("4", 3, 3, "node1")),
-        (HYDRA, Job("1", 0, 1, "127.0.0.1", 29500, "", "2", 1)),
-        (RANK, Job("2", 1, 3, "pod-0", 23456, "", "2", 1)),
-        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, Job("2", 1, 1, "algo-1")),
-        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, Job()),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, JobPlace()),
+        (MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),
+        (SLURM | MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),  # mpirun inside of a Slurm job
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, JobPlace("4", 3, 3, "node1")),
+        (HYDRA, JobPlace("1", 0, 1, "127.0.0.1", 29500, "", "2", 1)),
+        (RANK, JobPlace("2", 1, 3, "pod-0", 23456, "", "2", 1)),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, JobPlace("2", 1, 1, "algo-1")),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, JobPlace()),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "[::1]", "PET_NPROC_PER_NODE": "4"} | RANK,
-            Job("2", 1, 1, "::1", 29500, "", "4"),
+            JobPlace("2", 1, 1, "::1", 29500, "", "4"),
         ),
-        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, Job("1")),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, JobPlace("1")),
     ],
 )
-def test_what_is_understood(variables: dict[str, str], job: Job) -> None:
+def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
     assert read_job(variables) == job
 
 
@@ -99,8 +102,8 @@ def test_the_first_host_of_a_list_as_slurm_writes_it(hosts: str, first: str) -> 
 
 def test_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchllm.runtime.job.count_gpus", lambda: 8)
-    assert assignments(Job(), {})[:2] == ["NPROC_IS_DEFAULT=1", "NPROC=8"]
-    assert assignments(Job(), {"NPROC": "4"})[0] == "NPROC=4"
-    assert assignments(Job(ranks_per_node="3"), {"NPROC": "4"})[0] == "NPROC=3"
+    assert assignments(JobPlace(), {})[:2] == ["NPROC_IS_DEFAULT=1", "NPROC=8"]
+    assert assignments(JobPlace(), {"NPROC": "4"})[0] == "NPROC=4"
+    assert assignments(JobPlace(ranks_per_node="3"), {"NPROC": "4"})[0] == "NPROC=3"
     monkeypatch.setattr("torchllm.runtime.job.count_gpus", lambda: 0)
-    assert assignments(Job(), {})[1] == "NPROC=2"
+    assert assignments(JobPlace(), {})[1] == "NPROC=2"

@@ -131,20 +131,6 @@ def test_the_allocator_of_gpus(noted: Callable[..., Notes]) -> None:
         assert notes.calls[0].environment.get("PYTORCH_ALLOC_CONF") == expected
 
 
-def test_what_is_compiled_is_kept_beside_the_run_folder_of_up_to_eight_nodes(
-    noted: Callable[..., Notes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it has compiled
-    for nodes, environment, expected in (
-        (1, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
-        (8, {}, "sub/.compiled"),
-        (9, {}, None),
-    ):
-        job = {"NPROC": "2", "PET_NNODES": str(nodes), "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
-        notes = noted(DEBUG, "--training.global_batch_size=288", "--run.folder=sub/run", **job, **environment)
-        assert notes.calls[0].environment.get("TORCHINDUCTOR_CACHE_DIR") == expected
-
-
 def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
     notes = noted(DEBUG, NPROC="3")
     assert notes.torchrun[0] == "--nproc-per-node=2"

@@ -1,6 +1,6 @@
 """The `.metadata` file of torch.distributed.checkpoint (DCP): read in checkpoints of version 0.1, written by a command.
 
-    python -m torchllm.checkpoint.dcp_metadata STEP_FOLDER
+    python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER
 
 DCP keeps the index of its tensors (name, shape, dtype, and which file holds which part) in `.metadata`, which is a
 pickle, and a pickle can call any function while it is read. Checkpoints of version 0.1 (format 1) have one. It is read

@@ -1,6 +1,6 @@
 """Send the records of a run's metrics.jsonl to an experiment tracker: those that it was not sent yet. No torch.
 
-    python -m torchllm.metrics.send_records RUN_FOLDER {wandb,mlflow,trackio}
+    python -P -m torchllm.metrics.send_records RUN_FOLDER {wandb,mlflow,trackio}
 
 A run with metrics.wandb, metrics.mlflow or metrics.trackio has a helper process that runs this with `--follow`: it goes
 on until the run tells it to end, or ends itself. See `trackers.py`.

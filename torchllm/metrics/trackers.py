@@ -5,7 +5,7 @@ which reads metrics.jsonl while the run appends to it: nothing of a tracker is o
 lost that is in metrics.jsonl. A helper that ends is started again; one that does not finish at the end of the run is
 killed. What was not sent by then is sent when the run resumes, or by
 
-    python -m torchllm.metrics.send_records RUN_FOLDER TRACKER
+    python -P -m torchllm.metrics.send_records RUN_FOLDER TRACKER
 
 RUN_FOLDER/trackers holds, for each tracker, the records that it was sent (`SentRecords`), which also name its run, so
 that a resumed run continues it, and what its library printed.

@@ -30,7 +30,7 @@ Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Job:
+class JobPlace:
     """The nodes of a job, and the place of this process."""
 
     nodes: str = "1"
@@ -51,17 +51,17 @@ class Job:
     """number of this rank on its node, if the launcher has started one process per rank"""
 
 
-def read_job(variables: Variables) -> Job:
+def read_job(variables: Variables) -> JobPlace:
     """Return the job that this process belongs to. Raises UserError that says which variables to set."""
     # mpirun starts its processes through Slurm's srun where it can, so its variables come before Slurm's.
-    for read in (read_torchrun, read_open_mpi, read_hydra, read_slurm, read_sagemaker, read_ranks, read_pmi):
+    for read in (read_torchrun, read_open_mpi, read_hydra, read_slurm, read_sagemaker, read_rank_variables, read_pmi):
         job = read(variables)
         if job is not None:
             return job
-    return Job(nodes=variables.get("NNODES") or "1")
+    return JobPlace(nodes=variables.get("NNODES") or "1")
 
 
-def read_torchrun(variables: Variables) -> Job | None:
+def read_torchrun(variables: Variables) -> JobPlace | None:
     """Read the variables by which Kubernetes operators and users configure torchrun on each node."""
     nodes = variables.get("PET_NNODES")
     if not nodes:
@@ -73,7 +73,7 @@ def read_torchrun(variables: Variables) -> Job | None:
         raise UserError(f"PET_MAX_RESTARTS={restarts}: set run.restarts instead")
     ranks = variables.get("PET_NPROC_PER_NODE", "auto")
     node = _number(variables, "PET_NODE_RANK", 0)
-    return Job(
+    return JobPlace(
         nodes=nodes,
         node=node,
         process=node,
@@ -83,7 +83,7 @@ def read_torchrun(variables: Variables) -> Job | None:
     )
 
 
-def read_slurm(variables: Variables) -> Job | None:
+def read_slurm(variables: Variables) -> JobPlace | None:
     """Read the variables of a Slurm step: the job may have more nodes than the step that runs here."""
     if not variables.get("SLURM_STEP_ID"):
         nodes = variables.get("SLURM_NNODES", "1")
@@ -95,7 +95,7 @@ def read_slurm(variables: Variables) -> Job | None:
     job = variables["SLURM_JOB_ID"]
     nodes, tasks = variables["SLURM_STEP_NUM_NODES"], variables["SLURM_STEP_NUM_TASKS"]
     node = int(variables["SLURM_NODEID"])
-    found = Job(
+    found = JobPlace(
         nodes=nodes,
         node=node,
         process=node,
@@ -127,7 +127,7 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
-def read_open_mpi(variables: Variables) -> Job | None:
+def read_open_mpi(variables: Variables) -> JobPlace | None:
     """Read the variables of Open MPI's mpirun."""
     return _read_mpi(
         variables,
@@ -139,7 +139,7 @@ def read_open_mpi(variables: Variables) -> Job | None:
     )
 
 
-def read_hydra(variables: Variables) -> Job | None:
+def read_hydra(variables: Variables) -> JobPlace | None:
     """Read the variables of the mpiexec of MPICH and Intel MPI."""
     return _read_mpi(
         variables,
@@ -153,7 +153,7 @@ def read_hydra(variables: Variables) -> Job | None:
 
 def _read_mpi(
     variables: Variables, *, size: str, rank: str, local_size: str, local_rank: str, hand_on: str
-) -> Job | None:
+) -> JobPlace | None:
     """Read the variables of these names. hand_on: how the launcher is told the address of node 0."""
     if not {size, rank, local_size, local_rank} <= variables.keys() or variables[size] == "1":
         return None
@@ -169,7 +169,7 @@ def _read_mpi(
     head = _host(variables.get("MASTER_ADDR", ""))
     if nodes > 1 and not head:
         raise UserError(f"{size}={ranks} on {nodes} nodes: say where node 0 is: {hand_on}, and MASTER_PORT")
-    found = Job(
+    found = JobPlace(
         nodes=str(nodes),
         node=node,
         process=process,
@@ -181,16 +181,16 @@ def _read_mpi(
     return _per_rank(found, process=process, local_rank=local, ranks_per_node=str(ranks_here), port=found.port)
 
 
-def read_sagemaker(variables: Variables) -> Job | None:
+def read_sagemaker(variables: Variables) -> JobPlace | None:
     """Read the variables of an Amazon SageMaker training job, which starts one process per host."""
     hosts = json.loads(variables.get("SM_HOSTS") or "[]")
     if len(hosts) < 2:
         return None
     node = hosts.index(variables["SM_CURRENT_HOST"])
-    return Job(nodes=str(len(hosts)), node=node, process=node, head=hosts[0], name="")
+    return JobPlace(nodes=str(len(hosts)), node=node, process=node, head=hosts[0], name="")
 
 
-def read_ranks(variables: Variables) -> Job | None:
+def read_rank_variables(variables: Variables) -> JobPlace | None:
     """Read RANK and WORLD_SIZE: of ranks (torchrun, Azure ML), or of pods (PyTorchJob)."""
     ranks = variables.get("WORLD_SIZE") or "1"
     if ranks == "1":
@@ -210,12 +210,12 @@ def read_ranks(variables: Variables) -> Job | None:
             f"{given} LOCAL_RANK={local} LOCAL_WORLD_SIZE={ranks_here}: there must be as many ranks on each node, with "
             "consecutive numbers"
         )
-    found = Job(nodes=str(nodes), node=process // ranks_here, head=_host(variables["MASTER_ADDR"]))
+    found = JobPlace(nodes=str(nodes), node=process // ranks_here, head=_host(variables["MASTER_ADDR"]))
     port = _number(variables, "MASTER_PORT", DEFAULT_PORT)
     return _per_rank(found, process=process, local_rank=local, ranks_per_node=str(ranks_here), port=port)
 
 
-def read_pmi(variables: Variables) -> Job | None:
+def read_pmi(variables: Variables) -> JobPlace | None:
     """Refuse a process manager that says how many processes there are, but not on which nodes."""
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
         if variables.get(name, "1") not in ("0", "1"):
@@ -226,11 +226,11 @@ def read_pmi(variables: Variables) -> Job | None:
     return None
 
 
-def _per_rank(job: Job, *, process: int, local_rank: int, ranks_per_node: str, port: int) -> Job:
+def _per_rank(job: JobPlace, *, process: int, local_rank: int, ranks_per_node: str, port: int) -> JobPlace:
     """Return a job whose launcher has started one process per rank."""
     # Nothing on one node listens to other hosts.
     head = "127.0.0.1" if job.nodes == "1" else job.head
-    return Job(job.nodes, job.node, process, head, port, job.name, ranks_per_node, local_rank)
+    return JobPlace(job.nodes, job.node, process, head, port, job.name, ranks_per_node, local_rank)
 
 
 def _host(text: str) -> str:
@@ -246,7 +246,7 @@ def _number(variables: Variables, name: str, default: int) -> int:
     return int(text)
 
 
-def assignments(job: Job, variables: Variables) -> list[str]:
+def assignments(job: JobPlace, variables: Variables) -> list[str]:
     """Return what run_train.sh needs to know, a line NAME=value each."""
     ranks = job.ranks_per_node or variables.get("NPROC", "")
     lines = [] if ranks else ["NPROC_IS_DEFAULT=1"]

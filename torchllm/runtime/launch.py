@@ -1,4 +1,4 @@
-"""Run torchrun for run_train.sh: `python -m torchllm.runtime.launch [OPTIONS] TORCHRUN_ARGUMENTS`.
+"""Run torchrun for run_train.sh: `python -P -m torchllm.runtime.launch [OPTIONS] TORCHRUN_ARGUMENTS`.
 
 There are eight differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
 it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
@@ -54,7 +54,7 @@ def launch(arguments: Sequence[str]) -> None:
 
     Raises SystemExit with 1 if a rank failed, 2 if it refused to start, 128 + N if signal N ended the job.
     """
-    parser = argparse.ArgumentParser(prog="python -m torchllm.runtime.launch", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(prog="python -P -m torchllm.runtime.launch", allow_abbrev=False, add_help=False)
     parser.add_argument("--restarts", type=int, default=0, help="restarts of the job without progress")
     parser.add_argument("--run-folder", type=Path, help="where its checkpoints are, and reports of hangs go")
     parser.add_argument("--start-timeout", type=float, help="run.start_timeout")

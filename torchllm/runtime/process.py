@@ -27,6 +27,7 @@ from torchllm.config import Config, Run, Training
 from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime import rank_notes
+from torchllm.runtime.compile_cache import choose_compile_cache
 from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
@@ -259,6 +260,8 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     store = _open_store(run, rank, timeout)
     _join_job(run, rank, world_size, store, timeout)
     _set_torch_up(run, device)
+    if device.type == "cuda" or any(config.compile.compiles_anything for config in configs):
+        choose_compile_cache(Path(run.folder), world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     runtime = Runtime(
         rank=rank,
         world_size=world_size,

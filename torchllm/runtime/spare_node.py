@@ -1,4 +1,4 @@
-"""Let a spare node wait for its job: `python -m torchllm.runtime.spare_node RUN_FOLDER REQUEST_FILE START_TIMEOUT`.
+"""Let a spare node wait for its job: `python -P -m torchllm.runtime.spare_node RUN_FOLDER REQUEST_FILE START_TIMEOUT`.
 
 A job that got more nodes than its batch can be shared by trains on the first ones, and run_train.sh starts this on the
 others. They wait for the end of the job and end alike, so that a scheduler sees one job and starts all nodes again

@@ -1,6 +1,6 @@
 """Fit the constants that all frameworks share, and a speed of each framework, to published measurements. No torch.
 
-`python -m torchllm.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants: those
+`python -P -m torchllm.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants: those
 that all frameworks share are the defaults of `spec.software.Constants`, the speeds are in `evidence.stacks.STACKS`.
 `recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
 
