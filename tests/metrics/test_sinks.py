@@ -59,6 +59,24 @@ def test_json_line_is_on_disk_when_written(tmp_path: Path) -> None:
     sink.close()
 
 
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_file_that_is_rotated_or_deleted_goes_on(
+    rotates: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.write(1, {"step": 1})
+    path.rename(tmp_path / "metrics.jsonl.1") if rotates else path.unlink()
+    sink.write(2, {"step": 2})
+    sink.write(3, {"step": 3})
+    assert steps_in(path) == [2, 3]
+    assert len([line for line in caplog.messages if "was deleted or renamed" in line]) == 1
+    path.write_text("")  # cut in place
+    sink.write(4, {"step": 4})
+    assert steps_in(path) == [4]
+    sink.close()
+
+
 def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl")
     sink.write(1, {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})

@@ -1,14 +1,18 @@
 """A file to which whole records are appended, of metrics.jsonl and of TensorBoard."""
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 class AppendedFile:
     """Appends records, each on disk when `write` returns. One that cannot be written leaves nothing of it in the file.
 
-    It is made at the first record, so that a disk that is full when a run starts does not end it.
+    It is made at the first record, so that a disk that is full when a run starts does not end it, and made again if it
+    was deleted or renamed: the records behind an open descriptor would be lost in silence.
     """
 
     def __init__(self, path: Path) -> None:
@@ -21,11 +25,14 @@ class AppendedFile:
 
     def write(self, record: bytes) -> None:
         """Append a record. Raises OSError if it cannot be written; nothing of it is left before the next record."""
+        if self._descriptor is not None and not self._is_at_path(self._descriptor):
+            log.warning("%s was deleted or renamed: later records are in a new file of that name", self.path)
+            self.close()
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._length = os.fstat(self._descriptor).st_size
         self._cut(self._descriptor)
+        self._length = os.fstat(self._descriptor).st_size
         self._torn = True
         try:
             rest = memoryview(record)
@@ -38,6 +45,12 @@ class AppendedFile:
         self._torn = False
         self._length += len(record)
 
+    def _is_at_path(self, descriptor: int) -> bool:
+        """Return whether the open file is the one that its path leads to."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+        return False
+
     def _cut(self, descriptor: int) -> None:
         """Cut off what was written of a record that failed."""
         if self._torn:
@@ -47,5 +60,8 @@ class AppendedFile:
     def close(self) -> None:
         """Close the file; a later record opens it again."""
         if self._descriptor is not None:
+            with suppress(OSError):
+                self._cut(self._descriptor)
+            self._torn = False
             os.close(self._descriptor)
             self._descriptor = None

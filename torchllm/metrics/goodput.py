@@ -106,7 +106,7 @@ class Goodput:
         # Padded, so that nothing is left of a longer line that it overwrites.
         line = json.dumps(asdict(self.launch)).ljust(self.line_length)
         self.line_length = len(line)
-        if self.line_begin is None:
+        if self.line_begin is None or not self.file.exists():
             earlier = "[\n" + "".join(json.dumps(asdict(launch)) + ",\n" for launch in self.earlier_launches)
             temporary = self.file.with_suffix(".partial")
             temporary.write_text(f"{earlier}{line}\n]\n")
