@@ -143,6 +143,16 @@ def test_a_node_of_a_job_that_is_asked_to_stop_waits_for_its_end(waiting: Waitin
     assert waiting.now == 299
 
 
+def test_the_exit_status_is_what_run_train_reads(waiting: Waiting) -> None:
+    """And a scheduler, which starts again all that has not ended with 0."""
+    command = [sys.executable, "-m", "torchllm.runtime.spare_node", str(waiting.folder), str(waiting.request), "0"]
+    for end, status in ((DONE, 0), (RELEASED, 1)):
+        waiting.own(end)
+        assert subprocess.run(command, cwd=ROOT, env=os.environ).returncode == status
+    assert ASKED == 3
+    assert '[ "$status" != 3 ] || status=$stopped_exit_status' in (ROOT / "run_train.sh").read_text()
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     check = "import sys, torchllm.runtime.spare_node; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=os.environ, check=True)

@@ -47,6 +47,15 @@ def test_the_config_accepts_every_sharding_of_experts() -> None:
         assert not problems(config, 16), layout
 
 
+def test_shardings_agree_with_the_degrees_that_a_run_sets() -> None:
+    job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=16)
+    mesh = DegreeMesh(pp=1, data=16, cp=1, tp=1)
+    assert {sharding.dp_replicate for sharding in job.shardings(mesh)} == {1, 2, 4, 8}
+    for fixed in ({"dp_replicate": 2}, {"dp_shard": 8}):
+        shardings = replace(job, fixed=fixed).shardings(mesh)
+        assert {(sharding.dp_replicate, sharding.dp_shard) for sharding in shardings} == {(2, 8)}
+
+
 def job_of_experts() -> Job:
     """Return a job of four blocks of Mixtral."""
     model = replace(load("mixtral_8x7b"), layers=4)
