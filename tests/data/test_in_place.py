@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow
 import pytest
 import torch
 
@@ -236,6 +237,25 @@ def test_shards_of_mosaicmls_own_writer(tmp_path: Path) -> None:
     assert documents_of(separated) == [list(range(10)), list(range(10, 20))]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"), [(5_000_000, "unpacks to more than the 78 bytes"), (-1, "unpacks to 1 bytes less than the 78")]
+)
+def test_a_shard_of_mds_that_unpacks_to_another_size_is_not_kept(tmp_path: Path, change: int, words: str) -> None:
+    write_mds(tmp_path / "tokens", [[1, 2, 3]])
+    shard = tmp_path / "tokens" / "shard.00000.mds"
+    content = shard.read_bytes()
+    size = len(content)
+    shard.unlink()
+    longer = content[:change] if change < 0 else content + bytes(change)
+    with pyarrow.output_stream(f"{shard}.zstd", compression="zstd") as stream:
+        stream.write(longer)
+    packed = {"basename": f"{shard.name}.zstd", "bytes": Path(f"{shard}.zstd").stat().st_size}
+    set_index(compression="zstd", zip_data=packed)(tmp_path / "tokens" / "index.json")
+    with pytest.raises(DataError, match=words.replace("78", str(size))):
+        open_in_place("mds", tmp_path / "tokens", settings_of(tmp_path))
+    assert not list((tmp_path / "cache").glob("*.mds"))
+
+
 def test_the_ids_of_llama_3_in_llmc_are_of_32_bits(tmp_path: Path) -> None:
     write_llmc(tmp_path / "a.bin", [[1, 2, 128_000], [70_000, 3]], 20240801, 7, "<u4")
     corpus = open_in_place("llmc", tmp_path / "a.bin", settings_of(tmp_path), vocab=128_256)
@@ -300,6 +320,7 @@ WRONG: list[tuple[str, str, Damage, str]] = [
     ("megatron", "0.bin", rewrite(lambda content: content[:-2]), "0.idx says 60 bytes of 30 ids"),
     ("megatron", "0.bin", Path.unlink, "has no 0.bin beside it"),
     ("mds", "0/index.json", rewrite(lambda content: content[:9]), "is no index of mosaicml-streaming"),
+    ("mds", "0/index.json", rewrite(lambda content: b"[" * 200_000), "is no index of mosaicml-streaming"),
     ("mds", "0/index.json", set_index(version=1), "version [1, 2]"),
     ("mds", "0/index.json", set_index(column_encodings=["str"]), "has the columns tokens (str)"),
     ("mds", "0/index.json", set_index(column_encodings=["ndarray:float32"]), "arrays of one integer type are read"),

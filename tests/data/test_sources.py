@@ -1,6 +1,8 @@
 import errno
+import gzip
 import io
 import json
+import lzma
 import os
 import re
 import tempfile
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchllm.config import Data, Source
-from torchllm.data import records, sources
+from torchllm.data import records, sources, unpack
 from torchllm.data.build import write_corpus
 from torchllm.data.cache import plan_corpus
 from torchllm.data.corpus import Corpus
@@ -401,8 +403,8 @@ BAD_FILES = [
     (b"\xef\xbb\xbfa\n\xf0\x9f\x99\x82\nb\n\xf0\x9f", ":4", "not UTF-8"),
     (b"a\n\nb\0", ":3", "NUL character"),
     (b"\xef\xbb\xbf\xc3\xb6\xc3\xb6\n\n\0", ":3", "NUL character"),
-    (b"", "", "empty document"),
-    (b" \n\t \r\n\xe3\x80\x80  ", "", "empty document"),
+    (b"", "", "empty file"),
+    (b" \n\t \r\n\xe3\x80\x80  ", "", "empty file"),
 ]
 
 
@@ -476,13 +478,151 @@ def test_empty_missing_and_dangling_files(tmp_path: Path, kind: str) -> None:
     assert dangling.origin.describe() == str(tmp_path / "dangling.x")
     assert dangling.fault == "unreadable file"
     assert empty.origin.describe() == str(tmp_path / "empty.x")
-    assert empty.fault == {"text": "empty document", "jsonl": "empty file", "parquet": "unreadable file"}[kind]
+    assert empty.fault == ("unreadable file" if kind == "parquet" else "empty file")
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
     write_table(tmp_path / "b.parquet", {"body": ["x"]})
     write_table(tmp_path / "c.parquet", {"text": ["x", None]})
-    records = read(Source(kind="parquet", path=f"{tmp_path}/*.parquet"))
-    assert [record.fault for record in records] == ["unreadable file", "wrong key", "", "not text"]
-    assert records[3].origin.describe() == f"{tmp_path}/c.parquet row 1"
+    write_table(tmp_path / "d.parquet", {"text": [[1, 2]], "words": ["x"]})
+    found = read(Source(kind="parquet", path=f"{tmp_path}/*.parquet"))
+    assert [record.fault for record in found] == ["unreadable file", "wrong key", "", "not text", "wrong key"]
+    assert found[3].origin.describe() == f"{tmp_path}/c.parquet row 1"
+    assert found[4].detail.startswith(
+        ": the column 'text' is no text, it has: text (list<element: int64>), words (string)"
+    )
+
+
+def compressed(content: bytes, compression: str) -> bytes:
+    """Return `content` in two frames of a compression; the first byte is in the first."""
+    return _frame(content[:1], compression) + _frame(content[1:], compression)
+
+
+def _frame(content: bytes, compression: str) -> bytes:
+    if compression == "xz":
+        return lzma.compress(content)
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, compression) as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+COMPRESSIONS = ["gzip", "zstd", "bz2", "lz4", "xz"]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    ("source", "content", "texts"),
+    [
+        (Source(kind="jsonl"), b'\n{"text": "one"}\n{"text": "tw\xc3\xb6"}\n', ["one", "twö"]),
+        (Source(kind="text", delimiter="\n\n"), b"\xef\xbb\xbfone\n\n\ntw\xc3\xb6", ["one", "twö"]),
+        (Source(kind="text"), b"\xef\xbb\xbfone\n\xc3\xb6", ["one\nö"]),
+        (Source(kind="jsonl"), b"\n \n", [""]),
+    ],
+)
+def test_a_compressed_file_is_what_is_in_it(
+    tmp_path: Path, compression: str, source: Source, content: bytes, texts: list[str]
+) -> None:
+    path = tmp_path / "a"  # the name does not say it
+    source = replace(source, path=str(path))
+    path.write_bytes(content)
+    plain = read_all(source)
+    path.write_bytes(compressed(content, compression))
+    assert read_all(source) == read_all(source, shards=7) == plain
+    assert [record.text for record in plain] == texts
+    assert plain[0].fault == ("" if texts[0] else "empty file")
+    path.write_bytes(path.read_bytes()[:-3])
+    *_, last = read(source)
+    assert last.fault == "unreadable file"
+    assert last.detail.startswith(f" ({compression}, and damaged or cut off: ")
+
+
+def test_a_large_compressed_text_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(gzip.compress("naïve ".encode() * 100))
+    with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
+        (large,) = read(Source(kind="text", path=str(path)))
+        assert (large.text, "".join(large.blocks())) == ("", "naïve " * 100)
+
+
+@pytest.mark.parametrize("delimiter", ["", "\n\n"])
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_what_a_file_unpacks_to_is_limited(
+    tmp_path: Path, kind: str, delimiter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "_ALWAYS", 1000)
+    monkeypatch.setattr(sources, "LONGEST", 2**19)
+    path = tmp_path / "bomb"
+    source = Source(kind=kind, path=str(path), delimiter=delimiter)  # type: ignore[arg-type]
+    if kind == "text" or delimiter:
+        path.write_bytes(gzip.compress(b"a\n\n" * 1_000_000))
+        with pytest.raises(DataError, match=r"bomb has [\d,]+ bytes and unpacks to over [\d,]+, as hardly"):
+            read(replace(source, kind="text"))
+    if kind == "jsonl" or delimiter:
+        path.write_bytes(b"".join(map(gzip.compress, [os.urandom(2**15).hex().encode() for _ in range(20)])))
+        (record,) = read(source)
+        assert record.fault == "unreadable file"
+        assert record.detail in (" (a line of over 524,288 bytes)", " (no delimiter in 524,288 bytes)")
+
+
+def test_rows_that_share_a_text_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, {"text": ["x" * 10_000] * 5_000})
+    with pyarrow.parquet.ParquetFile(path) as file:
+        assert sources._longest_repeated(str(path), file.metadata.row_group(0), "text") == 10_004
+    source = Source(kind="parquet", path=str(path))
+    monkeypatch.setattr(sources, "_REPEATED_IN_MEMORY", 50_000)
+    batches = []
+    iter_batches = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, **options: batches.append(options["batch_size"]) or iter_batches(self, **options),
+    )
+    assert len(read(source)) == 5_000
+    assert batches == [4]
+    monkeypatch.setattr(unpack, "_ALWAYS", 1000)
+    with pytest.raises(DataError, match=r"a\.parquet has [\d,]+ bytes and unpacks to over"):
+        read(source)
+
+
+FORMS = [
+    (b"PK\x03\x04rest", "a zip archive: unpack it"),
+    (b"a.txt".ljust(257, b"\0") + b"ustar\0", "a tar archive: unpack it"),
+    (b"PAR1rest", 'parquet: set kind = "parquet"'),
+    (b"\x93NUMPY\x01\0", "an array of numpy"),
+    ('{"text": "one"}\n'.encode("utf-16"), "text in UTF-16 or UTF-32: convert it by iconv -t UTF-8"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("content", "words"), FORMS)
+@pytest.mark.parametrize(
+    "source", [Source(kind="jsonl"), Source(kind="text"), Source(kind="text", delimiter="\n")], ids=str
+)
+def test_a_file_of_another_form_is_named(
+    tmp_path: Path, source: Source, content: bytes, words: str, packed: bool
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(gzip.compress(content) if packed else content + b"\n" * 100)
+    (record,) = read(replace(source, path=str(path)), shards=5)
+    assert (record.fault, record.detail) == ("file of another form", f": it is {words}")
+
+
+@pytest.mark.parametrize(
+    ("content", "faults"),
+    [
+        (b'[{"text": "one"}, {"text": "two"}]', ["file of another form"]),
+        (b'\xef\xbb\xbf\n[\n  {"text": "one"}\n]\n', ["file of another form"]),
+        (b'[{"text": "one"}]\n{"text": "two"}\n', ["not a JSON object", ""]),
+    ],
+)
+def test_a_json_array_is_named(tmp_path: Path, content: bytes, faults: list[str]) -> None:
+    path = tmp_path / "a b.json"
+    path.write_bytes(content)
+    found = read(Source(kind="jsonl", path=str(path)))
+    assert [record.fault for record in found] == faults
+    if len(faults) == 1:
+        command = f"jq -c '.[]' '{path}' > LINES.jsonl"
+        assert found[0].detail == f": it is one JSON array, not JSON lines: {command} makes it lines"

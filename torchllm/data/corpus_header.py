@@ -184,14 +184,16 @@ def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any], seque
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / HEADER
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
             "if it was stopped, run it again)"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged (it holds no JSON object): prepare the corpus again")
     return content
 
 

@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
+from torchllm.data.file_form import foreign_form
+from torchllm.data.unpack import first_bytes, open_unpacked
+
 BLOCK = 2**18
 """bytes read, or characters handled, at a time"""
 IN_MEMORY = 2**19
 """a text of more bytes is tokenized in pieces; a text file of more bytes is not kept in memory, but read again"""
+EMPTY_FILE = "empty file"
+"""what a file is that holds nothing but blanks: no fault, for there is nothing that could be missed"""
 UNREADABLE = "unreadable file"
 """fault of a file that cannot be read; a file in several shards has it in each"""
+ANOTHER_FORM = "file of another form"
+"""fault of a file that is not of the kind of its source"""
+WRONG_KEY = "wrong key"
+"""fault of a record, or of a file of records, that has nothing under the key of the config"""
 NO_PLACE_TO_CUT = "no place to cut"
 """fault of a long text that cannot be tokenized in pieces"""
 
@@ -44,7 +53,7 @@ class Origin(NamedTuple):
 def _line_ends(path: str, stop: int) -> int:
     """Return the number of line ends in the first `stop` bytes of a file."""
     count = 0
-    with open(path, "rb") as file:
+    with open_unpacked(path) as file:
         while stop > 0:
             block = file.read(min(BLOCK, stop))
             if not block:
@@ -128,12 +137,16 @@ class _BadByte(ValueError):
 def _decoded_file(path: str) -> Iterator[str]:
     """Yield the text of a UTF-8 file in blocks, without its byte order mark. Raises _BadByte, and OSError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(path, "rb") as file:
-        offset = len(codecs.BOM_UTF8)
-        if file.read(offset) != codecs.BOM_UTF8:
-            offset = file.seek(0)
+    with open_unpacked(path) as file:
+        offset = 0
+        mark = file.read(len(codecs.BOM_UTF8))
+        following = mark
+        if mark == codecs.BOM_UTF8:
+            offset = len(mark)
+            following = b""
         while True:
-            raw = file.read(BLOCK)
+            raw = following + file.read(BLOCK)
+            following = b""
             undecoded = len(decoder.getstate()[0])  # the first bytes of a character that ends in this block
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -156,6 +169,8 @@ def read_text_file(path: str) -> TextRecord:
     in_memory: list[str] = []
     blank = True
     try:
+        if form := foreign_form(first_bytes(path)):
+            return another_form(path, form)
         for text in _decoded_file(path):
             text_hash.update(text.encode())
             blank = blank and (not text or text.isspace())
@@ -170,7 +185,7 @@ def read_text_file(path: str) -> TextRecord:
             return TextRecord(Origin(path, byte=error.offset), fault="NUL character")
         return not_utf8(path, error.offset, error.value)
     if blank:
-        return TextRecord(Origin(path), fault="empty document")
+        return TextRecord(Origin(path), fault=EMPTY_FILE)
     return TextRecord(Origin(path), "".join(in_memory), text_hash.size, text_hash.value())
 
 
@@ -178,6 +193,11 @@ def unreadable_file(path: str, error: Exception) -> TextRecord:
     """Return the record of a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return TextRecord(Origin(path), fault=UNREADABLE, detail=f" ({reason})")
+
+
+def another_form(path: str, form: str) -> TextRecord:
+    """Return the record of a file that is known to be of another form; `form` says which, and what to do."""
+    return TextRecord(Origin(path), fault=ANOTHER_FORM, detail=f": it is {form}")
 
 
 def not_utf8(path: str, byte: int, value: int) -> TextRecord:

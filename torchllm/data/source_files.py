@@ -13,6 +13,7 @@ import numpy as np
 from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.records import BLOCK
+from torchllm.data.unpack import open_unpacked
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,12 @@ def source_files(source: Source) -> list[SourceFile]:
     return [stat_file(path) for path in paths]
 
 
-_SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = ("", ".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
+_SUFFIXES = {
+    "jsonl": tuple(name + ending for name in _LINES for ending in _COMPRESSED),
+    "parquet": (".parquet",),
+}
 """names of the files of a folder that are read; all of a folder of text"""
 
 
@@ -91,7 +97,7 @@ def _refuse_json_lines(source: Source, paths: Sequence[str]) -> None:
 def _holds_json_lines(path: str) -> bool:
     """Return whether the first two lines of a file are JSON objects."""
     try:
-        with open(path, "rb") as file:
+        with open_unpacked(path) as file:
             lines = [file.readline(BLOCK), file.readline(BLOCK)]
     except OSError:  # a bad record when it is read
         return False

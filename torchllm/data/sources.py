@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,9 +25,22 @@ import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.data.records import BLOCK, Origin, TextRecord, check_text, not_utf8, read_text_file, unreadable_file
+from torchllm.data.file_form import foreign_form, is_json_array
+from torchllm.data.records import (
+    BLOCK,
+    EMPTY_FILE,
+    WRONG_KEY,
+    Origin,
+    TextRecord,
+    another_form,
+    check_text,
+    not_utf8,
+    read_text_file,
+    unreadable_file,
+)
 from torchllm.data.shard import replacing
 from torchllm.data.source_files import SourceFile, stat_file
+from torchllm.data.unpack import LONGEST, compression_of_file, first_bytes, most_unpacked, open_unpacked, refuse_bomb
 
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
@@ -144,18 +159,66 @@ class TextFiles(SourceFiles):
             yield read_text_file(part.file.path)
 
 
+class _WithLines(SourceFiles):
+    """Files of many records each, which can be read from any byte on.
+
+    A compressed file can not: all of it is in the shard in which it begins.
+    """
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield a record per document that begins in a shard."""
+        for part in self.parts(shard):
+            part.check_unchanged()
+            try:
+                yield from self._read(part)
+            except OSError as error:
+                yield unreadable_file(part.file.path, error)
+
+    def _read(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield the records of a part of a file. Raises OSError."""
+        path = part.file.path
+        is_compressed = compression_of_file(path) != ""
+        if is_compressed:
+            if part.start > 0:
+                return
+            part = part._replace(stop=sys.maxsize)
+        if form := self.foreign_form(path):
+            if part.start == 0:
+                yield another_form(path, form)
+        elif part.start == 0 and _is_blank(path):
+            yield TextRecord(Origin(path), fault=EMPTY_FILE)
+        elif is_compressed:
+            with open_unpacked(path) as file:
+                yield from self._records_of(part, file, LONGEST)
+        else:
+            with open(path, "rb", buffering=BLOCK) as file:
+                yield from self._records_of(part, file, sys.maxsize)
+
+    def foreign_form(self, path: str) -> str:
+        """Return what a file is, and what to do, if it is known not to be of this kind; else "". Raises OSError."""
+        return foreign_form(first_bytes(path))
+
+    def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
+        """Yield a record per document that begins in a part. Raises OSError if one has over `longest` bytes."""
+        raise NotImplementedError
+
+
 class _ReadAhead:
     """The bytes of a file from an offset on, of which as many are in memory as were asked for."""
 
-    def __init__(self, file: BinaryIO, offset: int) -> None:
-        file.seek(offset)
+    def __init__(self, file: BinaryIO, offset: int, longest: int) -> None:
+        if offset:
+            file.seek(offset)
         self.offset = offset
         """of the first byte in memory"""
         self.content = bytearray()
         self._file = file
+        self._longest = longest
 
     def read(self) -> bool:
-        """Read more; return False at the end of the file."""
+        """Read more; return False at the end of the file. Raises OSError if that would be over `longest` bytes."""
+        if len(self.content) > self._longest:
+            raise OSError(f"no delimiter in {self._longest:,} bytes")
         block = self._file.read(BLOCK)
         self.content += block
         return bool(block)
@@ -166,7 +229,7 @@ class _ReadAhead:
         self.offset += count
 
 
-class DelimitedTextFiles(SourceFiles):
+class DelimitedTextFiles(_WithLines):
     """A source of text files with a delimiter between documents; documents of blanks are none.
 
     Where delimiters overlap, as blank lines in a row do, a document ends at the first and the next begins after the
@@ -178,21 +241,8 @@ class DelimitedTextFiles(SourceFiles):
         super().__init__(files)
         self.delimiter = delimiter.encode()
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per document that begins in a shard."""
-        for part in self.parts(shard):
-            part.check_unchanged()
-            try:
-                with open(part.file.path, "rb", buffering=0) as file:
-                    if part.start == 0 and _is_blank(file):
-                        yield TextRecord(Origin(part.file.path), fault="empty file")
-                    else:
-                        yield from self._records_of(part, _ReadAhead(file, max(0, part.start - len(self.delimiter))))
-            except OSError as error:
-                yield unreadable_file(part.file.path, error)
-
-    def _records_of(self, part: FilePart, ahead: _ReadAhead) -> Iterator[TextRecord]:
-        """Yield a record per document that begins in a part of a file."""
+    def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
+        ahead = _ReadAhead(file, max(0, part.start - len(self.delimiter)), longest)
         if part.start > 0 and not self._drop_to_begin(ahead, part.start, part.stop):
             return
         while ahead.offset < part.stop:
@@ -250,7 +300,7 @@ def _decoded_record(content: bytes, path: str, offset: int) -> TextRecord:
     return check_text(text, Origin(path, byte=offset))
 
 
-class JsonLineFiles(SourceFiles):
+class JsonLineFiles(_WithLines):
     """A source in which each line is a document in JSON; blank lines are none."""
 
     def __init__(self, files: Sequence[SourceFile], key: str) -> None:
@@ -258,26 +308,23 @@ class JsonLineFiles(SourceFiles):
         super().__init__(files)
         self.key = key
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per line that begins in a shard."""
-        for part in self.parts(shard):
-            part.check_unchanged()
-            try:
-                with open(part.file.path, "rb", buffering=BLOCK) as lines:
-                    if part.start == 0 and _is_blank(lines):
-                        yield TextRecord(Origin(part.file.path), fault="empty file")
-                    else:
-                        yield from self._records_of(part, lines)
-            except OSError as error:
-                yield unreadable_file(part.file.path, error)
+    def foreign_form(self, path: str) -> str:
+        """Return what a file is, and what to do, if it is known not to be of this kind; else "". Raises OSError."""
+        if form := super().foreign_form(path):
+            return form
+        is_array = first_bytes(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        if is_array and is_json_array(first_bytes(path, BLOCK)):
+            return f"one JSON array, not JSON lines: jq -c '.[]' {shlex.quote(path)} > LINES.jsonl makes it lines"
+        return ""
 
-    def _records_of(self, part: FilePart, lines: BinaryIO) -> Iterator[TextRecord]:
-        """Yield a record per line that begins in a part of a file."""
-        offset = _next_line(lines, part.start, part.stop)
+    def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
+        offset = _next_line(file, part.start, part.stop)
         while offset < part.stop:
-            line = lines.readline()
+            line = file.readline(longest)
             if not line:
                 break
+            if len(line) == longest:
+                raise OSError(f"a line of over {longest:,} bytes")
             record = None if line.isspace() else self.record(line, part.file.path, offset)
             offset += len(line)
             del line  # may be as large as memory allows
@@ -293,15 +340,16 @@ class JsonLineFiles(SourceFiles):
         if self.key not in fields:
             names = ", ".join(fields) or "nothing"
             detail = f": no {self.key!r}, it has: {names} (data.sources.text_key)"
-            return TextRecord(origin, fault="wrong key", detail=detail)
+            return TextRecord(origin, fault=WRONG_KEY, detail=detail)
         return check_text(fields[self.key], origin)
 
 
-def _is_blank(file: BinaryIO) -> bool:
-    """Return whether a file holds nothing but blanks; read no more of it than that needs."""
-    while block := file.read(BLOCK):
-        if not block.isspace():
-            return False
+def _is_blank(path: str) -> bool:
+    """Return whether a file holds nothing but blanks; read no more of it than that needs. Raises OSError."""
+    with open_unpacked(path) as file:
+        while block := file.read(BLOCK):
+            if not block.isspace():
+                return False
     return True
 
 
@@ -311,7 +359,6 @@ def _next_line(file: BinaryIO, start: int, stop: int) -> int:
     A line over many ranges is passed over in blocks, by each of them.
     """
     if start == 0:
-        file.seek(0)
         return 0
     offset = start - 1
     file.seek(offset)
@@ -341,6 +388,10 @@ def parse_json_line(line: bytes, path: str, byte: int) -> dict[str, Any] | TextR
 
 _ROWS_PER_BATCH = 1000
 """rows of a parquet file that are in memory at a time, at most"""
+_REPEATED_IN_MEMORY = 2**28
+"""bytes of the rows that are in memory at a time if each of them is the longest text of a dictionary"""
+_TEXT_TYPES = ("string", "large_string", "string_view", "null")
+"""arrow's names of the types of a column of texts; all rows of a column of type null lack one"""
 
 
 class ParquetFiles(SourceFiles):
@@ -361,37 +412,78 @@ class ParquetFiles(SourceFiles):
             part.check_unchanged()
             try:
                 with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
-                    names = file.schema_arrow.names
-                    if self.key in names:
+                    if detail := self._wrong_column(file.schema_arrow):
+                        if part.start == 0:
+                            yield TextRecord(Origin(path), fault=WRONG_KEY, detail=detail)
+                    else:
                         yield from self._records_of(part, file)
-                    elif part.start == 0:
-                        detail = f": no column {self.key!r}, it has: {', '.join(names)}"
-                        yield TextRecord(Origin(path), fault="wrong key", detail=detail)
             except (OSError, pyarrow.ArrowException) as error:
                 yield unreadable_file(path, error)
+
+    def _wrong_column(self, schema: "pyarrow.Schema") -> str:
+        """Return why the column of the texts cannot be read; "" if it can."""
+        listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        if self.key not in schema.names:
+            return f": no column {self.key!r}, it has: {listed} (data.sources.text_key)"
+        column = schema.field(self.key).type
+        values = getattr(column, "value_type", column) if str(column).startswith("dictionary") else column
+        if str(values) in _TEXT_TYPES:
+            return ""
+        return f": the column {self.key!r} is no text, it has: {listed} (data.sources.text_key)"
 
     def _records_of(self, part: FilePart, file: "pyarrow.parquet.ParquetFile") -> Iterator[TextRecord]:
         """Yield a record per row of the row groups that begin in a part of a file."""
         metadata = file.metadata
         path = part.file.path
         if metadata.num_rows == 0 and part.start == 0:
-            yield TextRecord(Origin(path), fault="empty file")
-        row = 0
+            yield TextRecord(Origin(path), fault=EMPTY_FILE)
+        row = text_bytes = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             if part.start <= _group_begin(group, part.file.size) < part.stop:
-                yield from self._rows_of(file, number, path, row)
+                for record in self._rows_of(file, number, path, row):
+                    text_bytes += record.size
+                    if text_bytes > most_unpacked(part.file.size):
+                        refuse_bomb(path, part.file.size)
+                    yield record
             row += group.num_rows
 
     def _rows_of(self, file: "pyarrow.parquet.ParquetFile", number: int, path: str, row: int) -> Iterator[TextRecord]:
         """Yield the records of row group `number`, whose first row is `row` of the file."""
         group = file.metadata.row_group(number)
         bytes_per_row = group.total_byte_size / max(1, group.num_rows)
-        rows = min(_ROWS_PER_BATCH, max(1, int(BLOCK / max(1.0, bytes_per_row))))
+        longest = max(1, _longest_repeated(path, group, self.key))
+        rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row)), _REPEATED_IN_MEMORY // longest))
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=[self.key]):
-            for text in batch.column(0).to_pylist():
-                yield check_text(text, Origin(path, row=row))
+            for text in batch.column(0):  # not all as Python objects at once
+                yield check_text(text.as_py(), Origin(path, row=row))
                 row += 1
+
+
+def _longest_repeated(path: str, group: "pyarrow.parquet.RowGroupMetaData", key: str) -> int:
+    """Return how many bytes a text can have that a row group stores once for several rows: those of its dictionary.
+
+    The size of the dictionary is in the header of its page, in Thrift's compact form: the byte 0x15 and a number, which
+    is the type of the page, then 0x15 and the size. Raises OSError.
+    """
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.path_in_schema != key or not column.has_dictionary_page:
+            continue
+        with open(path, "rb") as file:
+            file.seek(column.dictionary_page_offset)
+            header = file.read(16)
+        most: int = column.total_uncompressed_size
+        if header[:1] != b"\x15" or header[2:3] != b"\x15":
+            return most
+        size = shift = 0
+        for byte in header[3:]:
+            size |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        return min(size >> 1, most)  # a number n is stored as 2 n
+    return 0
 
 
 def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:

@@ -256,6 +256,6 @@ def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None
         for split, record in splits.items():
             if record.tokens and file_sums(shard_path(folder, number, split)).blocks != record.sums:
                 return None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return replace(shard, splits=splits)

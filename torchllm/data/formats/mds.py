@@ -36,6 +36,9 @@ _SHAPE_BYTES = (1, 2, 4, 8)
 _ONE_DIMENSION = 4
 """the byte before an array of one dimension, without the code of its size"""
 
+_BLOCK = 2**20
+"""bytes that are decompressed at a time"""
+
 Numbers = npt.NDArray[np.int64]
 
 
@@ -85,7 +88,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = content["shards"]
         versions = {content["version"], *(record["version"] for record in records)}
         formats = {record["format"] for record in records}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WrongFormat(path, f"is no index of mosaicml-streaming ({error})") from None
     if versions != {2} or formats - {"mds"}:
         raise WrongFormat(path, f"has shards of format {sorted(formats)}, version {sorted(versions)}: mds, 2 is read")
@@ -145,13 +148,18 @@ def _decompressed(file: CorpusFile, size: int, cache: str) -> CorpusFile:
     target = Path(cache, f"mds-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.mds")
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with pyarrow.input_stream(str(file.path), compression="zstd") as stream:
-                content = stream.read()
-        except OSError as error:
-            raise WrongFormat(file.path, f"cannot be decompressed ({error}): copy it again") from error
+        left = size
         with replacing([target]) as (output,):
-            output.write(content)
+            try:
+                with pyarrow.input_stream(str(file.path), compression="zstd") as stream:
+                    while left >= 0 and (block := stream.read(_BLOCK)):
+                        left -= len(block)
+                        output.write(block)
+            except OSError as error:
+                raise WrongFormat(file.path, f"cannot be decompressed ({error}): copy it again") from error
+            if left:
+                more = "more" if left < 0 else f"{left:,} bytes less"
+                raise WrongFormat(file.path, f"unpacks to {more} than the {size:,} bytes of its index: copy it again")
     return CorpusFile(target, size)
 
 
