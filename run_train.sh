@@ -170,7 +170,9 @@ if [ "$dry_run" = 1 ]; then # one process examines all ranks
     [ "$process" = 0 ] || exit 0
     exec "$python" "$recipe" "$@"
 fi
-set -- "$@" "--run.folder=$folder"
+words=() # the folder as the check has read it: without ~, or with the name that it has made
+for word in "$@"; do [ "${word#--run.folder=}" != "$word" ] || words+=("$word"); done
+set -- "${words[@]}" "--run.folder=$folder"
 marker=$folder/stopped.json request=$folder/stop
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then

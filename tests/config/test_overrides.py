@@ -7,6 +7,7 @@ import pytest
 
 from tests.config.conftest import refusal
 from torchllm.config import Config, Parallel, Source, load_config
+from torchllm.config.read import Fault, read_table
 
 pytestmark = pytest.mark.quick
 
@@ -119,3 +120,18 @@ def test_an_array_of_strings_may_be_words_with_commas(folder: Path, text: str, t
 def test_an_override_mends_the_file(folder: Path) -> None:
     (folder / "x.toml").write_text("[training]\nsteps = 'abc'")
     assert load_config(["x.toml", "--training.steps=7"]).training.steps == 7
+
+
+def test_a_path_begins_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    faults: list[Fault] = []
+    table = {"run": {"folder": "~/runs/x"}, "export": {"folder": "~/model"}, "cluster": {"name": "~/c.toml"}}
+    table |= {"checkpoint": {"initial": "~/a", "resume": "auto"}, "model": {"from_hf": "~/b"}}
+    config = read_table(Config, table, faults)
+    assert (config.run.folder, config.export.folder) == ("/home/me/runs/x", "/home/me/model")
+    assert (config.checkpoint.initial, config.checkpoint.resume) == ("/home/me/a", "auto")
+    assert (config.cluster.name, config.model.from_hf) == ("/home/me/c.toml", "/home/me/b")
+    assert read_table(Config, {"run": {"folder": "runs/$no_such_variable"}}, faults).run.folder.endswith("_variable")
+    assert faults == []
+    read_table(Config, {"run": {"folder": "${HOME}/runs"}}, faults)
+    assert faults[0].message.startswith("${HOME} is not expanded in a config")

@@ -6,12 +6,14 @@ be `Annotated` with a `Bound`. Every field has a default. TypeError, for the pro
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from torchllm.config.schema import Bound, Unsupported
+from torchllm.config.schema import Bound, ExpandsHome, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 _WRONG = object()
@@ -72,6 +74,8 @@ class _TableReader:
         if message:
             self.faults.append(Fault(path, message))
             return _WRONG
+        if _is_path(annotated):
+            return os.path.expanduser(value)
         return float(value) if kind is float else value
 
     def report_unknown(self, path: KeyPath, value: Any) -> None:
@@ -92,6 +96,8 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
         return "must fit into 64 bits"
     if isinstance(value, str) and not _is_utf8(value):
         return "must be UTF-8"
+    if isinstance(value, str) and _is_path(annotated) and (variable := _shell_variable(value)):
+        return f"{variable} is not expanded in a config: write the path itself, or ~ for the home folder"
     if _has_type(kind, value, is_number) and (kind not in (int, float) or _is_within(bound, value)):
         return ""
     return f"must be {describe(annotated)}, not {shown(value)}{_reason_against(annotated, value)}"
@@ -103,6 +109,17 @@ def _reason_against(annotated: Any, value: Any) -> str:
         if isinstance(note, Unsupported) and note.word == value:
             return f": {note.reason}"
     return ""
+
+
+def _is_path(annotated: Any) -> bool:
+    """Return whether a type is that of a path."""
+    return any(isinstance(note, ExpandsHome) for note in get_args(annotated))
+
+
+def _shell_variable(path: str) -> str:
+    """Return the first $NAME or ${NAME} of a path that is a variable of the environment; "" if there is none."""
+    names = re.finditer(r"\$(\w+)|\$\{(\w+)\}", path)
+    return next((name[0] for name in names if (name[1] or name[2]) in os.environ), "")
 
 
 def _is_utf8(text: str) -> bool:

@@ -31,6 +31,11 @@ class Unsupported(NamedTuple):
     reason: str
 
 
+class ExpandsHome(NamedTuple):
+    """A note on the type of a path: a leading ~ is the home folder."""
+
+
+FilePath = Annotated[str, ExpandsHome()]
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
 Degree = Annotated[int, Bound(at_least=1)]
@@ -46,7 +51,7 @@ Switch = Literal[True, False, "auto"]
 class Run:
     """Where the run lives and what it is seeded with."""
 
-    folder: str = ""
+    folder: FilePath = ""
     """folder of the run (config, metrics, checkpoints); empty: a new one under runs/"""
     seed: Annotated[int, Bound(at_least=0, at_most=2**63 - 1)] = 0
     """seed of the initial weights and of the data order"""
@@ -82,7 +87,7 @@ class Run:
 class Cluster:
     """The machines, for the dry run and the planner; training needs no description of them."""
 
-    name: str = ""
+    name: FilePath = ""
     """a file of train_configs/clusters, such as dgx_h100, or the path of a TOML file; empty: unknown"""
 
 
@@ -113,7 +118,7 @@ FAMILIES = {
 class Model:
     """Sizes of the decoder."""
 
-    from_hf: str = ""
+    from_hf: FilePath = ""
     """published model whose sizes and weights a fresh run starts with: a folder with config.json, or an id of the
     Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION; empty: the sizes below, and random weights"""
     family: Literal["llama", "gpt"] = "llama"
@@ -611,9 +616,9 @@ class Checkpoint:
 
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
-    resume: str = "auto"
+    resume: FilePath = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
-    initial: str = ""
+    initial: FilePath = ""
     """run folder, or step folder, whose weights a fresh run starts from, without its optimizer, step and data; empty:
     those of model.from_hf, or random ones"""
     keep: Natural = 3
@@ -703,7 +708,7 @@ class Finetune:
 class Export:
     """What recipes/export.py writes: the weights of a run as a model for the library transformers."""
 
-    folder: str = ""
+    folder: FilePath = ""
     """folder of the model, which must not exist yet"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the written weights: each is rounded once, from the float32 weights of the checkpoint"""
