@@ -72,8 +72,6 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         config.finetune,
     )
     config = set_steps(config, data)
-    if runtime.is_main:
-        write_config(config, runtime.folder / "config.toml")
     if config.evaluate.interval:  # an error now, not at the first evaluation, if nothing is held out
         data.validation_sequences(config.evaluate.sequences)
 
@@ -104,6 +102,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         log_config_changes(restored.record, config)
         data.load_state(restored.data, restored.record)
     average.restart(checkpoints.missing_extra_state)  # of a run that began without one
+    if runtime.is_main:
+        write_config(config, runtime.folder / "config.toml")  # now that the resume is accepted
 
     monitor.begin(config, mesh, stages, data, start)
     stopping = False

@@ -46,8 +46,6 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     device = runtime.device
     dtype = compute_dtype(config.training, device)
     length = config.training.sequence_length
-    if runtime.is_main:
-        write_config(config, runtime.folder / "config.toml")
 
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
@@ -101,6 +99,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         log_config_changes(restored.record, config)
         data.load_state(restored.data, restored.record)
     average.restart(checkpoints.missing_extra_state)  # of a run that began without one
+    if runtime.is_main:
+        write_config(config, runtime.folder / "config.toml")  # now that the resume is accepted
 
     monitor.begin(config, mesh, stages, data, start)
     stopping = False

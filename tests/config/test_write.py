@@ -79,3 +79,17 @@ def test_every_field_is_written() -> None:
         for item in fields(getattr(Config(), section.name)):
             written = rf"^({item.name} = |\[\[{section.name}\.{item.name}\]\])"
             assert re.search(written, text, re.MULTILINE), item.name
+
+
+def test_the_config_of_a_copied_run_is_of_the_copy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("runs/a", "runs/copy"):
+        (folder / name / "checkpoints/step-00000001").mkdir(parents=True)
+        config = replace(usual(), run=replace(usual().run, folder="runs/a"))
+        write_config(config, folder / name / "config.toml")
+    assert load_config(["runs/a/config.toml"]).run.folder == "runs/a"
+    assert capsys.readouterr().err == ""
+    assert load_config(["runs/copy/config.toml"]).run.folder == "runs/copy"
+    assert 'run.folder: is "runs/a", which is another folder: runs/copy is taken' in capsys.readouterr().err
+    assert load_config(["runs/copy/config.toml", "--run.folder=runs/b"]).run.folder == "runs/b"
+    (folder / "runs/copy/checkpoints/step-00000001").rmdir()  # no run, only a config that lies there
+    assert load_config(["runs/copy/config.toml"]).run.folder == "runs/a"

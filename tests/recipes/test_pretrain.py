@@ -176,6 +176,14 @@ def test_a_finished_run_started_again_does_nothing(trained: Path, tmp_path: Path
     assert tensor_files(tmp_path / "run", STEPS) == tensor_files(trained, STEPS)
 
 
+def test_a_refused_start_leaves_the_config_as_it_was(trained: Path, tmp_path: Path) -> None:
+    folder = from_step_4(trained, tmp_path)
+    (folder / "config.toml").write_text("as it was")
+    (refusal,) = pretrain(1, folder, "--parallel.dp_shard=1", "--model.hidden=64")
+    assert "is of another model or optimizer; use its config" in refusal
+    assert (folder / "config.toml").read_text() == "as it was"
+
+
 def test_what_only_the_machine_can_tell_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     missing = ["--data.sources.0.kind=text", "--data.sources.0.path=/nowhere/a.txt"]
     for overrides, words in (
