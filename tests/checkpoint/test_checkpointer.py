@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.patience import patience
-from torchllm import config
+from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import retention
@@ -80,6 +80,20 @@ def test_step_data_record_and_tensors_come_back(tmp_path: Path) -> None:
     for key, part in saved.items():
         assert torch.equal(part.local, resumed[key].local), key
     assert torch.equal(loaded.weight, model.weight)
+
+
+def test_a_resume_under_another_version_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    checkpointer(tmp_path).save(7, {})
+    checkpointer(tmp_path).resume()
+    assert "other versions" not in caplog.text
+    monkeypatch.setattr("torchllm.checkpoint.checkpointer.__version__", "9.9")
+    checkpointer(tmp_path).resume()
+    assert (
+        f"written by other versions: torchllm {__version__}, now 9.9" in caplog.messages[-2:][0] + caplog.messages[-1]
+    )
 
 
 def test_a_save_that_is_longer_than_schedulers_wait_is_told_once(

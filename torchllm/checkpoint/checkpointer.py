@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchllm import config
+from torchllm import __version__, config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import state as run_state
 from torchllm.checkpoint import tensors as tensor_io
@@ -124,9 +124,22 @@ class Checkpointer:
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         self._history.read_suspects(folders)
         manifest = self._load_asked_for(folders)
+        if manifest is not None:
+            self._log_other_versions(manifest)
         self._start_from(manifest)
         self._history.begin(folders, None if manifest is None else manifest.step)
         return manifest
+
+    def _log_other_versions(self, manifest: Manifest) -> None:
+        """Say by which versions a checkpoint was written, if by others: they may compute something else."""
+        written = {"torchllm": "0.1 or earlier", **manifest.versions}
+        differences = [
+            f"{name} {written.get(name)}, now {version}"
+            for name, version in current_versions().items()
+            if written.get(name) != version
+        ]
+        if differences:
+            log_on_first(self._group, f"the checkpoint was written by other versions: {'; '.join(differences)}")
 
     def _start_from(self, manifest: Manifest | None) -> None:
         """Load the initial weights of a fresh run, and remember what they are; of a resumed run, what they were.
@@ -322,7 +335,7 @@ class Checkpointer:
                 data=data,
                 record=self._record,
                 world_size=size_of(self._group),
-                versions={"torch": torch.__version__, "python": platform.python_version()},
+                versions=current_versions(),
                 files=files,
             )
             self._check_owner()
@@ -414,3 +427,8 @@ def verify_in_parallel(group: Group, folder: Path) -> Manifest:
     manifest = on_first(group, lambda: manifests.read_manifest(folder))
     tensor_io.check_in_parallel(group, folder, manifest, check_files)
     return manifest
+
+
+def current_versions() -> dict[str, str]:
+    """Return the versions that write a checkpoint, by name."""
+    return {"torchllm": __version__, "torch": torch.__version__, "python": platform.python_version()}
