@@ -2,13 +2,13 @@
 
     python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
 
-It ignores [parallel], [recompute], [compile], [checkpoint] and [evaluate]. recipes/pretrain.py makes the same calls in
+It has no run folder and leaves out [parallel] and the sections of LEFT_OUT. recipes/pretrain.py makes the same calls in
 the same order, sharded over ranks, and trains the same model (tested).
 """
 
 import sys
 
-from torchllm.config import Config, load_config
+from torchllm.config import Config, load_config, refuse_unapplied
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)
@@ -29,6 +29,10 @@ from torchllm.parallel.initialize import initialize
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.process import choose_device, compute_dtype
 
+SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
+LEFT_OUT = ("recompute", "compile", *SAVES, "evaluate")
+"""keys that change no weight; other keys that this recipe does not apply are refused"""
+
 
 def main(config: Config) -> list[float]:
     """Train, and return the loss of every step in nats per target token."""
@@ -45,6 +49,8 @@ def main(config: Config) -> list[float]:
     balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
+    if left_out := refuse_unapplied(config, late=True, left_out=LEFT_OUT):
+        print(f"left out by this recipe: {', '.join(left_out)}", file=sys.stderr)
     losses = []
     for step in range(1, config.training.steps + 1):
         started = time.perf_counter()

@@ -38,7 +38,7 @@ from shlex import quote
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config import Config, Training
-from torchllm.config.checks import problems, resolve_degrees
+from torchllm.config.checks import conflicts, resolve_degrees
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files, toml_value
@@ -529,7 +529,7 @@ def run_explain(options: argparse.Namespace) -> None:
         raise UserError(f"--cluster is missing: {run.file} has no cluster.name")
     parallel, wrong = resolve_degrees(run.config.parallel, options.gpus)
     config = replace(run.config, model=model.config.model, parallel=parallel)
-    wrong = wrong or list(problems(config, parallel.ranks))
+    wrong = wrong or conflicts(config, parallel.ranks)
     if wrong:
         raise UserError("\n".join(f"{run.file}: {problem.key}: {problem.message}" for problem in wrong))
     gpus = parallel.ranks

@@ -128,6 +128,22 @@ def test_a_recipe_that_does_not_count_epochs_says_so(uses_epochs: bool, capsys: 
     assert (line in capsys.readouterr().err) != uses_epochs
 
 
+def test_steps_of_the_command_line_come_before_epochs_of_a_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text("[finetune]\nepochs = 2.0\n[training]\nsteps = 9\n")
+    words = ["x.toml", "--run.folder=a", "--run.dry_run=true"]
+    unused = "does nothing in this run: "
+    for more, epochs, told in (
+        ([], 2.0, f"x.toml:4: training.steps: {unused}finetune.epochs decides"),
+        (["--training.steps=3"], 0.0, f"x.toml:2: finetune.epochs: {unused}the command line sets training.steps"),
+        (["--finetune.epochs=1", "--training.steps=3"], 1.0, f"--training.steps: {unused}finetune.epochs decides"),
+    ):
+        (config,) = load_configs([*words, *more], uses_epochs=True)
+        assert config.finetune.epochs == epochs
+        assert capsys.readouterr().err.splitlines() == [told]
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this machine has GPUs, and a compiler for them."""

@@ -54,8 +54,11 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     _note_uncompiled_blocks(draft)
     if not draft.errors:
         check_export(draft)
-    if not uses_epochs:
+    if uses_epochs:
+        _choose_length(draft)
+    else:
         _note_unused_epochs(draft)
+    _note_unprinted_sample(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
         _report(inspect_training(draft.config), draft)
@@ -110,19 +113,43 @@ def resolve_published_model(draft: Draft[Any], *, reads_weights: bool = True) ->
     config = draft.config
     if not config.model.from_hf or not _is_readable(draft):
         return
-    from torchllm.hugging_face.resolve import resolve_from_hf, resolve_from_record  # of no use to other runs
+    from torchllm.hugging_face.resolve import resolve_from_hf  # of no use to other runs
 
-    if config.checkpoint.initial:
+    if config.checkpoint.initial and not _choose_initial_weights(draft):
         draft.report(("checkpoint", "initial"), "model.from_hf names initial weights, too: remove one of the keys")
         return
-    checkpoint = _checkpoint_to_resume(config)
+    reads_weights = reads_weights and not config.run.dry_run and not draft.config.checkpoint.initial
+    if not _resolve_from_checkpoint(draft):
+        resolve_from_hf(draft, weights=reads_weights, may_download=not is_rank_of_launcher(draft))
+    if draft.config.checkpoint.initial:  # the sizes are known by now
+        draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=""))
+
+
+def _resolve_from_checkpoint(draft: Draft[Any]) -> bool:
+    """Fill in [model] from the checkpoint that the run goes on from; return whether there is one."""
+    from torchllm.hugging_face.resolve import resolve_from_record
+
+    checkpoint = _checkpoint_to_resume(draft.config)
     if checkpoint is not None:
         with suppress(CheckpointError):  # a damaged one is passed over when it is loaded
             recorded = read_manifest(checkpoint).record["config"]["model"]
             resolve_from_record(draft, recorded, str(checkpoint))
-            return
-    is_rank = is_rank_of_launcher(draft)
-    resolve_from_hf(draft, weights=reads_weights and not config.run.dry_run, may_download=not is_rank)
+            return True
+    return False
+
+
+def _choose_initial_weights(draft: Draft[Any]) -> bool:
+    """Take the initial weights that the command line chooses, where a file names others; return False if none does."""
+    initial, from_hf = ("checkpoint", "initial"), ("model", "from_hf")
+    if draft.is_overridden(initial) == draft.is_overridden(from_hf):
+        return False
+    if draft.is_overridden(initial):
+        draft.notes.append(draft.located(from_hf, "gives the sizes only: the command line sets checkpoint.initial"))
+    else:
+        draft.notes.append(draft.located(initial, "is not read: the command line sets model.from_hf"))
+        checkpoint = replace(draft.config.checkpoint, initial="")
+        draft.config = replace(draft.config, checkpoint=checkpoint)
+    return True
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
@@ -224,6 +251,28 @@ def _note_unused_epochs(draft: Draft[Any]) -> None:
     if draft.config.finetune.epochs:
         message = "does nothing in this recipe, which takes training.steps: start it with RECIPE=recipes/finetune.py"
         draft.notes.append(draft.located(("finetune", "epochs"), message))
+
+
+def _choose_length(draft: Draft[Any]) -> None:
+    """Take the steps that the command line gives instead of a file's epochs; note which of the two keys does nothing.
+
+    Where one source gives both, the epochs decide, and nothing is said of a resolved file, which has both.
+    """
+    config, epochs, steps = draft.config, ("finetune", "epochs"), ("training", "steps")
+    if not config.finetune.epochs:
+        return
+    if draft.is_overridden(steps) and not draft.is_overridden(epochs):
+        draft.config = replace(config, finetune=replace(config.finetune, epochs=0.0))
+        draft.notes.append(draft.located(epochs, "does nothing in this run: the command line sets training.steps"))
+    elif steps in draft.layer.origins and draft.is_asked_about(steps):
+        draft.notes.append(draft.located(steps, "does nothing in this run: finetune.epochs decides"))
+
+
+def _note_unprinted_sample(draft: Draft[Any]) -> None:
+    """Note that a process which run_train.sh has not started prints no sample, if its command line asks for one."""
+    path = ("generate", "after_training")
+    if draft.config.generate.after_training and draft.is_overridden(path) and not draft.arguments.check:
+        draft.notes.append(draft.located(path, "does nothing in this run: it is run_train.sh that prints the sample"))
 
 
 def plan_layout(draft: Draft[C]) -> list[C]:

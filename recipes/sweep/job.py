@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.inert import idle_keys
+from torchllm.config.inert import contradictions, idle_keys
 from torchllm.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
 from torchllm.planner.evidence.rows import measurement_of
 from torchllm.planner.search.auto import cluster_with_gpu, planned
@@ -82,11 +82,11 @@ def resolve_layout(config: str, overrides: Overrides, processes: int) -> Resolve
             contextlib.redirect_stderr(errors),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            resolved = load_configs(arguments)[0]
+            resolved = load_configs(arguments, uses_epochs=True)[0]
     except SystemExit:
         return Resolved(None, "; ".join(errors.getvalue().strip().splitlines()))
     without_effect = []
-    for idle in idle_keys(resolved):
+    for idle in [*contradictions(resolved), *idle_keys(resolved)]:
         if any(override.startswith(f"--{idle.key}=") for override in overrides):
             without_effect.append(f"--{idle.key}: {idle.message}")
     if without_effect:  # the layout without these overrides is the same

@@ -1,13 +1,25 @@
 """Keys that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
 
+import re
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from tests.config.conftest import refusal
 from torchllm.config import Config, Parallel, Source, load_config, write_config
-from torchllm.config.inert import CONTRADICTIONS, IDLE, SOURCE_KINDS, contradictions, idle_keys
+from torchllm.config.inert import (
+    CONTRADICTIONS,
+    IDLE,
+    SOURCE_KINDS,
+    contradictions,
+    idle_keys,
+    without_contradictions,
+)
+from torchllm.config.load import finish, read_draft
+from torchllm.config.toml import toml_value
+from torchllm.config.write import dump_toml
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +63,7 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "data.dtype": ("uint16", {}, {"data.sources": HEADERLESS}),
     "data.separator": (7, {}, {"data.sources": HEADERLESS}),
     "training.max_consecutive_nonfinite": (3, {"training.on_nonfinite": "stop"}, {}),
+    "compile.norm": (True, {"model.family": "gpt"}, {}),
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),
@@ -175,3 +188,119 @@ def test_a_resolved_config_is_not_told_again(
     assert capsys.readouterr().err == ""
     load_config([str(resolved), "--parallel.zero_stage=2"])
     assert "--parallel.zero_stage: does nothing in this run" in capsys.readouterr().err
+
+
+def assignments(keys: Keys) -> list[str]:
+    """TOML, and overrides without their dashes, that give these values; of sources, the first one's kind and path."""
+    lines = []
+    for key, value in keys.items():
+        if key == "data.sources":
+            lines += [f'{key}.0.kind="{value[0].kind}"', f'{key}.0.path="{value[0].path}"']
+        else:
+            lines.append(f"{key}={toml_value(value)}")
+    return lines
+
+
+def file_of(keys: Keys) -> str:
+    """The text of a file that gives these values."""
+    text = "\n".join(assignments(keys))
+    return re.sub(r"data.sources.0.kind=(.*)\ndata.sources.0.path=(.*)", r"data.sources=[{kind=\1, path=\2}]", text)
+
+
+def overrides(keys: Keys) -> list[str]:
+    """The command line that gives these values."""
+    return [f"--{line}" for line in assignments(keys)]
+
+
+def default_of(key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(Config(), section), name)
+
+
+def test_the_command_line_chooses_and_what_it_makes_idle_is_no_contradiction(folder: Path) -> None:
+    """Each key in a file that uses it, under a command line that does not; and both wrong, in one source."""
+    for key, (value, idle, active) in CONTRADICTED.items():
+        if key == "run.json":  # a key of the command line
+            continue
+        path = tuple(key.split("."))
+        for name, keys in (("right", {key: value, **active}), ("wrong", {key: value, **idle})):
+            (folder / f"{name}.toml").write_text(file_of(keys))
+        chosen = {name: idle.get(name, default_of(name)) for name in {**active, **idle}}
+        for words, is_wrong in (
+            (["right.toml", *overrides(chosen)], False),
+            (["wrong.toml"], True),
+            (overrides({key: value, **idle}), True),
+        ):
+            draft = read_draft(words, Config)
+            assert draft.errors == [], words
+            assert key in [inert.key for inert in contradictions(draft.config)], words
+            assert draft.sources.contradict_themselves(path) == is_wrong, words
+
+
+def loaded(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The notes of a config that is accepted."""
+    load_config([*words, "--run.folder=a", "--parallel.dp_shard=1"])
+    return capsys.readouterr().err.splitlines()
+
+
+def test_keys_that_another_source_made_idle_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "base.toml").write_text(
+        "[optimizer]\nbeta1 = 0.8\nbeta2 = 0.9\n[schedule]\nname = 'wsd'\ndecay_steps = 9\n"
+    )
+    (folder / "sgd.toml").write_text("base = 'base.toml'\n[optimizer]\nname = 'sgd'\n")
+    needs = 'optimizer.name = "adamw" or "muon"'
+    betas = f"base.toml:2: optimizer.beta1, base.toml:3: optimizer.beta2: do nothing in this run: they need {needs}"
+    assert loaded(["base.toml"], capsys) == []
+    assert loaded(["base.toml", "--optimizer.name=sgd"], capsys) == [betas]
+    assert loaded(["sgd.toml"], capsys) == [betas]
+    assert loaded(["sgd.toml", "--schedule.name=constant"], capsys) == [
+        f'{betas}; base.toml:6: schedule.decay_steps: does nothing in this run: it needs schedule.name = "wsd"'
+    ]
+    assert loaded(["sgd.toml", "--optimizer.beta1=0.7"], capsys) == [betas.replace("base.toml:2: ", "--")]
+    (folder / "both.toml").write_text("base = 'base.toml'\n[optimizer]\nname = 'sgd'\nbeta1 = 0.7\n")
+    for words, place in (
+        (["both.toml"], "both.toml:4: optimizer.beta1"),
+        (["base.toml", "--optimizer.name=sgd", "--optimizer.beta1=0.7"], "--optimizer.beta1"),
+    ):
+        lines = refusal(capsys, lambda words=words: load_config(words))  # type: ignore[misc]
+        assert lines == [f"{place}: does nothing in this run: it needs {needs}; or remove it"]
+
+
+def test_a_base_that_is_idle_by_itself_may_be_used_and_left_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "base.toml").write_text("[lora]\nalpha = 32.0\n")
+    (folder / "lora.toml").write_text("base = 'base.toml'\n[lora]\nrank = 4\n")
+    assert loaded(["lora.toml"], capsys) == []
+    line = "base.toml:2: lora.alpha: does nothing in this run: it needs lora.rank over 0"
+    assert loaded(["lora.toml", "--lora.rank=0"], capsys) == [line]
+    assert refusal(capsys, lambda: load_config(["base.toml"])) == [f"{line}; or remove it"]
+
+
+def test_a_resolved_file_is_never_asked_about_keys_without_effect(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by a recipe that trains, nor by one that uses the weights, in which no section may lack."""
+    together: dict[str, Keys] = {}  # keys that do nothing for the same reason are in one file
+    for key, (value, idle, _) in CONTRADICTED.items():
+        together.setdefault(str(idle), {"run.folder": "a", **idle})[key] = value
+    for keys in together.values():
+        config = config_of(keys)
+        (folder / "config.toml").write_text(dump_toml(config))
+        for uses_weights in (False, True):
+            assert finish(read_draft(["config.toml"], Config, uses_weights=uses_weights)) == config, keys
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_names_its_folder_and_degrees_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = "".join(f"{axis} = 1\n" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    (folder / "x.toml").write_text(f"[run]\nfolder = 'a'\n[optimizer]\nmomentum = 0.9\n[parallel]\n{degrees}")
+    (line,) = refusal(capsys, lambda: load_config(["x.toml"]))
+    assert line.startswith("x.toml:4: optimizer.momentum: does nothing in this run")
+
+
+def test_a_config_without_its_contradictions() -> None:
+    for key, (value, idle, active) in CONTRADICTED.items():
+        without = without_contradictions(config_of({key: value, **idle}))
+        assert without == config_of(idle), key
+        assert without_contradictions(config_of({key: value, **active})) == config_of({key: value, **active}), key

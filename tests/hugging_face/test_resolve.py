@@ -10,6 +10,7 @@ import pytest
 
 from tests.config.conftest import enter_empty_folder, refusal
 from tests.hugging_face.published import as_json, hub_config, save_published
+from tests.recipes.saved_run import SIZES, save_run
 from torchllm.checkpoint.manifest import Manifest, publish
 from torchllm.config import Config, Model
 from torchllm.hugging_face.hub import find_hub_model
@@ -118,6 +119,29 @@ def test_rotary_positions_epsilon_and_length_may_be_chosen_and_are_printed(
         f"--model.vocab: 36 rows more than in {config}: they start at random",
     ):
         assert line in printed
+
+
+def test_the_command_line_chooses_between_two_sources_of_initial_weights(
+    folder: Path, published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file that names a published model the sizes stay."""
+    save_run(folder / "a", Model(**(SIZES | {"layers": 3})))
+    Path("published.toml").write_text(f'[model]\nfrom_hf = "{published}"\n')
+    Path("run.toml").write_text('[checkpoint]\ninitial = "a"\n')
+    config = load("published.toml", "--checkpoint.initial=a")
+    assert (config.model.from_hf, config.checkpoint.initial, config.model.layers) == ("", "a", 4)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "published.toml:2: model.from_hf: gives the sizes only: the command line sets checkpoint.initial"
+    )
+    config = load("run.toml", f"--model.from_hf={published}")
+    assert (config.model.from_hf, config.checkpoint.initial, config.model.layers) == (str(published), "", 4)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "run.toml:2: checkpoint.initial: is not read: the command line sets model.from_hf"
+    )
+    Path("both.toml").write_text(f'[model]\nfrom_hf = "{published}"\n[checkpoint]\ninitial = "a"\n')
+    for words in (["both.toml"], [f"--model.from_hf={published}", "--checkpoint.initial=a"]):
+        os.environ["WORLD_SIZE"] = "1"
+        assert "checkpoint.initial: model.from_hf names initial weights, too" in refused(capsys, *words)[0]
 
 
 def test_files_are_checked_before_anything_is_started(

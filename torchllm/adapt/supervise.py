@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchllm.config import Config
+from torchllm.config.applied_keys import new_training
 from torchllm.config.errors import UserError
 from torchllm.data.cache_root import cache_root
 from torchllm.metrics.bottlenecks import STARVED_SECONDS
@@ -35,7 +36,7 @@ def supervise(
         config = fastest(configs, runtime, cache_root(configs[0].data))
     while config is not None:
         try:
-            with monitor.start_up:  # the monitor closes it when the steps begin
+            with new_training(config), monitor.start_up:  # the monitor closes it when the steps begin
                 train(config, runtime, monitor)
         except RuntimeError as error:
             from torchllm.adapt.out_of_memory import explain, is_out_of_memory

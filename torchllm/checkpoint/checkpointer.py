@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
+from torchllm.config.applied_keys import applied, saves_state
 from torchllm.config.environment import is_restart
 from torchllm.models.lora import has_low_rank_updates
 from torchllm.runtime.hang_watch import SAVES_IN_BACKGROUND
@@ -86,6 +88,7 @@ class Checkpointer:
         ranks that have one hold the same. It may be added to a run and dropped from it: `resume` fills what the
         checkpoint has, ignores what only that has, and names the others in `missing_extra_state`.
         """
+        saves_state(set(extra_state or {}))
         self._settings = settings
         self._root = Path(run_folder) / "checkpoints"
         self._stages, self._optimizer = stages, optimizer
@@ -127,6 +130,7 @@ class Checkpointer:
         if manifest is not None:
             self._log_other_versions(manifest)
         self._start_from(manifest)
+        self._note_applied()
         self._history.begin(folders, None if manifest is None else manifest.step)
         return manifest
 
@@ -140,6 +144,13 @@ class Checkpointer:
         ]
         if differences:
             log_on_first(self._group, f"the checkpoint was written by other versions: {'; '.join(differences)}")
+
+    def _note_applied(self) -> None:
+        for key in fields(self._settings):
+            if key.name != "initial":
+                applied(f"checkpoint.{key.name}", getattr(self._settings, key.name))
+        if self._initial is not None:
+            applied(self._initial.key)
 
     def _start_from(self, manifest: Manifest | None) -> None:
         """Load the initial weights of a fresh run, and remember what they are; of a resumed run, what they were.

@@ -20,6 +20,7 @@ from torchllm.checkpoint.state import WEIGHTS, PartsToFill, initial_parts
 from torchllm.checkpoint.upcycle import copy_first_expert, dense_parts
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config, Model
+from torchllm.config.applied_keys import applied
 from torchllm.config.changes import check_frozen_weights
 from torchllm.hugging_face.files import HubConfig, HubFiles, check_tensors, find_hub_files, read_hub_config
 from torchllm.hugging_face.hub import find_hub_model
@@ -43,6 +44,8 @@ class InitialWeights(Protocol):
 
 def initial_weights(config: Config) -> InitialWeights | None:
     """Return where the config says that the weights of a fresh run come from; None: they are random."""
+    applied("model.upcycle", config.model.upcycle)
+    applied("model.upcycle_noise", config.model.upcycle_noise)
     parts = dense_parts if config.model.upcycle else initial_parts
     source: InitialWeights
     if config.checkpoint.initial:

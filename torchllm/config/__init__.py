@@ -3,6 +3,7 @@
 A recipe whose layout the planner may choose reads its config with `torchllm.start.load_configs`.
 """
 
+from torchllm.config.applied_keys import applied, refuse_unapplied
 from torchllm.config.changes import log_config_changes
 from torchllm.config.load import load_config
 from torchllm.config.schema import (
@@ -75,8 +76,10 @@ __all__ = [
     "Schedule",
     "Source",
     "Training",
+    "applied",
     "gradient_accumulation",
     "load_config",
     "log_config_changes",
+    "refuse_unapplied",
     "write_config",
 ]

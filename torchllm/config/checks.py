@@ -51,8 +51,21 @@ def problems(config: Config, world_size: int | None) -> list[Problem]:
     return [*value_problems(config), *layout_problems(config, world_size)]
 
 
+def conflicts(config: Config, world_size: int | None) -> list[Problem]:
+    """Return the problems of a config that a run cannot have: all but keys that do nothing."""
+    return [*setting_problems(config), *layout_problems(config, world_size)]
+
+
 def value_problems(config: Config) -> list[Problem]:
     """Return the problems of a config that do not depend on the number of ranks."""
+    return [
+        *setting_problems(config),
+        *(Problem(inert.key, f"{inert.message}{inert.remedy}") for inert in contradictions(config)),
+    ]
+
+
+def setting_problems(config: Config) -> list[Problem]:
+    """Return those of `value_problems` that a run cannot have: all but keys that do nothing."""
     return [
         *_model_problems(config),
         *_expert_problems(config),
@@ -65,7 +78,6 @@ def value_problems(config: Config) -> list[Problem]:
         *_metrics_problems(config),
         *_secret_problems(config),
         *_event_problems(config.run),
-        *(Problem(inert.key, inert.message) for inert in contradictions(config)),
     ]
 
 
@@ -157,8 +169,6 @@ def _model_problems(config: Config) -> Iterator[Problem]:
         )
     if model.attention == "flash" and config.training.dtype == "float32":
         yield Problem("training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention")
-    if config.compile.norm and model.features.norm == "layer" and model.qk_norm == "none":
-        yield Problem("compile.norm", "LayerNorm is one kernel already; this fuses RMSNorm (family llama)")
 
 
 def _expert_problems(config: Config) -> Iterator[Problem]:

@@ -10,10 +10,13 @@ parallel.layout = "tune" measured; the weight of a single source, which is all o
 which a resolved file keeps although it has no degree of -1 left.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from torchllm.config.schema import Config, Source
+
+C = TypeVar("C", bound=Config)
 
 RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
 """kinds of sources that are tokenized when the run starts"""
@@ -25,7 +28,15 @@ class Inert(NamedTuple):
     """A key that does nothing, and why."""
 
     key: str
-    message: str
+    reason: str
+    """behind "it" or "they" in a message: "needs parallel.cp over 1" """
+    remedy: str = ""
+    """what to do besides"""
+
+    @property
+    def message(self) -> str:
+        """It as a message on the key."""
+        return f"does nothing in this run: it {self.reason}"
 
 
 class Need(NamedTuple):
@@ -154,12 +165,16 @@ CONTRADICTIONS = (
     Need("model.router_renormalize", _has_experts, EXPERTS),
     Need("model.router_scale", _has_experts, EXPERTS),
     Need("model.router_bias", _has_experts, EXPERTS),
-    Need("model.router_bias_rate", lambda config: config.model.router_bias, "model.router_bias = true"),
+    Need(
+        "model.router_bias_rate",
+        lambda config: _has_experts(config) and config.model.router_bias,
+        f"{EXPERTS} and model.router_bias = true",
+    ),
     Need("model.balance_loss", _has_experts, EXPERTS),
     Need(
         "model.balance_weight",
-        lambda config: config.model.balance_loss != "none",
-        'model.balance_loss = "sequence" or "global"',
+        lambda config: _has_experts(config) and config.model.balance_loss != "none",
+        f'{EXPERTS} and model.balance_loss = "sequence" or "global"',
     ),
     Need("model.router_z_loss", _has_experts, EXPERTS),
     Need("parallel.ep", _has_experts, EXPERTS),
@@ -170,6 +185,11 @@ CONTRADICTIONS = (
         "training.max_consecutive_nonfinite",
         lambda config: config.training.on_nonfinite == "skip",
         'training.on_nonfinite = "skip"',
+    ),
+    Need(
+        "compile.norm",
+        lambda config: config.model.features.norm == "rms" or config.model.qk_norm != "none",
+        "RMSNorm (family llama): LayerNorm is one kernel already",
     ),
     Need("optimizer.beta1", _uses_adamw, ADAMW),
     Need("optimizer.beta2", _uses_adamw, ADAMW),
@@ -243,8 +263,37 @@ IDLE = (
 
 def contradictions(config: Config) -> list[Inert]:
     """Return the keys that do nothing because another key is set against them."""
-    unmet = [inert._replace(message=f"{inert.message}; or remove it") for inert in _unmet(config, CONTRADICTIONS)]
+    unmet = [inert._replace(remedy="; or remove it") for inert in _unmet(config, CONTRADICTIONS)]
     return [*unmet, *_unused_source_keys(config.data.sources)]
+
+
+def without_contradictions(config: C) -> C:
+    """Return a config that trains the same, in which every key that does nothing has its default."""
+    while found := contradictions(config):
+        section, *path = found[0].key.split(".")
+        if section == "data" and path[0] == "sources":
+            index, name = int(path[1]), path[2]
+            sources = list(config.data.sources)
+            sources[index] = replace(sources[index], **{name: getattr(Source, name)})
+            config = replace(config, data=replace(config.data, sources=tuple(sources)))
+        else:
+            table = getattr(config, section)
+            changed: Any = {section: replace(table, **{path[0]: getattr(type(table), path[0])})}
+            config = replace(config, **changed)
+    return config
+
+
+def describe_inert(found: Sequence[Inert], located: Callable[[str], str]) -> str:
+    """Return one line on keys that do nothing. located: gives a key behind where it was written."""
+    keys: dict[str, list[str]] = {}
+    for inert in found:
+        keys.setdefault(inert.reason, []).append(located(inert.key))
+    parts = []
+    for reason, members in keys.items():
+        verb, subject = ("does", "it") if len(members) == 1 else ("do", "they")
+        needs = reason if len(members) == 1 else reason.replace("needs", "need", 1)
+        parts.append(f"{', '.join(members)}: {verb} nothing in this run: {subject} {needs}")
+    return "; ".join(parts)
 
 
 def idle_keys(config: Config) -> list[Inert]:
@@ -258,11 +307,11 @@ def _unmet(config: Config, needs: Iterable[Need]) -> Iterator[Inert]:
         section = getattr(config, section_name)
         default = getattr(type(section), name)  # of a dataclass, which a forked recipe may have changed
         if getattr(section, name) != default and not need.is_met(config):
-            yield Inert(need.key, f"does nothing in this run: it needs {need.text}")
+            yield Inert(need.key, f"needs {need.text}")
 
 
 def _unused_source_keys(sources: Iterable[Source]) -> Iterator[Inert]:
     for index, source in enumerate(sources):
         for name, kinds in SOURCE_KINDS.items():
             if getattr(source, name) != getattr(Source, name) and source.kind not in kinds:
-                yield Inert(f"data.sources.{index}.{name}", f"does nothing with kind = {source.kind!r}")
+                yield Inert(f"data.sources.{index}.{name}", f"needs another kind than {source.kind!r}")

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
+from torchllm.config.applied_keys import note_origins
 from torchllm.config.arguments import Arguments, override, parse_arguments
-from torchllm.config.checks import AXES, layout_problems, resolve_degrees, value_problems
+from torchllm.config.checks import AXES, layout_problems, resolve_degrees, setting_problems
+from torchllm.config.choices import Sources
 from torchllm.config.environment import (
     PER_RANK,
     Ranks,
@@ -33,7 +35,7 @@ from torchllm.config.environment import (
     read_ranks,
     refuse,
 )
-from torchllm.config.inert import idle_keys
+from torchllm.config.inert import Inert, contradictions, describe_inert, idle_keys
 from torchllm.config.read import Fault, read_table
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
@@ -41,7 +43,12 @@ from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
 C = TypeVar("C", bound=Config)
 
 TRAINING_ONLY = ("optimizer", "schedule")
-"""sections that a recipe does not read which only uses the weights of a run"""
+"""sections in which a recipe that only uses the weights of a run passes over what a fork has written"""
+RESOLVED_SECTIONS = (
+    *("run", "cluster", "model", "data", "training", "optimizer", "schedule", "parallel", "recompute", "compile"),
+    *("checkpoint", "metrics", "evaluate", "generate"),
+)
+"""which the config of a run folder has, of any version"""
 MOST_LOWERED = 1024
 """processes per node from which run.lower_ranks tries fewer"""
 
@@ -58,6 +65,8 @@ class Draft(Generic[C]):
     """processes of the run; None: the environment is invalid"""
     one_device: bool
     """the recipe runs in one process, whatever [parallel] says"""
+    uses_weights: bool = False
+    """the recipe only uses the weights of a run"""
     wrong: set[str] = field(default_factory=set)
     """keys ("training.steps") whose value is wrong"""
     errors: list[str] = field(default_factory=list)
@@ -69,6 +78,11 @@ class Draft(Generic[C]):
     def file(self) -> str:
         """The config file, for messages."""
         return self.arguments.file or "defaults"
+
+    @property
+    def sources(self) -> Sources:
+        """The files and the command line that the config was read from."""
+        return Sources(self.layer, self.arguments.overrides, self.config)
 
     @property
     def is_started(self) -> bool:
@@ -92,19 +106,28 @@ class Draft(Generic[C]):
 
     def located(self, path: KeyPath, message: str) -> str:
         """Return a line that says where a key was written, which one it is, and the message."""
-        if self.is_overridden(path):
-            return f"--{dotted(path)}: {message}"
-        return f"{self.origin(path)}: {dotted(path)}: {message}"
+        return f"{self.place(path)}: {message}"
+
+    def place(self, path: KeyPath) -> str:
+        """Return a key behind where it was written."""
+        return f"--{dotted(path)}" if self.is_overridden(path) else f"{self.origin(path)}: {dotted(path)}"
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the file is the config of a run folder: it names the folder and every degree.
+        """Whether the file is the config of a run folder: it has every section, the folder and every degree.
 
         Nobody chose the keys in such a file one by one, and what they do not do was printed when the run first started.
         """
-        paths: list[KeyPath] = [("run", "folder")]
-        paths += [("parallel", axis) for axis in AXES]
-        return all(path in self.layer.origins and not self.is_overridden(path) for path in paths)
+        paths: list[KeyPath] = [(section,) for section in RESOLVED_SECTIONS]
+        paths += [("run", "folder"), *(("parallel", axis) for axis in AXES)]
+        written = self.layer.files[-1].origins if self.layer.files else {}
+        return all(path in written for path in paths)
+
+    def is_asked_about(self, path: KeyPath) -> bool:
+        """Whether a key was chosen for this command: none of a resolved file is, nor of a section that is not used."""
+        if self.is_overridden(path):
+            return True
+        return not self.is_resolved and not (self.uses_weights and path[0] in TRAINING_ONLY)
 
     def report(self, path: KeyPath, message: str) -> None:
         """Add an error."""
@@ -145,7 +168,8 @@ def read_draft(
 
     Each key is checked for itself. SystemExit(0) after printing the help text if the command line asks for it.
     `uses_weights`: the recipe only uses the weights of a run, which a fork with keys of its own may have trained. What
-    the run's config.toml has more than `schema` is in the `notes`, and TRAINING_ONLY is not read.
+    the run's config.toml has more than `schema` is in the `notes`, but for TRAINING_ONLY, where any fault is passed
+    over.
     """
     errors: list[str] = []
     arguments = parse_arguments(words, errors)
@@ -156,9 +180,6 @@ def read_draft(
         raise SystemExit(0)
 
     layer = read_files(arguments.file, errors) if arguments.file else Layer({}, {})
-    for section in TRAINING_ONLY if uses_weights else ():
-        layer.table.pop(section, None)
-        layer.forget((section,))
     for key, text in arguments.overrides.items():
         override(layer, schema, tuple(key.split(".")), text, errors)
         if one_device and key.startswith("parallel."):
@@ -173,10 +194,12 @@ def read_draft(
     else:
         ranks = read_ranks(config.run.dry_run, errors)
 
-    draft = Draft(arguments, layer, config, ranks, one_device, errors=errors)
+    draft = Draft(arguments, layer, config, ranks, one_device, uses_weights, errors=errors)
     for fault in faults:
         is_in_file = draft.is_resolved and not draft.is_overridden(fault.path)
-        if uses_weights and fault.is_unknown and is_in_file:
+        if uses_weights and fault.path[0] in TRAINING_ONLY and not draft.is_overridden(fault.path):
+            draft.wrong.add(dotted(fault.path))
+        elif uses_weights and fault.is_unknown and is_in_file:
             draft.notes.append(draft.located(fault.path, "of a forked recipe, not read here"))
         else:
             draft.report(fault.path, fault.message)
@@ -218,11 +241,12 @@ def finish(draft: Draft[C]) -> C:
         refuse(draft.errors)
 
     config = draft.config
+    note_origins(config, {dotted(path): origin for path, origin in draft.layer.origins.items()})
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
     for inert in idle_keys(config):
         path = tuple(inert.key.split("."))
-        if draft.is_overridden(path) or not draft.is_resolved:
+        if draft.is_asked_about(path):
             draft.notes.append(draft.located(path, inert.message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
@@ -367,12 +391,33 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
     """
     if not draft.layer.is_complete:
         return
-    problems = value_problems(draft.config)
+    problems = setting_problems(draft.config)
     if draft.ranks is not None and draft.ranks.most_nodes is None:
         problems += layout_problems(draft.config, world)
     for problem in problems:
-        if problem.key not in draft.wrong:
-            draft.report(tuple(problem.key.split(".")), problem.message)
+        path = tuple(problem.key.split("."))
+        is_unread = draft.uses_weights and path[0] in TRAINING_ONLY and not draft.is_overridden(path)
+        if problem.key not in draft.wrong and not is_unread:
+            draft.report(path, problem.message)
+    _check_contradictions(draft)
+
+
+def _check_contradictions(draft: Draft[C]) -> None:
+    """Report keys that their own source has made idle; note, in one line, those that another source's choice has.
+
+    Neither of a key of a resolved file, unless the command line has made it idle.
+    """
+    idle: list[Inert] = []
+    for inert in contradictions(draft.config):
+        path = tuple(inert.key.split("."))
+        if inert.key in draft.wrong or (draft.uses_weights and path[0] in TRAINING_ONLY):
+            continue
+        if not draft.sources.contradict_themselves(path):
+            idle.append(inert)
+        elif draft.is_asked_about(path):
+            draft.report(path, f"{inert.message}{inert.remedy}")
+    if idle:
+        draft.notes.append(describe_inert(idle, lambda key: draft.place(tuple(key.split(".")))))
 
 
 def _name_folder(draft: Draft[C]) -> None:

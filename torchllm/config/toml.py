@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Layer(NamedTuple):
     """"file.toml:12" or "--training.steps" """
     is_complete: bool = True
     """False: a file could not be read, and its keys are missing"""
+    files: tuple["Layer", ...] = ()
+    """of several files, one over the other: each by itself, the lowest base first"""
 
     def forget(self, path: KeyPath) -> None:
         """Drop the origins of a key, and of all inside it, that is about to be replaced."""
@@ -62,17 +65,15 @@ def read_files(file: str, errors: list[str]) -> Layer:
             layers.append(_unread())
             break
         file = os.path.normpath(find_base(os.path.dirname(file), base))
-    merged = layers.pop()
-    while layers:
-        merged = _merge(merged, layers.pop())
-    return merged
+    return merge_layers(tuple(reversed(layers)))
 
 
-def _merge(base: Layer, child: Layer) -> Layer:
-    """Return `base` with the keys of `child` over it."""
-    merged = Layer(base.table, base.origins, base.is_complete and child.is_complete)
-    _put_over(merged, merged.table, child.table, ())
-    merged.origins.update(child.origins)
+def merge_layers(files: tuple[Layer, ...]) -> Layer:
+    """Return layers, at least one, each over the one before, as one; they stay as they are."""
+    merged = Layer({}, {}, all(layer.is_complete for layer in files), files)
+    for layer in files:
+        _put_over(merged, merged.table, deepcopy(layer.table), ())
+        merged.origins.update(layer.origins)
     return merged
 
 

@@ -24,6 +24,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
+from torchllm.config.applied_keys import applied
 from torchllm.data.batch import Batch
 from torchllm.data.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.data.chat.write import describe_counts
@@ -75,6 +76,7 @@ def build_loader(
     Call it on all ranks: an error on one rank is raised as the same DataError on all. finetune: how conversations
     become tokens; None: sources of conversations are an error.
     """
+    applied("data", data)
     opened = _open_on_all_ranks(data, training, model, ranks, finetune)
     return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification)
 
@@ -442,6 +444,7 @@ class TrainLoader:
                 "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set "
                 "evaluate.interval = 0"
             )
+        applied("evaluate.interval")
         return available
 
     def validation_batches(self, sequences: int, device: torch.device) -> Iterator[Batch]:
@@ -476,6 +479,7 @@ class TrainLoader:
 
     def steps_of_epochs(self, epochs: float) -> int:
         """Return how many steps read each training sequence so many times on average, at least 1."""
+        applied("finetune.epochs", epochs)
         sequences = sum(source.count("train", self._training.sequence_length) for source in self._sources)
         return max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
 

@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchllm.config import Config
+from torchllm.config import Config, applied, refuse_unapplied
+from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
 from torchllm.metrics.bottlenecks import (
     STARVED,
@@ -49,6 +50,7 @@ from torchllm.runtime.tolerance import Tolerance
 from torchllm.spec.cluster import tensor_parallel_warning
 from torchllm.spec.flops import active_parameter_count, parameter_count, recomputes_logits, update_parameter_count
 from torchllm.spec.stages import stage_of_rank
+from torchllm.train.interval import due
 from torchllm.train.step import StepResult
 
 log = logging.getLogger("torchllm")
@@ -108,9 +110,14 @@ class Monitor:
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config.
 
-        Raises UserError if it does not train what the config says (`check_trained`).
+        Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
         """
         check_trained(stages, config.lora)
+        if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
+            applied("evaluate.interval")
+            applied("finetune.epochs")
+        self.unread_keys = refuse_unapplied(config)
+        self.records = 0
         runtime, device, training = self.runtime, self.runtime.device, config.training
         runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
@@ -202,6 +209,8 @@ class Monitor:
                 start,
                 config.training.steps,
             )
+        if self.unread_keys:
+            log.warning("set, but not read by this recipe: %s", ", ".join(self.unread_keys))
         if data.skipped:
             log.warning("records skipped by data.on_bad_record: %s", data.skipped)
         if rounded := data.describe_rounded_shares():
@@ -253,10 +262,20 @@ class Monitor:
     ) -> Record | None:
         """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says.
 
-        Raises LeaseLost on rank 0 if another job owns the run folder by now.
+        Raises LeaseLost on rank 0 if another job owns the run folder by now, and UserError if the recipe has not done
+        what the config asks for after a step: evaluate where it is due, and read the health of logged steps.
         """
+        config = self.config
+        if validation_loss is None and due(n, config.evaluate.interval, config.training.steps):
+            raise UserError(
+                f"evaluate.interval: is {config.evaluate.interval}, but this recipe has not evaluated step {n}: give "
+                "monitor.log what evaluate(...) returns, as torchllm's own recipes do; or remove the key"
+            )
         record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
         if record is not None:
+            self.records += 1
+            if self.records == 2:
+                refuse_unapplied(config, late=True)
             self._notice_skipped_steps(record["skipped_steps"] or 0.0)
         return record
 

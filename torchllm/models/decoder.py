@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.config.applied_keys import applied
 from torchllm.models.attention import Attention
 from torchllm.models.experts import MixtureOfExperts, Router
 from torchllm.models.head import Head
@@ -140,6 +141,8 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch. z_loss: weight of the squared
     log-sum-exp of the logits in the gradients; 0: none.
     """
+    applied("training.loss_chunk", loss_chunk)
+    applied("training.z_loss", z_loss)
     return Decoder(model, loss_chunk, z_loss)
 
 

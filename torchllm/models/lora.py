@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Lora
+from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
 from torchllm.spec.parameters import canonical_name, is_low_rank_factor
@@ -59,6 +60,7 @@ def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
     Call it on the plain model, before it is cut into stages. dtype: of the computation, in which frozen weights are
     held. The updates are float32, as trained weights are.
     """
+    applied("lora", lora)
     if not lora.is_on:
         return
     model.requires_grad_(False)

@@ -4,13 +4,14 @@ While the learning rate is high, averages of weights generalize better than the 
 al. 2018, arXiv 1803.05407). Nothing is sent for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchllm.config.applied_keys import applied, needs_state
 from torchllm.optim.fused import local_tensor
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
 from torchllm.spec.parameters import canonical_name
@@ -35,6 +36,7 @@ class WeightAverage:
         """averages by name, for `Checkpointer(extra_state=...)`; they have the sharding of the weights"""
         self.weights: dict[str, list[Tensor]] = {}
         """by the same names; two where a rank holds both copies of a tied embedding"""
+        self._is_followed = self._is_restarted = False
         if not decay:
             return
         for stage in stages:
@@ -45,11 +47,20 @@ class WeightAverage:
             for name, buffer in stage.named_buffers():
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(buffer)
         self.tensors = {name: torch.zeros_like(copies[0]).detach() for name, copies in self.weights.items()}
-        self.restart(list(self.tensors))
+        needs_state("optimizer.ema_decay", self.tensors)
+        self._copy_weights(self.tensors)
+
+    def restart(self, names: Sequence[str]) -> None:
+        """Begin anew with the present weights. names: the averages that a checkpoint did not have.
+
+        Call it when the weights of the first step are there: initial ones, or those of a checkpoint.
+        """
+        self._copy_weights(names)
+        self._is_restarted = True
+        self._note_applied()
 
     @torch.no_grad()
-    def restart(self, names: Sequence[str]) -> None:
-        """Begin anew with the present weights. names: the averages that a checkpoint did not have."""
+    def _copy_weights(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.tensors:
                 local_tensor(self.tensors[name]).copy_(local_tensor(self.weights[name][0]))
@@ -58,6 +69,12 @@ class WeightAverage:
         """Update the averages after each step of an optimizer, which has `found_inf` as in `apply_if_finite`."""
         if self.tensors:
             optimizer.register_step_post_hook(self._update)
+        self._is_followed = True
+        self._note_applied()
+
+    def _note_applied(self) -> None:
+        if self._is_followed and self._is_restarted:
+            applied("optimizer.ema_decay", self.decay)
 
     @torch.no_grad()
     def _update(self, optimizer: Any, *_: object) -> None:
@@ -73,6 +90,7 @@ class WeightAverage:
     @contextmanager
     def in_place_of_weights(self, wanted: bool) -> Iterator[None]:
         """Return a context in which the model has the averages for weights, if that is wanted."""
+        applied("evaluate.ema", wanted)
         if not wanted:
             yield
             return

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Training
+from torchllm.config.applied_keys import applied, needs_state
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Router
 from torchllm.models.router_penalties import penalty_names
@@ -58,6 +59,9 @@ class ExpertBalance:
             if self.model.balance_loss == "global":
                 router.last_shares = torch.zeros(self.model.experts, device=router.weight.device)
                 self.tensors[f"expert_shares.layers.{index}"] = router.last_shares
+        for key in ("router_bias", "router_bias_rate", "balance_loss"):
+            applied(f"model.{key}", getattr(self.model, key))
+        needs_state("model.balance_loss", self.tensors)
 
     @torch.no_grad()
     def finish_step(self, applied: Tensor) -> StepRouting | None:

@@ -1,12 +1,14 @@
 """Builds the optimizer of all of a rank's stages, and takes its step where the gradients are finite."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchllm.config import Optimizer as OptimizerConfig
+from torchllm.config.applied_keys import applied
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
 from torchllm.optim.muon import Muon
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
@@ -46,6 +48,9 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     of them change nothing where `found_inf` is set, which `apply_if_finite` relies on. After each step it scales the
     weights that FSDP gathers as float8.
     """
+    for key in fields(config):
+        if key.name != "ema_decay":  # of `optim/average.py`
+            applied(f"optimizer.{key.name}", getattr(config, key.name))
     by_role = settings_by_role(config)
     parameters: dict[RoleSettings, list[Tensor]] = {}
     for stage in stages:

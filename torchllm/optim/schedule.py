@@ -3,6 +3,7 @@
 import math
 
 from torchllm.config import Schedule
+from torchllm.config.applied_keys import applied
 
 
 class LearningRate:
@@ -15,6 +16,7 @@ class LearningRate:
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:
+        applied("schedule", schedule)
         self.schedule = schedule
         self.peak = peak
         self.steps = steps

@@ -15,6 +15,7 @@ import logging
 import torch
 
 from torchllm.config import Compile, Float8, Parallel, Recompute
+from torchllm.config.applied_keys import applied
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.compile import apply_compile, must_recompute_outside
 from torchllm.parallel.context import apply_context_parallel
@@ -44,6 +45,9 @@ def parallelize(
     dtype: of the computation; weights and gradient reductions are float32. sequence_length: in tokens; it decides how
     much a block costs compared with the head when stages are balanced.
     """
+    applied("recompute", recompute)
+    applied("compile", compile)
+    applied("float8", float8)
     stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
     for stage in stages:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torchllm.config import Config, Model, Source
 from torchllm.config.checks import FLOAT8_MULTIPLE
+from torchllm.config.inert import without_contradictions
 from torchllm.proof.layouts import Settings, with_settings
 
 C = TypeVar("C", bound=Config)
@@ -55,7 +56,8 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
         "evaluate.tasks_interval": 0,
         "metrics.profile_steps": "",
     }
-    return with_settings(config, {key: value for key, value in settings.items() if key not in kept})
+    changed = {key: value for key, value in settings.items() if key not in kept}
+    return without_contradictions(with_settings(config, changed))
 
 
 def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Config, Run, Training
+from torchllm.config.applied_keys import applied
 from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime import rank_notes
@@ -282,6 +283,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     if len(set(device_types)) > 1:
         blind, sighted = device_types.index("cpu"), device_types.index("cuda")
         raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
+    applied("run.deterministic", run.deterministic)
     bind_near_gpu(device)
     if world_size > 1:
         first = rank - local_rank

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from torchllm.config.applied_keys import refuse_evaluation_of_weights
 from torchllm.data.batch import Batch
 from torchllm.models.head import IGNORED
 from torchllm.parallel.fsdp import fsdp_modules
@@ -18,8 +19,10 @@ def evaluate(
 ) -> float:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
-    Every rank must have the same number of batches.
+    Every rank must have the same number of batches. Raises UserError in a training whose recipe evaluates its weights
+    where `evaluate.ema` asks for their average.
     """
+    refuse_evaluation_of_weights()
     with during("evaluation"):
         return _evaluate(forward_backward, batches, device, mesh)
 

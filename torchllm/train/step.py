@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config import Training
+from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
@@ -71,6 +72,7 @@ class TrainStep:
 
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Take step number `step` (from 1) on this rank's micro batches of it, which are on its device."""
+        refuse_unchecked_step()
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
@@ -145,6 +147,8 @@ class Health(NamedTuple):
 
 def read_health(training: Training, step: int, result: StepResult, validation_loss: float | None) -> Health:
     """Return how the run goes, by its policy for steps that are not finite. Waits for the device."""
+    applied("training.on_nonfinite", training.on_nonfinite)
+    applied("training.max_consecutive_nonfinite", training.max_consecutive_nonfinite)
     skipped, consecutive = int(result.skipped), int(result.consecutive)
     is_lost = consecutive >= training.max_consecutive_nonfinite
     problem = ""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchllm.config import Config
-from torchllm.config.checks import problems
+from torchllm.config.checks import conflicts
 from torchllm.config.schema import RecomputeMode
 from torchllm.planner.search.auto import planned
 from torchllm.planner.search.explain import GIB
@@ -38,7 +38,7 @@ def savers(config: Config, count: int = 3) -> list[Saver]:
         return []
     helpful = []
     for setting, changed in _changes(config):
-        if any(problems(changed, config.parallel.ranks)):
+        if any(conflicts(changed, config.parallel.ranks)):
             continue
         prediction = planned(changed)
         if prediction is None:

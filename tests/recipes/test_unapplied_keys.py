@@ -1,0 +1,180 @@
+"""Recipes apply every key that is set, or refuse it before the first step: torchllm's own, and forks without a call."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import minimal
+from tests.config.test_applied_keys import REFUSED, changed
+from tests.recipes.warm import alone, pretrain
+from tests.tiny_run import metrics
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.models.decoder import build_model
+from torchllm.optim.average import WeightAverage
+
+EMA = ["--optimizer.ema_decay=0.9"]
+FEW = ["--training.steps=2", "--schedule.warmup_steps=1", "--checkpoint.interval=1", "--evaluate.interval=1"]
+
+
+def _replace_arguments(name: str, replaced: dict[str, Any], recipe: Any, rank: int) -> None:
+    setattr(recipe, name, partial(_call, getattr(recipe, name), replaced))
+
+
+def _call(function: Callable[..., Any], replaced: dict[str, Any], *given: Any, **named: Any) -> Any:
+    return function(*given, **(named | replaced))
+
+
+def _replace(name: str, value: Any, recipe: Any, rank: int) -> None:
+    setattr(recipe, name, value)
+
+
+def without(name: str, **replaced: Any) -> Callable[[Any, int], None]:
+    """Return a change of a recipe: what it imports as `name` gets other arguments."""
+    return partial(_replace_arguments, name, replaced)
+
+
+def instead(name: str, value: Any) -> Callable[[Any, int], None]:
+    """Return a change of a recipe: what it imports as `name` is something else."""
+    return partial(_replace, name, value)
+
+
+def _build_without_penalty(model: Any, loss_chunk: int, z_loss: float) -> Any:
+    return build_model(model, loss_chunk)
+
+
+def _never(*_: int) -> bool:
+    return False
+
+
+class Unfollowed(WeightAverage):
+    def follow(self, optimizer: Any) -> None:
+        pass
+
+
+class NotRestarted(WeightAverage):
+    def restart(self, names: Any) -> None:
+        pass
+
+
+class NotSwapped(WeightAverage):
+    def in_place_of_weights(self, wanted: bool) -> Any:
+        return super().in_place_of_weights(False)
+
+
+FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line asks for, the key that is refused
+    "initial weights": (without("Checkpointer", initial=None), [], "--checkpoint.initial: is "),
+    "average, not updated": (instead("WeightAverage", Unfollowed), EMA, "--optimizer.ema_decay: is 0.9"),
+    "average of random weights": (instead("WeightAverage", NotRestarted), EMA, "--optimizer.ema_decay: is 0.9"),
+    "average, not saved": (without("Checkpointer", extra_state={}), EMA, "--optimizer.ema_decay: needs ema."),
+    "penalty": (
+        instead("build_model", _build_without_penalty),
+        ["--training.z_loss=0.1"],
+        "--training.z_loss: is 0.1",
+    ),
+    "shares": (
+        without("Checkpointer", extra_state={}),
+        ["--model.experts=4", "--model.balance_loss=global"],
+        "--model.balance_loss: needs expert_shares.layers.",
+    ),
+    "dry run": (instead("dry_run", None), ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
+}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_that_lacks_a_call_ends_before_the_first_step(name: str, trained: Path, tmp_path: Path) -> None:
+    change, asked, refused = FORKS[name]
+    asked = asked or [f"--checkpoint.initial={trained}"]
+    (error,) = pretrain(1, tmp_path, *asked, change=change)
+    assert error.startswith(refused)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_fork_that_does_not_evaluate_ends_where_it_should_have(tmp_path: Path) -> None:
+    (error,) = pretrain(1, tmp_path, *FEW, change=instead("due", _never))
+    assert "evaluate.interval: is 1, but this recipe has not evaluated step 1" in error
+
+
+def test_a_fork_that_evaluates_the_weights_ends_there(tmp_path: Path) -> None:
+    (error,) = pretrain(1, tmp_path, *FEW, *EMA, "--evaluate.ema=true", change=instead("WeightAverage", NotSwapped))
+    assert "--evaluate.ema: is true, but this recipe evaluates the weights" in error
+
+
+EVERYTHING = [  # that one run can have
+    *("--run.deterministic=true", "--training.loss_chunk=16", "--training.z_loss=1e-4", "--recompute.mode=every_k"),
+    *("--training.on_nonfinite=skip", "--training.max_consecutive_nonfinite=5", "--recompute.k=2"),
+    *("--checkpoint.keep=2", "--checkpoint.keep_every=2", "--checkpoint.asynchronous=true", "--checkpoint.resume=none"),
+    *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
+    *(*EMA, "--evaluate.ema=true"),
+]
+
+
+NOT_TRIED = {
+    "run.dry_run": "trains nothing",
+    "model.from_hf": "in test_initial_weights.py",
+    "compile.norm": "needs a compiler",
+    "compile.block": "needs a compiler",
+    "compile.loss": "needs a compiler",
+    "float8.recipe": "needs torchao",
+    "finetune.epochs": "in test_finetune.py",
+}
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "finetune"])
+def test_a_recipe_that_trains_applies_every_key(recipe: str, trained: Path, tmp_path: Path) -> None:
+    upcycled = [f"--checkpoint.initial={trained}", "--model.upcycle=true", "--model.upcycle_noise=0.1"]
+    lora = ["--lora.rank=2", "--lora.alpha=8", '--lora.targets=["q_proj"]', "--training.on_nonfinite=stop"]
+    for name, asked in (("all", [*EVERYTHING, *upcycled]), ("updates", lora)):
+        assert pretrain(1, tmp_path / name, *FEW, *asked, recipe=recipe) == [""]
+        assert [record["step"] for record in metrics(tmp_path / name) if "loss" in record] == [1, 2]
+    tried = {word[2:].partition("=")[0] for word in (*FEW, *EVERYTHING, *upcycled, *lora)}
+    assert set(REFUSED) - tried == NOT_TRIED.keys()
+
+
+def merged(keys: list[str]) -> Config:
+    """Return the defaults with another value of each of these keys."""
+    config = Config()
+    for key in keys:
+        section, name = key.split(".")
+        table = replace(getattr(config, section), **{name: getattr(getattr(changed(key), section), name)})
+        tables: dict[str, Any] = {section: table}
+        config = replace(config, **tables)
+    return config
+
+
+def test_the_recipe_for_reading_refuses_what_it_lacks_and_names_what_it_leaves_out(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    applied = [
+        "training.loss_chunk",
+        "training.z_loss",
+        *(key for key in REFUSED if key.startswith(("lora", "model."))),
+    ]
+    applied = [key for key in applied if key not in ("model.from_hf", "model.upcycle", "model.upcycle_noise")]
+    left_out = [key for key in REFUSED if key in minimal.LEFT_OUT or key.partition(".")[0] in minimal.LEFT_OUT]
+    refused = [key for key in REFUSED if key not in (*applied, *left_out)]
+    asked = merged(REFUSED)
+    config = alone(trained, "--training.steps=1", "--schedule.warmup_steps=1")
+    sections = {"checkpoint": asked.checkpoint, "recompute": asked.recompute, "compile": asked.compile}
+    sections |= {"float8": asked.float8, "finetune": asked.finetune}  # type: ignore[dict-item]
+    changes: Any = {
+        **sections,
+        "run": replace(config.run, deterministic=True, dry_run=True),
+        "model": replace(config.model, from_hf="a", upcycle=True, upcycle_noise=0.1),
+        "training": replace(config.training, on_nonfinite="stop", max_consecutive_nonfinite=3, z_loss=0.1),
+        "optimizer": replace(config.optimizer, ema_decay=0.9),
+    }
+    with pytest.raises(UserError) as error:
+        minimal.main(replace(config, **changes))
+    lines = [line.partition(": is ")[0].split(" ")[-1] for line in str(error.value).splitlines()]
+    assert lines == refused
+    capsys.readouterr()
+    kept: Any = {"checkpoint": replace(config.checkpoint, keep=2), "lora": replace(config.lora, rank=2)}
+    assert len(minimal.main(replace(config, **kept))) == 1
+    assert capsys.readouterr().err == (
+        "left out by this recipe: checkpoint.interval, checkpoint.keep, evaluate.interval\n"
+    )
