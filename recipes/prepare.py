@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
+from torchllm.data.bad_records import check_not_empty
 from torchllm.data.build import write_corpus
 from torchllm.data.cache import is_raw, plan_corpus
 from torchllm.data.chat.write import describe_counts, untrained
@@ -85,7 +86,7 @@ def main(config: PrepareConfig) -> None:
                 config.training.sequence_length,
                 pins=root / "revisions",
             )
-            print_corpus(folder, prepare(plan, spec, folder, processes))
+            print_corpus(folder, prepare(plan, spec, folder, processes, config.data.max_bad_share))
             table = Source(kind="tokens", path=str(folder), weight=source.weight)
         tables.append(table)
     print("\nTo train on it:\n")
@@ -104,8 +105,8 @@ def folder_name(index: int, source: Source) -> str:
     return "-".join(parts)
 
 
-def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int) -> Prepared:
-    """Write the corpus to `folder`, if it is not there yet."""
+def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int, max_bad_share: float) -> Prepared:
+    """Write the corpus to `folder`, if it is not there yet. max_bad_share: as in `write_corpus`."""
     if (folder / HEADER).exists():
         corpus = Corpus(folder)
         header = corpus.header
@@ -116,10 +117,11 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int)
             )
         if reason := untrained(header.counts):
             raise DataError(f"{folder}: {reason}")
+        check_not_empty(str(folder), header.documents, header.skipped)
         corpus.check()
         return Prepared(header, None)
     start = time.perf_counter()
-    header = write_corpus(plan, spec, folder, processes)
+    header = write_corpus(plan, spec, folder, processes, max_bad_share)
     return Prepared(header, time.perf_counter() - start)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from tests.launched import children, ends
 from tests.patience import patience
@@ -252,7 +254,10 @@ def test_an_unreadable_file_of_many_shards_is_counted_once(tmp_path: Path) -> No
     source = Source(kind="parquet", path=f"{tmp_path}/*.parquet")
     plan = plan_for(source, on_bad_record="skip", shard_mib=0.001, validation_fraction=0.0)
     for processes in (1, 2):  # the second time the finished shards are kept
-        header = write_corpus(plan, BYTES, tmp_path / "corpus", processes)
+        with pytest.raises(DataError, match=r"would leave out .* records of .*/a\.parquet \(.* unreadable file"):
+            write_corpus(plan, BYTES, tmp_path / "corpus", processes)
+        header = write_corpus(plan, BYTES, tmp_path / "corpus", processes, max_bad_share=1.0)
+        (tmp_path / "corpus" / "corpus.json").unlink()
         assert header.shards > 10
         assert header.skipped == {"unreadable file": 3}
 
@@ -378,13 +383,120 @@ def test_memory_does_not_grow_with_a_text_file(tmp_path: Path) -> None:
     assert large < 32 * 2**20
 
 
-def test_nothing_to_read_is_an_error_or_a_corpus_without_tokens(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n\n")
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+@pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
+def test_an_empty_file_ends_nothing_but_a_corpus_without_documents(
+    tmp_path: Path, kind: Literal["jsonl", "text", "parquet"], on_bad_record: str
+) -> None:
+    source = Source(kind=kind, path=f"{tmp_path}/*.x")
+    write: dict[str, Callable[[Path, list[str]], object]] = {
+        "jsonl": lambda path, texts: path.write_text("\n" + "".join(json.dumps({"text": text}) for text in texts)),
+        "text": lambda path, texts: path.write_text(" \n" + "".join(texts)),
+        "parquet": lambda path, texts: pyarrow.parquet.write_table(
+            pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())}), path
+        ),
+    }
+    write[kind](tmp_path / "a.x", [])
+    with pytest.raises(DataError, match=r"\*\.x': there is no document to train on \(1 empty file\)"):
+        write_corpus(plan_for(source, on_bad_record=on_bad_record), BYTES, tmp_path / "c")
+    write[kind](tmp_path / "b.x", ["one"])
+    header = write_corpus(plan_for(source, on_bad_record=on_bad_record), BYTES, tmp_path / "d")
+    assert (header.documents, header.skipped) == (1, {"empty file": 1})
+
+
+GOOD, BAD = '{"text": "good"}\n', '{"body": "bad"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "most", "words"),
+    [
+        ([GOOD * 1000 + BAD * 10], 0.01, ""),
+        ([GOOD * 989 + BAD * 11], 0.02, ""),
+        ([GOOD * 5 + BAD * 10], 0.0, ""),
+        (
+            [GOOD * 989 + BAD * 11],
+            0.01,
+            r"11 of the 1,000 records of \S+/0\.x \(11 wrong key, the first at \S+:990\)",
+        ),
+        ([GOOD * 989, BAD, GOOD], 0.5, r"1 of the 1 records of \S+/1\.x \(1 wrong key, the first at \S+1\.x:1\)"),
+        ([GOOD * 9 + BAD * 11, BAD * 11, GOOD], 0.5, r"out 11 of the 11 .*1\.x.*; 11 of the 20 records of .*0\.x .*"),
+        ([GOOD, BAD], 1.0, ""),
+    ],
+)
+@pytest.mark.parametrize("shard_mib", [64.0, 0.001])
+def test_skip_ends_where_it_would_lose_too_much(
+    tmp_path: Path, files: list[str], most: float, words: str, shard_mib: float
+) -> None:
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.x").write_text(content)
+    plan = plan_for(Source(kind="jsonl", path=f"{tmp_path}/*.x"), shard_mib=shard_mib, on_bad_record="skip")
+    if not words:
+        header = write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
+        assert header.documents == "".join(files).count("good")
+        return
+    with pytest.raises(DataError, match=words) as caught:
+        write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
+    assert f"That is more than data.max_bad_share = {most:g} of the records of a file" in str(caught.value)
+    with pytest.raises(DataError, match=words):  # of the shards that are kept
+        write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
+    assert write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=1.0).documents == "".join(files).count("good")
+
+
+def test_of_text_files_all_count_together(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number:02d}.txt").write_bytes(b"good" if number < 19 else b"\xff")
+    plan = plan_for(Source(kind="text", path=str(texts)), on_bad_record="skip")
+    with pytest.raises(DataError, match=r"11 of the 30 records of \S+ \(11 not UTF-8, the first at \S+/19\.txt:1\)"):
+        write_corpus(plan, BYTES, tmp_path / "c")
+    (texts / "29.txt").write_text("good")
+    plan = plan_for(Source(kind="text", path=str(texts)), on_bad_record="skip")
+    assert write_corpus(plan, BYTES, tmp_path / "d").documents == 20
+
+
+SKIP = 'set data.on_bad_record = "skip"'
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "advice"),
+    [
+        (BAD * 100 + GOOD, ":1: wrong key", "so are the 19 after it: fix what they share"),
+        (BAD * 3, ":1: wrong key", "so are the 2 after it: fix what they share"),
+        (BAD + "nonsense\n" + GOOD, ":1: wrong key", SKIP),
+        (GOOD + BAD * 100, ":2: wrong key", SKIP),
+        (BAD, ":1: wrong key", "fix the file, or take it out of data.sources.path"),
+        ("PAR1", ": file of another form", "fix the file, or take it out of data.sources.path"),
+    ],
+)
+@pytest.mark.parametrize("after", ["", GOOD])
+def test_a_fault_that_all_records_share_is_not_skipped(
+    tmp_path: Path, content: str, where: str, advice: str, after: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    (tmp_path / "b.jsonl").write_text(after)
+    with pytest.raises(DataError) as caught:
+        write_corpus(plan_for(Source(kind="jsonl", path=f"{tmp_path}/*.jsonl")), BYTES, tmp_path / "c")
+    message = str(caught.value)
+    assert message.startswith(f"{path}{where}")
+    assert f"; {advice}" in message
+    assert (SKIP in message) == (advice == SKIP)
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "good": 2}, unk_token="none"))
+    backtracking = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"(x+x+)+y"), "isolated")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([backtracking])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(GOOD + json.dumps({"text": "x" * 40}) + "\n" + GOOD)
+    spec = TokenizerSpec(str(tmp_path / "tokenizer.json"), "llama3")
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match=r"a\.jsonl: empty file"):
-        write_corpus(plan_for(source), BYTES, tmp_path / "c")
-    write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
-    assert Corpus(tmp_path / "c").count("train", 1) == 0
+    plan = plan_corpus(source, Data(tokenizer=spec.name), spec.load(), 258)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: text that the tokenizer fails on; set data"):
+        write_corpus(plan, spec, tmp_path / "c")
+    header = write_corpus(replace(plan, on_bad_record="skip"), spec, tmp_path / "c")
+    assert (header.documents, header.skipped) == (2, {"text that the tokenizer fails on": 1})
 
 
 def test_keys_and_fingerprints_do_not_change(tmp_path: Path) -> None:

@@ -256,6 +256,11 @@ IDLE = (
     Need("parallel.prefetch", _shards_weights, SHARDED),
     # How to read raw text is no contradiction to reading shards that recipes/prepare.py made from it.
     Need("data.on_bad_record", _may_read_bad_records, "a source of your own raw text"),
+    Need(
+        "data.max_bad_share",
+        lambda config: config.data.on_bad_record == "skip" and _may_read_bad_records(config),
+        'data.on_bad_record = "skip" and a source of your own raw text',
+    ),
     Need("data.max_raw_mib", _reads_raw_text, "a source of raw text"),
 )
 """keys that need a layout or a source which this run does not have: a printed line"""

@@ -342,6 +342,9 @@ class Data:
     """share of the documents that are held out for evaluation and never trained on"""
     on_bad_record: Literal["error", "skip"] = "error"
     """what to do with an unreadable record: error: stop and name it; skip: count and skip it"""
+    max_bad_share: Annotated[float, Bound(at_least=0.0, at_most=1.0)] = 0.01
+    """with on_bad_record = skip: stop if more than 10 records of a file, and more than this share of them, would be
+    skipped, or all; 1: never"""
     workers: Natural = 1
     """processes per rank that prefetch batches; 0: the training process reads them"""
     cache: str = ""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from torchllm.data.bad_records import BadShare, check_not_empty
 from torchllm.data.chat.sources import open_conversations
 from torchllm.data.chat.write import ConversationWriter, untrained
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, corpus_fingerprint, write_header
@@ -50,14 +51,20 @@ _WAITING_PER_PROCESS = 4
 """shards that are finished or in work while an earlier one is waited for"""
 
 
-def write_corpus(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1) -> CorpusHeader:
+def write_corpus(
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, max_bad_share: float = 0.01
+) -> CorpusHeader:
     """Write the corpus of a plan's source into `folder` and return its header.
 
+    max_bad_share: as data.max_bad_share.
+
     Raises DataError if the source cannot be read, the folder cannot be written or, naming the first bad record, if
-    plan.on_bad_record is "error".
+    plan.on_bad_record is "error"; and if too many of a file are left out, or no document is found.
     """
+    # No user can fix the standard library.
+    bad_share = BadShare(1.0 if plan.source.kind == "stdlib" else max_bad_share)
     try:
-        return _write_shards_and_header(plan, tokenizer, folder, processes)
+        return _write_shards_and_header(plan, tokenizer, folder, processes, bad_share)
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Choose')} another "
@@ -65,7 +72,9 @@ def write_corpus(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, proce
         ) from error
 
 
-def _write_shards_and_header(plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int) -> CorpusHeader:
+def _write_shards_and_header(
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int, bad_share: BadShare
+) -> CorpusHeader:
     """Write a corpus; raises OSError if that fails."""
     source: RawSource
     writer: type[ShardWriter]
@@ -91,6 +100,7 @@ def _write_shards_and_header(plan: CorpusPlan, tokenizer: TokenizerSpec, folder:
     ):
         for shard, finished in zip(shards, finished_shards, strict=True):
             progress.finish(shard)
+            bad_share.add(finished.tallies)
             table.add(finished.splits)
             for split in finished.splits.values():
                 totals["documents"] += split.documents
@@ -100,10 +110,12 @@ def _write_shards_and_header(plan: CorpusPlan, tokenizer: TokenizerSpec, folder:
             counts.update(finished.counts)
             unreadable.update(finished.unreadable)
             largest_id = max(largest_id, finished.max_token)
+    bad_share.finish()
     if unreadable:
         skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards
     if reason := untrained(counts):
         raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
+    check_not_empty(f"data.sources: {plan.source.path!r}", totals["documents"], skipped)
     loaded = tokenizer.load()
     sequence_length = plan.chat.sequence_length if plan.chat else 0
     sums = table.write(folder)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from torchllm.config import Data, Finetune, Source
 from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
+from torchllm.data.bad_records import describe_earlier_loss
 from torchllm.data.build import write_corpus
 from torchllm.data.cache_root import cache_root
 from torchllm.data.chat.plan import plan_chat
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
-from torchllm.data.corpus_header import HEADER
+from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
 from torchllm.data.in_place import InPlaceCorpus, in_place_settings
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
@@ -125,11 +126,15 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     if (folder / HEADER).is_file():
         damage = _find_damage(folder, data)
         if damage is None:
+            header = read_description(folder).header
+            most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
+            if loss := describe_earlier_loss(header.documents, header.skipped, most):
+                log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
-    write_corpus(plan, tokenizer, folder)
+    write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share)
     return folder
 
 

@@ -13,12 +13,13 @@ from typing import IO
 
 import numpy as np
 
+from torchllm.data.bad_records import FileTally, RecordTally
 from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus_header import SplitRecord
 from torchllm.data.error import DataError
 from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.records import NO_PLACE_TO_CUT, UNREADABLE, TextRecord
+from torchllm.data.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
 from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, replacing, shard_path
 from torchllm.data.sources import RawSource, ShardRange
 from torchllm.data.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ _BYTES_PER_CALL = 2**19
 ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
+UNTOKENIZED = "text that the tokenizer fails on"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class FinishedShard:
     """files that could not be read; other shards may have them too"""
     counts: dict[str, int] = field(default_factory=dict)
     """what became of conversations (see `chat.write`)"""
+    tallies: dict[str, FileTally] = field(default_factory=dict)
+    """of files with bad records, and of the first and the last file"""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ShardTokenizer:
             splits=splits,
             unreadable=sorted(writer.unreadable),
             counts=dict(writer.counts),
+            tallies=writer.tally.tallies(),
         )
         with replacing([_marker(self.folder, shard.number)]) as (file,):
             file.write(json.dumps(asdict(content)).encode())
@@ -112,6 +117,8 @@ class ShardWriter:
         self.skipped: Counter[str] = Counter()
         self.unreadable: set[str] = set()
         self.text_bytes = 0
+        is_whole_files = plan.source.kind in ("text", "stdlib") and not plan.source.delimiter
+        self.tally = RecordTally(plan.on_bad_record == "error", plan.source.path if is_whole_files else "")
         self._plan = plan
         self.tokenizer = tokenizer
         self.report: ReportText = lambda size: None
@@ -136,21 +143,26 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Write what follows the ids of each file."""
+        self.tally.finish()
         for split in self.splits:
             split.finish()
 
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
         beat("tokenizing")
-        encoded = iter(self.tokenizer.encode_documents([record.text for record in batch if not record.fault]))
+        encoded = iter(self._encode([record.text for record in batch if not record.fault]))
         for record in batch:
             if record.fault:
                 self.skip(record)
                 continue
             ids = next(encoded)
+            if ids is None:
+                self.skip(record._replace(fault=UNTOKENIZED))
+                continue
             if self.over_vocab(ids):
                 self.skip_over_vocab(record, ids)
                 continue
+            self.tally.good(record)
             self.split_of(record).add(_between_begin_and_end(ids, self.tokenizer))
             self.text_bytes += record.size
         self.report(sum(record.size for record in batch))
@@ -162,7 +174,11 @@ class ShardWriter:
         split.extend(_begin_of_document(self.tokenizer))
         try:
             for piece in cut_pieces(record.blocks(), self.tokenizer.find_cut):
-                (ids,) = self.tokenizer.encode_documents([piece])
+                (ids,) = self._encode([piece])
+                if ids is None:
+                    split.drop_document()
+                    self.skip(record._replace(fault=UNTOKENIZED))
+                    return
                 if self.over_vocab(ids):
                     split.drop_document()
                     self.skip_over_vocab(record, ids)
@@ -175,6 +191,7 @@ class ShardWriter:
             self.skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
             return
         split.extend(np.array([self.tokenizer.end]))
+        self.tally.good(record)
         self.text_bytes += record.size
 
     def split_of(self, record: TextRecord) -> ShardFileWriter:
@@ -196,25 +213,34 @@ class ShardWriter:
         self.skip(record._replace(fault=OVER_VOCAB, detail=detail))
 
     def skip(self, record: TextRecord) -> None:
-        """Count a bad record, or raise DataError."""
-        if self._plan.on_bad_record == "skip":
-            if record.fault == UNREADABLE:
-                self.unreadable.add(record.origin.name)
-            else:
-                self.skipped[record.fault] += 1
-            return
-        advice = _advice(record, self.tokenizer)
-        raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
+        """Count a bad record, or raise DataError; a file that is empty is no fault."""
+        if record.fault == OVER_VOCAB and self._plan.on_bad_record == "error":
+            raise DataError(
+                f"{record.origin.describe()}: {record.fault}{record.detail}; raise model.vocab to "
+                f"{self.tokenizer.vocab} or more, for data.tokenizer {self.tokenizer.name!r} has that many ids, or use "
+                "a smaller tokenizer"
+            )
+        self.tally.bad(record)
+        if record.fault == UNREADABLE:
+            self.unreadable.add(record.origin.name)
+        else:
+            self.skipped[record.fault] += 1
+
+    def _encode(self, texts: Sequence[str]) -> Sequence[Ids | None]:
+        """Return the ids of each text; None for those that the tokenizer fails on."""
+        try:
+            return self.tokenizer.encode_documents(texts)
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
+        if len(texts) == 1:
+            return [None]
+        return [ids for text in texts for ids in self._encode([text])]
 
 
-def _advice(record: TextRecord, tokenizer: Tokenizer) -> str:
-    """Return what the user can do about a bad record."""
-    if record.fault == OVER_VOCAB:
-        return (
-            f"raise model.vocab to {tokenizer.vocab} or more, for data.tokenizer {tokenizer.name!r} has that many ids, "
-            "or use a smaller tokenizer"
-        )
-    return 'set data.on_bad_record = "skip" to leave such records out and count them'
+def is_of_tokenizer(error: BaseException) -> bool:
+    """Return whether Hugging Face's tokenizers raised an error: it has no class of its own, or is a panic of Rust."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def _begin_of_document(tokenizer: Tokenizer) -> Ids:
@@ -251,6 +277,7 @@ def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None
     try:
         shard = FinishedShard(**json.loads(_marker(folder, number).read_bytes()))
         splits = {split: SplitRecord(*shard.splits[split]) for split in SPLITS}
+        tallies = {name: _read_tally(tally) for name, tally in shard.tallies.items()}
         if shard.key != key:
             return None
         for split, record in splits.items():
@@ -258,4 +285,10 @@ def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None
                 return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return replace(shard, splits=splits)
+    return replace(shard, splits=splits, tallies=tallies)
+
+
+def _read_tally(tally: FileTally) -> FileTally:
+    """Return a tally that was written as JSON, with the type of each part."""
+    records, bad, first = tally
+    return FileTally(records, bad, None if first is None else Origin(*first))

@@ -212,7 +212,7 @@ class Monitor:
         if self.unread_keys:
             log.warning("set, but not read by this recipe: %s", ", ".join(self.unread_keys))
         if data.skipped:
-            log.warning("records skipped by data.on_bad_record: %s", data.skipped)
+            log.warning("records skipped: %s", data.skipped)
         if rounded := data.describe_rounded_shares():
             log.warning("shares of data.sources are rounded: %s", rounded)
         if slow := tensor_parallel_warning(config, self.runtime.ranks_on_node, dtype.itemsize):

@@ -22,7 +22,7 @@ from torchllm.data.chat.template import RefusedConversation
 from torchllm.data.plan import CorpusPlan
 from torchllm.data.records import TextRecord
 from torchllm.data.shard import ShardFileWriter
-from torchllm.data.tokenize_shard import ShardWriter
+from torchllm.data.tokenize_shard import UNTOKENIZED, ShardWriter, is_of_tokenizer
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 
@@ -80,10 +80,16 @@ class ConversationWriter(ShardWriter):
         except RecursionError:
             self.skip(record._replace(fault=NESTED))
             return
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
+            self.skip(record._replace(fault=UNTOKENIZED))
+            return
         for example in made.examples:
             if self.over_vocab(example.ids):
                 self.skip_over_vocab(record, example.ids)
                 return
+        self.tally.good(record)
         self.counts[CONVERSATIONS] += 1
         self.counts[RULE + made.rule] += 1
         self.counts[WORDS] += made.words_as_text
