@@ -146,6 +146,8 @@ NODES_OUTSIDE_A_CLUSTER = (
 def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., Notes]) -> None:
     for arguments, environment, line in (
         (["--training.stps=5"], {}, "--training.stps: unknown key; did you mean training.steps?"),
+        (["--training.stps=5"], {"LOCAL_RANK": "1"}, "--training.stps: unknown key; did you mean training.steps?"),
+        ([], {"WORLD_SIZE": "2"}, "unset WORLD_SIZE"),
         (["--parallel.tp=3"], {"NPROC": "3"}, "--parallel.tp: 3 does not divide model.heads = 8"),
         (["nowhere.toml"], {}, "nowhere.toml: no such file"),
         ([], {"NPROC": "two"}, 'environment: NPROC: must be a whole number of at least 1, not "two"'),
@@ -154,8 +156,19 @@ def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., N
     ):
         notes = noted(*arguments, **environment)
         assert (notes.status, notes.calls, notes.out) == (2, [], "")
-        assert line in notes.err.splitlines()
+        assert any(found.endswith(line) for found in notes.err.splitlines())
         assert "Traceback" not in notes.err
+
+
+def test_a_start_from_elsewhere(noted: Callable[..., Notes], tmp_path: Path) -> None:
+    notes = noted(DEBUG, TMPDIR="/nowhere/tmp", CDPATH=str(tmp_path))
+    assert notes.status == 0
+    assert notes.err.startswith("TMPDIR=/nowhere/tmp is no folder that can be written: using /tmp\n")
+    assert notes.torchrun[4] == f"{ROOT}/recipes/pretrain.py"
+    environment = clean({"PYTHON": str(tmp_path / "tools/python-stand-in")})
+    script = 'cd "$1" && exec "$0" "$2" <&- >&- 2>&-'
+    closed = subprocess.run(["bash", "-c", script, SCRIPT, str(ROOT), DEBUG], env=environment)
+    assert closed.returncode == 0
 
 
 def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
