@@ -44,6 +44,9 @@ def test_errors_are_printed_once_and_bugs_name_their_rank(
         assert capsys.readouterr().err == f"rank {rank}: error: no such file\n"
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert 1 < slept[0] < slept[1] < 10
+    end_with(RefusedStart("another learning rate"), rank=8, local_rank=0)  # its node may be the one that differs
+    assert capsys.readouterr().err == "rank 8: error: another learning rate\n"
+    assert len(slept) == 2
     end_with(ValueError("a bug"), rank=3, local_rank=3)
     assert capsys.readouterr().err == "rank 3: failed:\nValueError: a bug\n"
 

@@ -178,6 +178,23 @@ def start_reading(run: Run, port: int) -> str:
     return start_under_torchrun(run, port, reads_only=True)
 
 
+def test_a_rank_that_knows_no_rank_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    error = error_of(lambda: runtimes._open_store(Run(), 0, timedelta(seconds=1)))
+    assert error.startswith("WORLD_SIZE=2, but MASTER_ADDR and MASTER_PORT and RANK not set: start the recipe with")
+
+
+def test_a_job_of_one_node_stays_on_the_loopback_whatever_the_site_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "eth0")
+    with mock.patch.object(dist, "init_process_group"), mock.patch.dict(os.environ):
+        runtimes._join_job(Run(device="cpu"), 0, 1, dist.HashStore(), timedelta(seconds=1))
+        assert [os.environ[name] for name in names] == ["lo", "lo"]
+
+
 def test_a_folder_of_another_job_is_refused_on_all_ranks_unless_they_only_read(tmp_path: Path) -> None:
     lease = take_lease(tmp_path, Timing(beat=0.05))
     (tmp_path / "stopped.json").touch()

@@ -265,5 +265,14 @@ def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: py
     assert len(reads) == len(set(reads)) == ranks
 
 
+def test_heartbeats_are_in_memory_if_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "SHARED_MEMORY", tmp_path)
+    assert rank_watch.memory_folder() == str(tmp_path)
+    monkeypatch.setattr(rank_watch, "ROOM", 2**60)
+    assert rank_watch.memory_folder() is None
+    monkeypatch.setattr(rank_watch, "SHARED_MEMORY", tmp_path / "missing")
+    assert rank_watch.memory_folder() is None
+
+
 def test_the_launcher_waits_longer_than_the_ranks_by_a_tenth() -> None:
     assert [rank_watch.patience(limit) for limit in (0.0, 600.0)] == [3.0, 63.0]
