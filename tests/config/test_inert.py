@@ -98,6 +98,7 @@ WAITING: dict[str, tuple[Any, Keys, Keys]] = {
     "parallel.keep_last_block": (False, {"parallel.dp_shard": 2, "parallel.zero_stage": 2}, {"parallel.dp_shard": 2}),
     "parallel.prefetch": (0, {"parallel.dp_shard": 2, "parallel.zero_stage": 0}, {"parallel.cp": 2}),
     "data.on_bad_record": ("skip", {}, {"data.sources": TEXT}),
+    "data.max_bad_share": (0.5, {"data.sources": TEXT}, {"data.sources": TEXT, "data.on_bad_record": "skip"}),
     "data.max_raw_mib": (9.0, {"data.sources": SHARDS}, {"data.sources": TEXT}),
 }
 
@@ -297,6 +298,20 @@ def test_a_file_that_names_its_folder_and_degrees_is_asked(folder: Path, capsys:
     (folder / "x.toml").write_text(f"[run]\nfolder = 'a'\n[optimizer]\nmomentum = 0.9\n[parallel]\n{degrees}")
     (line,) = refusal(capsys, lambda: load_config(["x.toml"]))
     assert line.startswith("x.toml:4: optimizer.momentum: does nothing in this run")
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ('[[data.sources]]\nkind = "csv"\npath = "a.csv"\n', "data.sources.0.kind"),
+        ('[data]\ndtype = "uint16"\n[[data.sources]]\nkind = "nanogtp"\npath = "a"\n', "data.sources.0.kind"),
+        ('[optimizer]\nname = "sgdd"\nmomentum = 0.9\n', "optimizer.name"),
+    ],
+)
+def test_a_wrong_choice_is_one_error(content: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.toml").write_text(content)
+    (line,) = refusal(capsys, lambda: load_config(["x.toml"]))
+    assert f"{key}: must be one of" in line
 
 
 def test_a_config_without_its_contradictions() -> None:

@@ -405,12 +405,14 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
 def _check_contradictions(draft: Draft[C]) -> None:
     """Report keys that their own source has made idle; note, in one line, those that another source's choice has.
 
-    Neither of a key of a resolved file, unless the command line has made it idle.
+    Neither of a key of a resolved file, unless the command line has made it idle. Nor of a section with a value that is
+    wrong by itself, in place of which the default stands: `kind = "csv"` says nothing about the keys of a source.
     """
     idle: list[Inert] = []
+    wrong_sections = {key.split(".")[0] for key in draft.wrong}
     for inert in contradictions(draft.config):
         path = tuple(inert.key.split("."))
-        if inert.key in draft.wrong or (draft.uses_weights and path[0] in TRAINING_ONLY):
+        if path[0] in wrong_sections or (draft.uses_weights and path[0] in TRAINING_ONLY):
             continue
         if not draft.sources.contradict_themselves(path):
             idle.append(inert)

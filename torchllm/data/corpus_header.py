@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
+from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, ShardSize, Split, replacing
 
 HEADER = "corpus.json"
@@ -188,7 +189,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
-            "if it was stopped, run it again)"
+            f"if it was stopped, run it again); {describe_missing(str(folder))}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error

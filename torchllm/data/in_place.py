@@ -29,6 +29,7 @@ from torchllm.data.formats.mds import MDS
 from torchllm.data.formats.megatron import MEGATRON
 from torchllm.data.formats.nanogpt import NANOGPT
 from torchllm.data.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
+from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
 from torchllm.data.source_files import SourceFile, stat_file
 
@@ -86,7 +87,8 @@ def token_files(source: Source) -> list[SourceFile]:
     else:
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).match(pattern))
     if not found:
-        raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r})")
+        hint = describe_missing(source.path)
+        raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r}): {hint}")
     return [stat_file(str(path)) for path in found]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
+from torchllm.data.path_hint import describe_missing
 from torchllm.data.records import BLOCK
 from torchllm.data.unpack import open_unpacked
 
@@ -48,7 +49,9 @@ def source_files(source: Source) -> list[SourceFile]:
     else:
         paths = sorted(path for path in matches if not os.path.isdir(path))
     if not paths:
-        raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r})")
+        raise DataError(
+            f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"
+        )
     if source.kind == "text":
         _refuse_json_lines(source, paths)
     return [stat_file(path) for path in paths]
