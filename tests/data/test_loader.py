@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +30,11 @@ from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_docume
 from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import patience
-from torchllm.config import Data, MixtureStage, Model, Source, Training
+from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
 from torchllm.data.checked_file import BLOCK
-from torchllm.data.corpus import Corpus, SequenceSource, Window
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
@@ -76,6 +77,7 @@ def numbered_loader(
     weights: Sequence[float] = (),
     held_out: Sequence[int] = (),
     stages: Sequence[MixtureStage] = (),
+    counts_epochs: bool = False,
 ) -> TrainLoader:
     """The loader of one rank over numbered sources of these sizes; weights are 1 and nothing is held out by default."""
     training = Training(
@@ -90,7 +92,7 @@ def numbered_loader(
     sources: list[SequenceSource] = []
     for source, (size, validation) in enumerate(zip(sizes, held_out, strict=True)):
         sources.append(Numbered(source, size, validation))
-    return TrainLoader(sources, data, training, seed, data_ranks(rank, ranks))
+    return TrainLoader(sources, data, training, seed, data_ranks(rank, ranks), counts_epochs=counts_epochs)
 
 
 def next_batches(loader: TrainLoader) -> list[Batch]:
@@ -336,6 +338,66 @@ def real(tmp_path: Path, source: Source, length: int = 32, **changes: Any) -> Tr
     settings: dict[str, Any] = {"sources": (source,), "cache": str(tmp_path / "cache"), "workers": 0} | changes
     training = Training(micro_batch_size=2, global_batch_size=4, sequence_length=length)
     return build_loader(Data(**settings), training, Model(), 0, data_ranks())
+
+
+@pytest.mark.parametrize(("sizes", "epochs"), [((10, 90), 1.0), ((7, 30, 3), 2.0), ((40, 40), 1.0), ((12,), 3.0)])
+def test_epochs_go_through_each_source_equally_often(sizes: Sequence[int], epochs: float) -> None:
+    loader = numbered_loader(sizes, accumulation=4, counts_epochs=True)
+    sequences = 4 * loader.steps_of_epochs(epochs)
+    seen: Counter[int] = Counter()
+    for n in range(round(epochs * sum(sizes))):
+        seen[loader._order.locate(n).source] += 1
+    assert [seen[source] for source in range(len(sizes))] == [epochs * size for size in sizes]
+    assert 0 <= sequences - epochs * sum(sizes) < 4
+
+
+def test_a_loader_that_is_told_of_epochs_mixes_by_size(tmp_path: Path) -> None:
+    sources = []
+    for name, documents in (("small", 20), ("large", 90)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "seven"}\n' * documents)
+        sources.append(Source(kind="jsonl", path=str(tmp_path / f"{name}.jsonl")))
+    data = Data(sources=tuple(sources), cache=str(tmp_path / "cache"), validation_fraction=0.0, workers=0)
+    training = Training(sequence_length=7, global_batch_size=1, micro_batch_size=1)
+    loader = build_loader(data, training, Model(vocab=258), 0, DataRanks(), Finetune(epochs=1.0))
+    lines = loader.describe_sources(loader.steps_of_epochs(1.0))
+    assert [line.partition("; ")[2].partition(" in ")[0] for line in lines] == ["1 epochs", "1 epochs"]
+    synthetic = numbered_loader((1,))
+    synthetic._sources = [Synthetic(258)]
+    with pytest.raises(DataError, match=r"finetune\.epochs: random tokens"):
+        synthetic.steps_of_epochs(1.0)
+
+
+def test_weights_that_are_chosen_decide_how_often_a_source_comes() -> None:
+    loader = numbered_loader((10, 90), weights=(2.0, 1.0), counts_epochs=True)
+    assert [loader._order.locate(n).source for n in range(6)].count(0) == 4
+    stages = (MixtureStage(until=5, weights=(1.0, 0.0)), MixtureStage(weights=(1.0, 1.0)))
+    loader = numbered_loader((10, 90), stages=stages, counts_epochs=True)
+    assert [loader._order.locate(n).source for n in range(5)] == [0] * 5
+
+
+def test_a_run_that_drew_its_sources_equally_often_goes_on_so() -> None:
+    """A checkpoint of an earlier version counts epochs, but knows nothing of sizes."""
+    earlier, later = numbered_loader((10, 90)), numbered_loader((10, 90), counts_epochs=True)
+    for _ in range(6):
+        earlier.next_step()
+    later.load_state(json.loads(json.dumps(earlier.state())))
+    for _ in range(20):
+        assert sequences_of(*next_batches(later)) == sequences_of(*next_batches(earlier))
+    resumed = numbered_loader((10, 90), counts_epochs=True)
+    resumed.load_state(json.loads(json.dumps(later.state())))
+    assert sequences_of(*next_batches(resumed)) == sequences_of(*next_batches(later))
+
+
+def test_a_run_by_size_resumes_by_size() -> None:
+    whole, part, rest = (numbered_loader((10, 90), counts_epochs=True) for _ in range(3))
+    for _ in range(6):
+        part.next_step()
+        whole.next_step()
+    rest.load_state(json.loads(json.dumps(part.state())))
+    for _ in range(50):
+        assert sequences_of(*next_batches(rest)) == sequences_of(*next_batches(whole))
+    with pytest.raises(DataError, match=r"data\.stage: up to step 6 the sources were mixed \[10\.0, 90\.0\]"):
+        numbered_loader((10, 90)).load_state(part.state())
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:

@@ -704,7 +704,8 @@ class Finetune:
     """file of a Jinja chat template; empty: that of data.tokenizer (chat_template.jinja or tokenizer_config.json in its
     folder)"""
     epochs: NonNegative = 0.0
-    """recipes/finetune.py: passes over the sources, from which training.steps follows; 0: training.steps decides"""
+    """recipes/finetune.py: passes over each source, from which training.steps follows, and the shares of the sources
+    unless their weights are chosen; 0: training.steps decides"""
 
 
 @dataclass(frozen=True)

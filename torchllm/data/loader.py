@@ -29,14 +29,22 @@ from torchllm.data.batch import Batch
 from torchllm.data.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.data.chat.write import describe_counts
 from torchllm.data.checked_file import DamagedFile
-from torchllm.data.corpus import Corpus, SequenceSource, close_shards
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
 from torchllm.data.in_place import InPlaceCorpus, describe_in_place
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.shard import Split
-from torchllm.data.stages import Progress, continue_stages, order_by_stages, plan_stages, stages_from_state
+from torchllm.data.stages import (
+    PlannedStage,
+    Progress,
+    continue_stages,
+    mixed_by_size,
+    order_by_stages,
+    plan_stages,
+    stages_from_state,
+)
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
@@ -74,11 +82,12 @@ def build_loader(
     """Return a loader at sequence 0, after tokenizing small raw sources that are not cached (one process per node).
 
     Call it on all ranks: an error on one rank is raised as the same DataError on all. finetune: how conversations
-    become tokens; None: sources of conversations are an error.
+    become tokens, and whether the run counts epochs; None: sources of conversations are an error.
     """
     applied("data", data)
     opened = _open_on_all_ranks(data, training, model, ranks, finetune)
-    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification)
+    counts_epochs = finetune is not None and finetune.epochs > 0
+    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs)
 
 
 class _Opened(NamedTuple):
@@ -251,8 +260,12 @@ class TrainLoader:
         seed: int,
         ranks: DataRanks,
         verification: Verification | None = None,
+        counts_epochs: bool = False,
     ) -> None:
-        """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training."""
+        """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training.
+
+        counts_epochs: the run goes through all sources equally often, unless their weights are chosen.
+        """
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """is told, before the run ends by it, since which step it has trained on damaged data, and what is damaged"""
         self._sources = sources
@@ -289,7 +302,9 @@ class TrainLoader:
         """records skipped by data.on_bad_record = "skip", by their fault"""
         self._reader = _Reader(sources, length, data.document_mask, ranks.pieces)
         self._seed, self._sizes = seed, sizes
-        self._stages = plan_stages(data, training.global_batch_size)
+        self._mixture = mixed_by_size(data, sizes) if counts_epochs else data
+        """settings with the shares of the sources in training; of those held out, `data` says them"""
+        self._stages = plan_stages(self._mixture, training.global_batch_size)
         self._order = order_by_stages(seed, sizes, self._stages)
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
@@ -410,7 +425,11 @@ class TrainLoader:
         batch = self._training.global_batch_size
         progress = Progress(state.get("steps", state["sequences"] // batch), state["sequences"])
         saved = stages_from_state(state, len(self._sources))
-        continued = continue_stages(self._data, batch, saved, progress)
+        mixture = self._mixture
+        if mixture is not self._data and _is_even(saved):
+            log.info("data: sources are drawn equally often, whatever their sizes, as before in this run")
+            mixture = self._data
+        continued = continue_stages(mixture, batch, saved, progress)
         current = self._fingerprint
         if self._data.stage and not continued.differences:
             # Sources that were added since then, for later stages, have no part in the sequences so far.
@@ -478,7 +497,12 @@ class TrainLoader:
             yield batch
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """Return how many steps read each training sequence so many times on average, at least 1."""
+        """Return how many steps read each training sequence so many times, at least 1; with weights, on average.
+
+        Raises DataError if a source has no end.
+        """
+        if any(isinstance(source, Synthetic) for source in self._sources):
+            raise DataError("finetune.epochs: random tokens (data.sources of kind synthetic) have no end: set it to 0")
         applied("finetune.epochs", epochs)
         sequences = sum(source.count("train", self._training.sequence_length) for source in self._sources)
         return max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
@@ -529,6 +553,11 @@ class TrainLoader:
         if len(rounded) > _LISTED:
             listed.append(f"and {len(rounded) - _LISTED} other sources")
         return "; ".join(listed)
+
+
+def _is_even(stages: Sequence[PlannedStage]) -> bool:
+    """Return whether a run draws all its sources equally often, as those that count epochs did in torchllm 0.1."""
+    return len(stages) == 1 and len(set(stages[0].weights)) == 1
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:

@@ -6,11 +6,14 @@ global batch keeps the sequences of what is past, and ends later stages at their
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from torchllm.config import Data, MixtureStage
+from torchllm.config import Data, MixtureStage, Source
 from torchllm.data.order import DataOrder, StageShares, mixture_shares
+
+DEFAULT_WEIGHT = Source().weight
 
 
 class PlannedStage(NamedTuple):
@@ -37,6 +40,18 @@ class ContinuedStages(NamedTuple):
     stages: list[PlannedStage]
     differences: list[str]
     """a line for each stage because of which the sequences so far would not be those of the saved run"""
+
+
+def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
+    """Return settings in which the sizes of the sources are their weights, unless a weight or a stage is chosen.
+
+    Then a run goes through each source equally often.
+    """
+    is_chosen = bool(data.stage) or any(source.weight != DEFAULT_WEIGHT for source in data.sources)
+    if is_chosen or len(sizes) == 1:
+        return data
+    weighed = [replace(source, weight=float(size)) for source, size in zip(data.sources, sizes, strict=True)]
+    return replace(data, sources=tuple(weighed))
 
 
 def _configured_stages(data: Data) -> tuple[MixtureStage, ...]:
