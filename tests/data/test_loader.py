@@ -394,10 +394,14 @@ def test_a_run_by_size_resumes_by_size() -> None:
         part.next_step()
         whole.next_step()
     rest.load_state(json.loads(json.dumps(part.state())))
+    without_epochs = numbered_loader((10, 90))  # for steps that the command line names
+    without_epochs.load_state(json.loads(json.dumps(part.state())))
     for _ in range(50):
-        assert sequences_of(*next_batches(rest)) == sequences_of(*next_batches(whole))
-    with pytest.raises(DataError, match=r"data\.stage: up to step 6 the sources were mixed \[10\.0, 90\.0\]"):
-        numbered_loader((10, 90)).load_state(part.state())
+        expected = sequences_of(*next_batches(whole))
+        assert sequences_of(*next_batches(rest)) == expected
+        assert sequences_of(*next_batches(without_epochs)) == expected
+    with pytest.raises(DataError, match=r"weight 1\.0 in the checkpoint, 2\.0 now"):
+        numbered_loader((10, 90), weights=(2.0, 1.0), counts_epochs=True).load_state(part.state())
 
 
 def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:

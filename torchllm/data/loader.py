@@ -425,11 +425,7 @@ class TrainLoader:
         batch = self._training.global_batch_size
         progress = Progress(state.get("steps", state["sequences"] // batch), state["sequences"])
         saved = stages_from_state(state, len(self._sources))
-        mixture = self._mixture
-        if mixture is not self._data and _is_even(saved):
-            log.info("data: sources are drawn equally often, whatever their sizes, as before in this run")
-            mixture = self._data
-        continued = continue_stages(mixture, batch, saved, progress)
+        continued = continue_stages(self._mixture_as_in(saved), batch, saved, progress)
         current = self._fingerprint
         if self._data.stage and not continued.differences:
             # Sources that were added since then, for later stages, have no part in the sequences so far.
@@ -445,6 +441,19 @@ class TrainLoader:
         self._steps = progress.steps
         self._stages = continued.stages
         self._order = order_by_stages(self._seed, self._sizes, self._stages)
+
+    def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
+        """Return settings with the shares of a checkpoint where the run has chosen none: equal ones, or by size.
+
+        Runs that count epochs drew their sources equally often in torchllm 0.1, and one that began to count them may go
+        on to a step that the command line names.
+        """
+        for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes)):
+            if saved[0].weights == tuple(source.weight for source in mixture.sources):
+                if mixture is not self._mixture:
+                    log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
+                return mixture
+        return self._mixture
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again."""
@@ -553,11 +562,6 @@ class TrainLoader:
         if len(rounded) > _LISTED:
             listed.append(f"and {len(rounded) - _LISTED} other sources")
         return "; ".join(listed)
-
-
-def _is_even(stages: Sequence[PlannedStage]) -> bool:
-    """Return whether a run draws all its sources equally often, as those that count epochs did in torchllm 0.1."""
-    return len(stages) == 1 and len(set(stages[0].weights)) == 1
 
 
 def _unchanged(item: Packed | DataError) -> Packed | DataError:
