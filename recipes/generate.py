@@ -56,7 +56,7 @@ def main(config: Config) -> str:
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: what follows a document
     tokens = torch.tensor([first_tokens], device=device)
-    max_length = config.model.max_sequence_length
+    max_length = config.longest_text
     generated = continue_text(model, tokens, config.generate, tokenizer.vocab, {tokenizer.end}, max_length, generator)
     text = tokenizer.decode([*prompt.tolist(), *generated])
     heading = f"--- step {manifest.step}, {len(generated)} tokens at temperature {config.generate.temperature:g} ---"
@@ -83,7 +83,7 @@ def chat(
         messages.append({"role": "user", "content": prompt})
         ids = chat_format.prompt(Conversation(messages))
         tokens = torch.tensor([ids.tolist()], device=generator.device)
-        max_length = config.model.max_sequence_length
+        max_length = config.longest_text
         generated = continue_text(model, tokens, config.generate, tokenizer.vocab, ends, max_length, generator)
         if generated and generated[-1] in ends:
             generated.pop()

@@ -19,6 +19,7 @@ FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 ROOMS = [
     "resources",
+    "regular_file",
     "config",
     "spec",
     "hugging_face",
@@ -44,6 +45,7 @@ ROOMS = [
 """Each room (a folder or a file of torchllm, or recipes) imports only itself and the rooms above it."""
 TORCH_FREE = {
     "resources",
+    "regular_file",
     "config",
     "spec",
     "hugging_face",

@@ -54,6 +54,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     _note_uncompiled_blocks(draft)
     if not draft.errors:
         check_export(draft)
+        _note_longer_sequences(draft)
     if uses_epochs:
         _choose_length(draft)
     else:
@@ -196,6 +197,17 @@ def check_export(draft: Draft[Any]) -> None:
         draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
     else:
         draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
+
+
+def _note_longer_sequences(draft: Draft[Any]) -> None:
+    """Note that the run trains on longer sequences than its model says."""
+    config = draft.config
+    if config.longest_text > config.model.max_sequence_length:
+        message = (
+            f"{config.training.sequence_length} is over model.max_sequence_length "
+            f"{config.model.max_sequence_length}: an export says the longer one, and a text may be as long"
+        )
+        draft.notes.append(draft.located(("training", "sequence_length"), message))
 
 
 def can_compile(draft: Draft[Any]) -> bool:

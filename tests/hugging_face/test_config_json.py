@@ -332,6 +332,15 @@ def test_a_model_of_no_family_is_refused_with_the_reason_of_each() -> None:
         family_to_export(model)
 
 
+def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_mistral() -> None:
+    """transformers 5 refuses it as a llama, and computes the same as a mistral without a window."""
+    model = Model(hidden=32, heads=6, head_dim=8)
+    with pytest.raises(NoFamily, match=r"'llama' cannot have model.heads = 6: .* do not divide hidden_size = 32"):
+        write_config_json(model, HUB_FAMILIES["llama"])
+    assert family_to_export(model, "llama").model_type == "mistral"
+    assert why_no_family(model) == []
+
+
 SPARSE = Model(experts=8)
 EXPORTED_AS = {
     "mixtral": SPARSE,

@@ -1,6 +1,7 @@
 """What is wrong with the files of a published model: found before a GPU waits, all at once, by file, tensor and key."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.hugging_face.published import save_published
@@ -160,6 +162,63 @@ def test_other_files_in_the_folder_are_not_read(folder: Path) -> None:
     """Mistral's folders hold the weights a second time, in another form."""
     (folder / "consolidated.safetensors").write_bytes(b"junk")
     assert problems_of(folder) == []
+
+
+def test_one_file_is_read_before_those_of_an_index_as_transformers_does(folder: Path) -> None:
+    """transformers leaves both after a save in several files and another one in one file."""
+    tensors: Tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    tensors[NORM] = torch.full((32,), 7.0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.model.norm.weight, tensors[NORM])
+    for is_stale in (False, True):
+        if is_stale:
+            (folder / FIRST).unlink()
+        files = find_hub_files(folder, read_hub_config(folder).family)
+        assert files.problems == []
+        assert files.tensors[NORM].file == "model.safetensors"
+        (note,) = files.notes
+        assert note.startswith(f"{folder}/model.safetensors is read, as transformers does; model.safetensors.index")
+
+
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    (problem,) = problems_of(folder)
+    assert problem.startswith("FOLDER: holds adapter_config.json beside the weights: transformers would read the model")
+
+
+def become_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", FIRST, "model.safetensors"])
+def test_a_fifo_or_a_device_is_refused_at_once(name: str, folder: Path) -> None:
+    for become, kind in ((become_fifo, "a FIFO"), (lambda path: path.symlink_to("/dev/zero"), "a device")):
+        (folder / name).unlink(missing_ok=True)
+        become(folder / name)
+        try:
+            found = "\n".join(problems_of(folder))
+        except HubFileError as error:
+            found = str(error)
+        assert f"{name}: cannot be read: is {kind}, not a regular file" in found
+
+
+def test_a_header_of_more_tensors_than_a_model_has_is_refused(folder: Path) -> None:
+    with (folder / FIRST).open("wb") as file:
+        file.write((1 << 26).to_bytes(8, "little"))
+        file.truncate(1 << 27)
+    (problem,) = problems_of(folder)
+    assert problem == f"{FIRST}: its header has 67108864 bytes, over the 16777216 of any model"
+
+
+def test_a_config_of_gigabytes_is_refused(folder: Path) -> None:
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(1 << 32)
+    with pytest.raises(HubFileError, match=r"config.json: cannot be read: has over 64 MiB"):
+        read_hub_config(folder)
 
 
 def test_buffers_of_old_versions_are_ignored(folder: Path) -> None:

@@ -271,6 +271,14 @@ def test_a_model_without_from_hf_is_as_before(folder: Path) -> None:
     assert load().model == Model()
 
 
+def test_longer_sequences_than_the_model_says_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (STDLIB, "--run.device=cpu", "--model.max_sequence_length=64")
+    for length, is_told in ((128, True), (64, False)):
+        load(*arguments, f"--training.sequence_length={length}")
+        note = "--training.sequence_length: 128 is over model.max_sequence_length 64: an export says the longer one"
+        assert (note in capsys.readouterr().err) == is_told
+
+
 def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

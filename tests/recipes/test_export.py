@@ -38,6 +38,7 @@ MODELS = {
     "llama tied, scaled": Model(
         tied_embeddings=True, rope_scaling_factor=4.0, rope_original_length=16, rope_theta=5e5, **SIZES
     ),
+    "mistral": Model(**(SIZES | {"heads": 6, "head_dim": 8})),
     "qwen3": Model(kv_heads=2, head_dim=12, qk_norm="head", norm_epsilon=1e-6, **SIZES),
     "mixtral": Model(kv_heads=2, experts=4, expert_ffn=24, **SIZES),
     "glm": Model(
@@ -112,6 +113,15 @@ def test_the_tokenizer_gives_the_ids_of_the_run(tmp_path: Path) -> None:
     assert ids == [256, *text.encode()]
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (256, 257, VOCAB)
+
+
+def test_a_model_is_as_long_as_the_sequences_that_it_was_trained_on(tmp_path: Path) -> None:
+    for length, expected in ((16, 32), (64, 64)):  # it was trained on 32
+        run = tmp_path / str(length) / "run"
+        save_run(run, replace(MODELS["llama"], max_sequence_length=length))
+        folder = exported(run)
+        assert transformers.AutoConfig.from_pretrained(folder).max_position_embeddings == expected
+        assert transformers.AutoTokenizer.from_pretrained(folder).model_max_length == expected
 
 
 def test_a_tokenizer_of_another_size_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

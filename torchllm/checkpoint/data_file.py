@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, check_regular
+from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, check_plain_file
 
 ROW = np.dtype([("number", "<u8"), ("length", "<u8"), ("sha256", "V32")])
 """a row of the table: number of the tensor in the index, bytes of the piece, its sha256"""
@@ -137,7 +137,7 @@ def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
 def check_file_size(path: Path, record: FileRecord) -> None:
     """Raise DamagedCheckpoint if a file is missing, no regular file, or not as long as its record says."""
     try:
-        size = check_regular(path)
+        size = check_plain_file(path)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path}: missing") from error
     if size != record.size:

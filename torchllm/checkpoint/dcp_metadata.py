@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchllm.checkpoint.data_file import ROW, PieceTable, data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, Index, Integers, PieceGrid, Region, parse_index
-from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, read_manifest
+from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, check_plain_file, read_manifest
 from torchllm.checkpoint.verify import check_content
 from torchllm.runtime.torch_compat import storage_info
 
@@ -100,6 +100,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> OldIndex:
     path = folder / METADATA
     if METADATA not in files:
         raise DamagedCheckpoint(f"{folder}: its manifest lists no {METADATA}")
+    check_plain_file(path)
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != files[METADATA].sha256:
         raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")

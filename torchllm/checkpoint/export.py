@@ -1,6 +1,7 @@
 """Export a run into a new folder: its weights, configs, tokenizer and model card; or the adapter that it trained."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     manifest = checkpoints[0].manifest
     origin = published_origin(manifest.record)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    model = without_padding(config.model, tokenizer.vocab, origin)
+    trained = replace(config.model, max_sequence_length=config.longest_text)
+    model = without_padding(trained, tokenizer.vocab, origin)
     family = family_to_export(model, origin.model_type)
     tensors = list(family.stored_tensors(model))
     dtype = getattr(torch, settings.dtype)
@@ -59,7 +61,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     with new_folder(path, weight_bytes(tensors, dtype)) as folder:
         write_weights(folder, tensors, MeanOfWeights(weights), dtype)
         texts = text_facts(config, manifest, tokenizer) if has_its_tokenizer(config.model, tokenizer.vocab) else None
-        missing_tokenizer = export_tokenizer(tokenizer, config.model, folder, texts)
+        missing_tokenizer = export_tokenizer(tokenizer, trained, folder, texts)
         write_configs(folder, model, family, settings.dtype, None if missing_tokenizer else texts)
         facts = facts_of_run(config, checkpoints)._replace(
             model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer

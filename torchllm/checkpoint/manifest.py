@@ -91,7 +91,7 @@ def step_folders(root: Path) -> list[Path]:
 
 def hash_file(path: Path) -> FileRecord:
     """Return size and sha256 of the content of a regular file. Raises DamagedCheckpoint if it is none."""
-    check_regular(path)
+    check_plain_file(path)
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -100,7 +100,7 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def check_regular(path: Path) -> int:
+def check_plain_file(path: Path) -> int:
     """Return the size of a file in bytes. Raises DamagedCheckpoint for a link, a folder or a device: its content could
     be anybody's."""
     status = path.lstat()
@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: there is no such checkpoint folder")
     try:
-        check_regular(path)
+        check_plain_file(path)
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error

@@ -23,7 +23,14 @@ from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, on_all, 
 from torchllm.checkpoint.data_file import DataFileWriter, PieceTable, data_file_name, read_piece, read_piece_table
 from torchllm.checkpoint.dcp_metadata import read_metadata
 from torchllm.checkpoint.index import INDEX, Index, Region, TensorEntry, TensorPiece, parse_index
-from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord, Manifest, read_manifest
+from torchllm.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    check_plain_file,
+    read_manifest,
+)
 from torchllm.checkpoint.plan import SavePlan
 from torchllm.checkpoint.state import EXTRA, Part
 from torchllm.checkpoint.verify import check_files, check_sizes
@@ -116,6 +123,7 @@ def read_index(path: Path, manifest: Manifest) -> bytes:
     if INDEX not in manifest.files:
         raise DamagedCheckpoint(f"{path.parent}: its manifest lists no {INDEX}")
     try:
+        check_plain_file(path)
         content = path.read_bytes()
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error

@@ -748,6 +748,11 @@ class Config:
     export: Export = field(default_factory=Export)
     finetune: Finetune = field(default_factory=Finetune)
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that the trained model is for."""
+        return max(self.model.max_sequence_length, self.training.sequence_length)
+
 
 def gradient_accumulation(training: Training, data_ranks: int) -> int:
     """Return the number of micro batches of one step on one of `data_ranks` data-parallel ranks."""

@@ -15,6 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.regular_file import read_regular
 from torchllm.resources import find_base, find_config
 
 KeyPath = tuple[str, ...]
@@ -103,7 +104,7 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
         errors.append(f"{named_at}{file}: no such file{hint}")
         return _unread()
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         errors.append(f"{named_at}{file}: cannot be read: {error.strerror}")
         return _unread()

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchllm.data.error import DataError
+from torchllm.regular_file import open_regular
 
 BLOCK = 2**20
 """bytes under one checksum; the last block of a file is shorter"""
@@ -52,7 +53,7 @@ def file_sums(path: Path) -> FileSums:
     """Return the checksums of a file, reading it once."""
     digest = hashlib.sha256()
     blocks = []
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
             blocks.append(zlib.crc32(block))
@@ -129,7 +130,7 @@ class CheckedFile:
         """Open `file`. Raises DataError if it is missing or has another size."""
         self.file = file
         try:
-            self._descriptor = os.open(file.path, os.O_RDONLY)
+            self._descriptor = open_regular(file.path)
         except OSError as error:
             raise _cannot_open(file, error) from None
         status = os.fstat(self._descriptor)

@@ -31,6 +31,7 @@ from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, ShardSize, Split, replacing
+from torchllm.regular_file import read_regular
 
 HEADER = "corpus.json"
 SHARD_TABLE = "shards.bin"
@@ -182,15 +183,21 @@ def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any], seque
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+LARGEST_HEADER = 1 << 30
+"""bytes; that of format 1 has a record of each shard"""
+
+
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / HEADER
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, LARGEST_HEADER))
     except FileNotFoundError:
         raise DataError(
             f"{folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
             f"if it was stopped, run it again); {describe_missing(str(folder))}"
         ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.records import BLOCK
 from torchllm.data.unpack import open_unpacked
+from torchllm.regular_file import check_regular
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ def source_files(source: Source) -> list[SourceFile]:
         raise DataError(
             f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"
         )
+    files = [stat_file(path) for path in paths]
     if source.kind == "text":
         _refuse_json_lines(source, paths)
-    return [stat_file(path) for path in paths]
+    return files
 
 
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -121,9 +123,13 @@ def _stdlib_paths() -> Iterator[str]:
 
 
 def stat_file(path: str) -> SourceFile:
-    """Return size and time of change of a file."""
+    """Return size and time of change of a file. Raises DataError for a FIFO or a device, which have no size."""
     try:
         status = os.stat(path)
     except OSError:
         return SourceFile(path, 0, 0)  # a dangling link: a bad record when it is read
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise DataError(f"data.sources: {path} {error.strerror}") from error
     return SourceFile(path, status.st_size, status.st_mtime_ns)

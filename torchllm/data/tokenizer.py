@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
 
 
+LARGEST_TOKENIZER = 1 << 30
+"""bytes of a tokenizer's file"""
+
+
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> Tokenizer:
     """Return the tokenizer that data.tokenizer (`name`) and data.pattern name.
@@ -67,6 +71,8 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(f'data.tokenizer: there is no file {name!r} (give "bytes" or the path of a tokenizer file)')
+    if path.stat().st_size > LARGEST_TOKENIZER:
+        raise DataError(f"data.tokenizer: {path} has {path.stat().st_size} bytes, more than any tokenizer")
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, threads)
     return TiktokenTokenizer(path, pattern, threads)

@@ -367,6 +367,12 @@ def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
 
     Raises NoFamily if the family's models cannot be like this one.
     """
+    if family.heads_divide_hidden and model.hidden % model.heads:
+        raise NoFamily(
+            f"models of type {family.model_type!r} cannot have model.heads = {model.heads}: transformers reads none "
+            f"whose heads do not divide hidden_size = {model.hidden}",
+            ["heads"],
+        )
     written = _write_fields(model, family)
     read = read_config_json(written)
     ours, theirs = form_of(model), form_of(Model(**read.values))

@@ -159,6 +159,8 @@ class HubFamily:
     and no other share is supported"""
     rope_theta: float = 10000.0
     """base of the rotary frequencies where config.json has none"""
+    heads_divide_hidden: bool = False
+    """transformers refuses models whose heads do not divide their width, though it could run them"""
     computes_ffn: bool = False
     """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
 

@@ -1,8 +1,8 @@
 """The files of a published model, and whether they are what a run needs. No torch, and no tensor is read.
 
-Which files hold weights is said by the index, or there is one file `model.safetensors`. All that is wrong is found at
-once: a file that is missing or cut short, a tensor that is missing, superfluous, of another shape or of a dtype that is
-no weight's.
+The weights are one file `model.safetensors`, or the files that an index names. Where both are there, the one file is
+read, as transformers does. All that is wrong is found at once: a file that is missing or cut short, a tensor that is
+missing, superfluous, of another shape or of a dtype that is no weight's.
 """
 
 import hashlib
@@ -18,10 +18,12 @@ from torchllm.config import Model
 from torchllm.hugging_face.config_json import ReadConfig, read_config_json
 from torchllm.hugging_face.family import HubFamily
 from torchllm.hugging_face.safetensors_header import ITEM_SIZES, FileTensor, Header, HubFileError, read_header
+from torchllm.regular_file import open_regular, read_regular
 
 CONFIG_JSON = "config.json"
 INDEX_JSON = "model.safetensors.index.json"
 WHOLE_MODEL = "model.safetensors"
+ADAPTER_JSON = "adapter_config.json"
 HEAD = "lm_head.weight"
 LISTED = 20
 """problems of tensors that an error lists at most"""
@@ -64,7 +66,7 @@ def read_hub_config(folder: Path) -> HubConfig:
 def _read(path: Path) -> bytes:
     """Return the content of a small file. Raises HubFileError."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise HubFileError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -92,6 +94,8 @@ class HubFiles:
     tensors: dict[str, FileTensor] = field(default_factory=dict)
     """by key as the family's table has it: with its prefix, which some files lack"""
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """what is left aside"""
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint remembers of the files that a run has started from."""
@@ -108,6 +112,15 @@ def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
     except HubFileError as error:
         files.problems.append(str(error))
         return files
+    if "" in places and (folder / INDEX_JSON).exists():
+        files.notes.append(
+            f"{folder / WHOLE_MODEL} is read, as transformers does; {INDEX_JSON} and the files that it names are not"
+        )
+    if (folder / ADAPTER_JSON).exists():
+        files.problems.append(
+            f"{folder}: holds {ADAPTER_JSON} beside the weights: transformers would read the model that the adapter "
+            "names, and add it; move the adapter away to read these weights"
+        )
     for name in sorted(set(places.values())):
         try:
             files.headers[name] = read_header(folder / name)
@@ -123,17 +136,17 @@ def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files with the weights. Raises HubFileError if the index is wrong, or there is none."""
+    """Return the names of the files with the weights. Raises HubFileError if there are none, or the index is wrong."""
     return sorted(set(_places(folder).values()))
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Return the file of each key that the index has; without an index, that of the key "" is the one file."""
+    """Return the file of each key that the index has; where there is one file, it is that of the key ""."""
     path = folder / INDEX_JSON
-    if not path.exists():
-        if not (folder / WHOLE_MODEL).exists():
-            raise HubFileError(f"{folder}: holds neither {INDEX_JSON} nor {WHOLE_MODEL}{_what_is_there(folder)}")
+    if (folder / WHOLE_MODEL).exists():
         return {"": WHOLE_MODEL}
+    if not path.exists():
+        raise HubFileError(f"{folder}: holds neither {INDEX_JSON} nor {WHOLE_MODEL}{_what_is_there(folder)}")
     places = _parse_table(path, _read(path)).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise HubFileError(f"{path}: weight_map: must be a table of file names")
@@ -151,7 +164,7 @@ def _what_is_there(folder: Path) -> str:
             "; its .bin files are pickles, which can run code when they are read, and are refused: convert them with "
             "transformers' save_pretrained"
         )
-    if "adapter_config.json" in names:
+    if ADAPTER_JSON in names:
         return "; it is an adapter: name the model that it belongs to"
     tensors = [name for name in names if name.endswith(".safetensors")]
     return f", but {', '.join(tensors)}" if tensors else ""
@@ -219,7 +232,8 @@ def _are_equal(folder: Path, first: FileTensor, second: FileTensor) -> bool:
     """Return whether two tensors have the same bytes, dtype and shape."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    with (folder / first.file).open("rb") as one, (folder / second.file).open("rb") as two:
+    one_file, two_file = open_regular(folder / first.file), open_regular(folder / second.file)
+    with os.fdopen(one_file, "rb") as one, os.fdopen(two_file, "rb") as two:
         one.seek(first.begin)
         two.seek(second.begin)
         remaining = first.end - first.begin

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.hugging_face.files import INDEX_JSON, WHOLE_MODEL, weight_files
+from torchllm.hugging_face.files import WHOLE_MODEL, weight_files
 from torchllm.hugging_face.safetensors_header import HubFileError
 
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -43,10 +43,10 @@ def find_hub_model(name: str, *, weights: bool, may_download: bool) -> FoundMode
     match = HUB_ID.fullmatch(name)
     if match is None:
         raise HubFileError(f"{name!r} is neither a folder nor an id of the hub, such as ORG/NAME or ORG/NAME@REVISION")
-    folder = _download(match["id"], match["revision"], SMALL_FILES, may_download)
-    if weights:
-        wanted = weight_files(folder) if (folder / INDEX_JSON).exists() else [WHOLE_MODEL]
-        _download(match["id"], folder.name, wanted, may_download)
+    wanted = [*SMALL_FILES, WHOLE_MODEL] if weights else SMALL_FILES
+    folder = _download(match["id"], match["revision"], wanted, may_download)
+    if weights and not (folder / WHOLE_MODEL).exists():
+        _download(match["id"], folder.name, weight_files(folder), may_download)
     return FoundModel(folder, f"{match['id']}@{folder.name}")
 
 

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchllm.data.chat.marks import GENERATED_BEGIN, GENERATED_END
 from torchllm.data.error import DataError
+from torchllm.regular_file import read_regular
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -263,7 +264,7 @@ def read_template(tokenizer: Path, file: str) -> str:
     path = Path(file).expanduser() if file else tokenizer.with_name(TEMPLATE_FILE)
     if file or path.is_file():
         try:
-            return path.read_text("utf-8")
+            return read_regular(path).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
     template = _read_tokenizer_config(tokenizer).get("chat_template")
@@ -289,7 +290,7 @@ def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"data.tokenizer: {path} cannot be read ({error}): copy it again") from error
     if not isinstance(content, dict):

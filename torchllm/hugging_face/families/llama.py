@@ -83,4 +83,5 @@ LLAMA = HubFamily(
     tensors=DECODER_TENSORS + NORMS_BEFORE,
     ignored_tensors=INVERSE_FREQUENCIES,
     ignored_fields=("pretraining_tp",),
+    heads_divide_hidden=True,
 )

@@ -1,0 +1,50 @@
+"""Read files that a user names. A FIFO or a device is refused: reading one may wait for ever, or never end."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+LARGEST_TEXT = 64 << 20
+"""bytes of a config, an index or a template at most: a thousand times what they have"""
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def check_regular(path: Path | str) -> int:
+    """Return the size of a file in bytes. Raises OSError, also if it is no regular file; links are followed."""
+    return _size_of(os.stat(path), path)
+
+
+def open_regular(path: Path | str) -> int:
+    """Open a file for reading, and return its descriptor. Raises OSError, also if it is no regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
+    try:
+        _size_of(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path | str, at_most: int = LARGEST_TEXT) -> bytes:
+    """Return the content of a small file. Raises OSError, also if it is no regular file or has over `at_most` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise OSError(errno.EFBIG, f"has over {at_most >> 20} MiB, more than such a file can have", str(path))
+    return content
+
+
+def _size_of(status: os.stat_result, path: Path | str) -> int:
+    """Return the size of a regular file. Raises OSError if it is none."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))
+    return status.st_size
