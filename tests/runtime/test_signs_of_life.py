@@ -17,6 +17,13 @@ def test_what_takes_long_says_so_and_where_it_is(caplog: pytest.LogCaptureFixtur
     assert len(caplog.messages) == count  # none after it
 
 
+def test_only_functions_of_the_library_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), signs_of_life("evaluate", interval=0.05):
+        while not caplog.messages:
+            time.sleep(0.01)
+    assert caplog.messages[0] == "evaluate: 0 s so far"
+
+
 def test_what_is_quick_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     threads = threading.active_count()
     with caplog.at_level(logging.INFO), signs_of_life("evaluate"):
