@@ -143,6 +143,17 @@ def test_a_step_that_is_skipped_changes_no_bit() -> None:
     assert not any(torch.equal(tensor, copies[name]) for name, tensor in average.tensors.items())
 
 
+def test_an_optimizer_of_a_fork_may_skip_steps_by_not_being_called() -> None:
+    model, _, average = plain_run()
+    optimizer = torch.optim.AdamW(model.parameters())
+    average.follow(optimizer)
+    copies = {name: tensor.clone() for name, tensor in average.tensors.items()}
+    apply_if_finite(optimizer, 0.1, torch.tensor(False))
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in average.tensors.items())
+    apply_if_finite(optimizer, 0.1, torch.tensor(True))
+    assert not any(torch.equal(tensor, copies[name]) for name, tensor in average.tensors.items())
+
+
 def test_in_place_of_the_weights_and_back() -> None:
     model, optimizer, average = plain_run()
     apply_if_finite(optimizer, 0.1, torch.tensor(True))

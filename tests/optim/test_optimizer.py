@@ -258,11 +258,17 @@ def test_a_tied_head_has_the_settings_of_the_embedding() -> None:
     assert group["learning_rate_factor"] == ROLES.embedding_rate
 
 
-def test_an_optimizer_of_a_fork_gets_the_learning_rate() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_any_optimizer_gets_the_learning_rate_and_skips_what_is_not_finite(kind: Any, fused: bool) -> None:
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    apply_if_finite(torch.optim.SGD([weight], 1.0, fused=True), 0.25, torch.tensor(True))
-    assert weight.item() == 0.75
+    settings = {"weight_decay": 0.0} if kind is torch.optim.AdamW else {}
+    optimizer = kind([weight], 1.0, fused=fused, **settings)
+    apply_if_finite(optimizer, 0.25, torch.tensor(False))
+    assert weight.item() == 1.0
+    apply_if_finite(optimizer, 0.25, torch.tensor(True))
+    assert weight.item() == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt", True)])

@@ -503,6 +503,12 @@ def test_limit_groups() -> None:
     assert error_1 == ""
 
 
+def test_reads_found_inf() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    assert not torch_compat.reads_found_inf(torch.optim.AdamW([weight]))
+    assert torch_compat.reads_found_inf(torch.optim.AdamW([weight], fused=True))
+
+
 def test_dump_memory() -> None:
     """Without a GPU only the name and its argument can be checked."""
     assert list(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)[:1] == ["filename"]

@@ -11,6 +11,7 @@ import logging
 import platform
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -59,6 +60,9 @@ LISTED = 3
 DEFAULT_GRACE = 30.0
 """seconds between SIGTERM and SIGKILL under Slurm and Kubernetes, unless set otherwise; a job cannot ask them"""
 
+CHECKPOINTERS: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
+"""those of this process: a proof compares the extra state of a recipe"""
+
 
 class Checkpointer:
     """Saves a run and resumes it. Every method must be called on all ranks, and raises CheckpointError on all."""
@@ -95,6 +99,7 @@ class Checkpointer:
         self._record = dict(record or {})
         self._initial = initial
         self._check_owner = check_owner
+        self.extra_state = dict(extra_state or {})
         self._extra_state = {f"{run_state.EXTRA}{name}": tensor for name, tensor in (extra_state or {}).items()}
         self.missing_extra_state: list[str] = list(extra_state or {})
         """names of this rank's extra state that no checkpoint has filled"""
@@ -114,6 +119,7 @@ class Checkpointer:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._snapshot = run_state.Snapshot(self._parts())
         self._history = CheckpointHistory(settings, self._root, self._group, check_owner, evaluates=evaluates)
+        CHECKPOINTERS.add(self)
 
     @during("load")
     def resume(self) -> Manifest | None:
@@ -221,6 +227,7 @@ class Checkpointer:
             for key, part in self._random_state().items():
                 if key in stored.index.tensors:
                     random[key] = part
+        run_state.start_optimizer_state(self._optimizer)
         extra = run_state.parts_of(self._extra_state)
         stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
         tensor_io.load_tensors(self._group, stored, self._model_parts() | random | stored_extra)

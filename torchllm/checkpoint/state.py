@@ -121,6 +121,20 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
     return tensors
 
 
+def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch's make its state, which it would not have before its first step, so that it is loaded.
+
+    That takes a step with gradients of zero: call it before the weights are loaded.
+    """
+    if optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the tensors to save by canonical name, a tied one once."""
     tensors: dict[str, Tensor] = {}

@@ -66,7 +66,7 @@ class WeightAverage:
                 local_tensor(self.tensors[name]).copy_(local_tensor(self.weights[name][0]))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the averages after each step of an optimizer, which has `found_inf` as in `apply_if_finite`."""
+        """Update the averages after each step of an optimizer that `apply_if_finite` takes."""
         if self.tensors:
             optimizer.register_step_post_hook(self._update)
         self._is_followed = True
@@ -82,7 +82,8 @@ class WeightAverage:
 
         Each operation rounds once, where a fused one would round by the place of an element in a shard.
         """
-        share = (optimizer.found_inf == 0) * (1.0 - self.decay)
+        skipped = getattr(optimizer, "found_inf", 0)  # an optimizer without it is not called where a step is skipped
+        share = (skipped == 0) * (1.0 - self.decay)
         for name, average in self.tensors.items():
             local = local_tensor(average)
             local.add_((local_tensor(self.weights[name][0]) - local).mul_(share))

@@ -87,6 +87,7 @@ class Muon(torch.optim.Optimizer):
         """groups: as torch's optimizers take them, each with `orthogonalized`, a bool, and its weight_decay."""
         settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
         super().__init__(groups, settings)
+        self._step_supports_amp_scaling = True  # it reads found_inf
         self.momentum = config.muon_momentum
         self.adjust_lr_fn = config.adjust_lr_fn
         matrices = []

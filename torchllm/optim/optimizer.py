@@ -12,6 +12,7 @@ from torchllm.config.applied_keys import applied
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
 from torchllm.optim.muon import Muon
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
+from torchllm.runtime.torch_compat import reads_found_inf
 from torchllm.spec.parameters import Role, canonical_name, rule_of
 
 
@@ -74,10 +75,15 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
 def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: Tensor) -> None:
     """Take the optimizer's step if `finite` (a bool (), equal on all ranks) is true; otherwise change nothing at all.
 
-    The decision stays on the device: optimizers read `found_inf`, which is how torch's GradScaler skips steps.
+    The decision stays on the device where the optimizer reads `found_inf`, which is how torch's GradScaler skips steps:
+    those of `build_optimizer`, and torch's fused ones. For any other one it is read, which waits for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)  # a fork's own optimizer may have none
+    if not reads_found_inf(optimizer):
+        if finite:
+            optimizer.step()
+        return
     # The two attributes that GradScaler sets are not in torch's stubs.
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]

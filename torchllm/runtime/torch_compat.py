@@ -60,6 +60,7 @@ __all__ = [
     "limit_groups",
     "local_region",
     "profiled_events",
+    "reads_found_inf",
     "skip_pipeline_vote",
     "standard_strides",
     "storage_info",
@@ -202,6 +203,14 @@ def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
     DTensors of several meshes: it multiplies each by itself, and its factor may not be one of them.
     """
     torch._foreach_mul_(tensors, factor)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step changes nothing where its attribute `found_inf` is not 0.
+
+    GradScaler asks the same attribute, which torch's fused optimizers set.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
