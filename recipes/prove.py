@@ -22,7 +22,7 @@ from torchllm.proof.recipe import import_recipe
 from torchllm.resources import resource
 from torchllm.start import load_sizes
 
-LINE = "{:>8} {:>6}  {:<42} {}"
+LINE = "{:>9} {:>6}  {:<42} {}"
 
 
 def main(arguments: Sequence[str], pool: Pool) -> int:
@@ -55,12 +55,12 @@ def prove_parser() -> argparse.ArgumentParser:
 
 def print_result(result: ProvenLayout) -> None:
     """Print the line of a layout, and what is wrong with it."""
-    error, seconds = f"{result.agreement.error:.1e}", f"{result.seconds:.1f}"
-    print(LINE.format(error, seconds, result.agreement.parameter, result.name))
-    if not result.is_right:
-        findings = result.agreement.findings
-        of_worst = [finding for finding in findings if f"{result.agreement.parameter}: " in finding]
-        print(f"    wrong: {[*of_worst, *findings][0]}")
+    parameter, error, findings, precision = result.agreement
+    shown = f"{error:.1e}" if error else "same bits"
+    in_precision = f" (in {precision}; rounding in float32)" if precision else ""
+    print(LINE.format(shown, f"{result.seconds:.1f}", parameter, result.name + in_precision))
+    if findings:
+        print(f"    wrong: {findings[0]}")
     sys.stdout.flush()
 
 
@@ -73,6 +73,8 @@ def print_summary(results: Sequence[ProvenLayout], options: ProofOptions) -> Non
         print(f"{what}: all train the model that one process trains, worst gradient error {worst:.1e}")
         return
     print(f"{what}: {len(wrong)} wrong")
+    if any(result.is_alone for result in wrong):
+        print("wrong without any parallelism: one process does not agree with itself, so that no layout can")
     for technique in culprits(wrong):
         print(f"{technique.name}: {technique.hint}")
 

@@ -33,7 +33,7 @@ from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compar
 from torchllm.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
 from torchllm.proof.gather import gather_whole
 from torchllm.proof.layouts import Settings, with_settings
-from torchllm.proof.record import NO_CHOICES, Trained, record_training
+from torchllm.proof.record import NO_CHOICES, Recording, Trained, record_training
 from torchllm.proof.shrink import one_process
 from torchllm.runtime.process import Runtime, compute_dtype
 from torchllm.spec.parameters import canonical_name, rule_of
@@ -91,9 +91,8 @@ def _plain_training(config: Config, ragged: bool) -> Trained:
     apply_lora(model, config.lora, torch.float32)
     initialize([model], config.model, CPU, config.run.seed)
     fill_updates([model], config)
-    parameters: dict[str, Any] = {
-        canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    weights: dict[str, Any] = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {name: parameter for name, parameter in weights.items() if parameter.requires_grad}
     routers = [module for module in model.modules() if isinstance(module, Router)]
     tokens: dict[Router, list[int]] = {}
     for router in routers:
@@ -122,10 +121,10 @@ def _plain_training(config: Config, ragged: bool) -> Trained:
             _move_bias(router, tokens[router], config.model)
             router.last_shares = torch.tensor(tokens[router]) / sum(tokens[router])
         trained.tokens_per_expert.append([tokens[router] for router in routers])
+        trained.weights.append(_copies({**weights, **dict(model.named_buffers())}))
     if config.evaluate.interval:
         with torch.no_grad():
             trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
-    trained.parameters = _copies({**parameters, **dict(model.named_buffers())})
     trained.choices, trained.smallest_gap = record.choices(), record.smallest_gap
     return trained
 
@@ -302,7 +301,7 @@ def train_config(config: Config, ragged: bool, choices: Mapping[RouterUse, Choic
 
     choices: of experts, which routers are made to take.
     """
-    return record_training(ragged_recipe if ragged else even_recipe, config, config.training.steps, choices)
+    return record_training(ragged_recipe if ragged else even_recipe, config, Recording(config.training.steps, choices))
 
 
 def compare(trained: Trained, expected: Trained) -> float:

@@ -14,6 +14,8 @@ class Change(NamedTuple):
     """above `train`"""
     call: str = "    change(stages)\n"
     """below the call of `parallelize`"""
+    replaced: tuple[tuple[str, str], ...] = ()
+    """texts of the recipe, and what stands in their place"""
 
 
 def documented_change() -> Change:
@@ -101,5 +103,8 @@ def write_fork(file: Path, change: Change) -> Path:
     text = (ROOT / "recipes" / "pretrain.py").read_text()
     assert CALL in text
     text = text.replace(CALL, f"{CALL}{change.call}")
+    for old, new in change.replaced:
+        assert old in text, old
+        text = text.replace(old, new)
     file.write_text(text.replace("\ndef train(", f"\n{change.definitions}\n\ndef train(", 1))
     return file

@@ -64,6 +64,13 @@ def test_ranks_are_kept(pool: Pool) -> None:
     assert processes(pool, 3) == three
 
 
+def test_renewed_ranks_are_other_processes(pool: Pool) -> None:
+    first, second, third = processes(pool, 3)
+    pool.renew(range(2))
+    assert not {first, second} & set(processes(pool, 2))
+    assert processes(pool, 3)[2] == third
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_function_fails_only_its_test(pool: Pool, rank: int) -> None:
     with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} of 2:.*fails_on.*ValueError: rotten"):

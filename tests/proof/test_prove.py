@@ -1,7 +1,9 @@
 """`torchllm prove`: what it draws, what it finds wrong in a fork, what it says about it."""
 
+import itertools
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from recipes import prove as recipe
 from tests import workers
-from tests.proof import forks
+from tests.proof import forks, planted
 from tests.proof.forks import Change, write_fork
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Float8, Model, Optimizer, gradient_accumulation
@@ -20,7 +22,7 @@ from torchllm.config.toml import read_files
 from torchllm.proof import prove
 from torchllm.proof.axes import TECHNIQUES, Technique
 from torchllm.proof.layouts import with_settings
-from torchllm.proof.prove import ProofOptions, Prover, culprits
+from torchllm.proof.prove import ProofOptions, ProvenLayout, Prover, culprits
 from torchllm.proof.recipe import MODULE, import_recipe
 from torchllm.proof.shrink import one_process, shrink
 
@@ -58,6 +60,95 @@ def test_a_bug_is_found_by_the_technique_that_it_breaks(change: Change, name: st
     assert not result.is_right
     assert re.match(r"step 1(, [\w.]+: gradient differs|: loss differs)", result.agreement.findings[0])
     assert culprits([result]) == [technique(name)]
+
+
+RESUMED = "checkpoint.resume=auto"
+"""no technique of a layout, but a run that is saved and resumed"""
+OTHER_BATCH = "step 1, .*: gradient differs"
+FOUND = {
+    "mean per rank": ("dp_replicate=2", OTHER_BATCH),
+    "largest local head": ("tp=2", OTHER_BATCH),
+    "running mean": ("micro_batch_size=1", OTHER_BATCH),
+    "trust ratio of local norms": ("dp_shard=2", "step 1, .*: the update is wrong, not the gradient"),
+    "auxiliary loss per micro batch": ("micro_batch_size=1", OTHER_BATCH),
+    "local positions": ("tp=2 sequence_parallel=True", OTHER_BATCH),
+    "detached under tp": ("tp=2", OTHER_BATCH),
+    "clipped per stage": ("pp=2", ".*: the update is wrong, not the gradient"),
+    "rate by world size": ("dp_replicate=2", "step 1, .*: the update is wrong, not the gradient"),
+    "label smoothing over the local vocabulary": ("tp=2", OTHER_BATCH),
+    "weights by the mean of the batch": ("micro_batch_size=1", OTHER_BATCH),
+    "balance of local tokens": ("micro_batch_size=1", OTHER_BATCH),
+    "dropout by place": ("cp=2 cp_method=ulysses", OTHER_BATCH),
+    "random buffers": ("pp=2", OTHER_BATCH),
+    "tied by hand": ("dp_replicate=2", ""),
+    "average on the first rank": ("dp_replicate=2", "extra state after step 3, own.*: ranks differ"),
+    "data by the rank among all": ("dp_shard=2 tp=2", OTHER_BATCH),
+    "state that is not saved": (RESUMED, "step 3, .*: gradient differs"),
+}
+"""by which technique a mistake is found, and what is said of it"""
+QUICKLY_FOUND = ("trust ratio of local norms", "average on the first rank", "state that is not saved")
+
+
+def prove_fork(fork: Path, names: Sequence[str], mixture: bool = False) -> list[ProvenLayout]:
+    """Return what comes of some techniques alone."""
+    config = MIXTURE if mixture else Config()
+    prover = Prover(fork, config, OPTIONS._replace(ranks=4), fork.parent, workers.POOL)
+    results = []
+    for name in names:
+        if name == RESUMED:
+            results.append(prover.prove_resumed())
+            continue
+        layout = prover.layout_with(technique(name))
+        assert layout is not None
+        results.append(prover.prove(layout, technique(name)))
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY_FOUND else exhaustive) for name in FOUND]
+)
+def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
+    technique_name, finding = FOUND[name]
+    fork = write_fork(tmp_path / "fork.py", planted.MISTAKES[name])
+    (result,) = prove_fork(fork, [technique_name], mixture=name == "balance of local tokens")
+    assert result.agreement.findings
+    assert re.match(finding, result.agreement.findings[0])
+    assert [one.name for one in culprits([result])] == [technique_name]
+
+
+TRIED = ("micro_batch_size=1", "dp_shard=2", "tp=2 sequence_parallel=True", "cp=2 cp_method=ring", "pp=2", RESUMED)
+QUICKLY_RIGHT = (("AdamW", "dp_shard=2"), ("AdamW, fused", "micro_batch_size=1"), ("a counter of the module", RESUMED))
+
+
+@pytest.mark.parametrize(
+    ("name", "technique_name"),
+    [
+        pytest.param(*case, marks=() if case in QUICKLY_RIGHT else exhaustive)
+        for case in itertools.product(planted.RIGHT, TRIED)
+    ],
+)
+def test_a_change_that_is_right_is_not_called_wrong(name: str, technique_name: str, tmp_path: Path) -> None:
+    (result,) = prove_fork(write_fork(tmp_path / "fork.py", planted.RIGHT[name]), [technique_name])
+    assert result.is_right, result.agreement.findings
+    assert result.agreement.error < 1e-5
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Optimizer(name="muon"), pytest.param(Optimizer(name="sgd", momentum=0.9), marks=exhaustive)]
+)
+def test_the_library_is_right_with_every_optimizer(optimizer: Optimizer, tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(optimizer=optimizer), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("dp_shard=2"))
+    assert layout is not None
+    assert prover.prove(layout).agreement.findings == []
+
+
+def test_rounding_is_told_from_a_mistake_in_float64(tmp_path: Path) -> None:
+    """A sum that cancels loses four digits, in one process others than under tp."""
+    cancelling = planted.of_blocks("def hook(mlp, inputs):\n    return ((inputs[0] + 3e4) - 3e4,)")
+    (result,) = prove_fork(write_fork(tmp_path / "fork.py", cancelling), ["tp=2"])
+    assert result.is_right, result.agreement.findings
+    assert result.agreement.precision == "float64"
 
 
 def test_the_reference_recipe_is_right(tmp_path: Path) -> None:
@@ -146,7 +237,7 @@ def test_every_pair_of_settings_is_drawn(tmp_path: Path) -> None:
 
 
 def test_each_technique_has_a_layout_of_its_own(tmp_path: Path) -> None:
-    prover = Prover(PRETRAIN, MIXTURE, OPTIONS, tmp_path, workers.POOL)
+    prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(ranks=4), tmp_path, workers.POOL)
     for technique in TECHNIQUES:
         layout = prover.layout_with(technique)
         if not technique.settings:
@@ -155,7 +246,7 @@ def test_each_technique_has_a_layout_of_its_own(tmp_path: Path) -> None:
         assert layout is not None, technique.name
         used = [other.name for other in TECHNIQUES if other.is_used(prover.space.config(layout))]
         assert technique.name in used
-        allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2", "dp_shard=2"}
+        allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2", "dp_shard=2", "cp=2 cp_method=ring"}
         assert set(used) <= allowed, (technique.name, used)
 
 

@@ -44,12 +44,16 @@ def _compiles(config: Config) -> bool:
     return config.compile.norm or config.compile.block is True or config.compile.loss is True
 
 
+GLOBAL_RANK = (
+    "each of the two is right alone. Look for a rank among all ranks (runtime.rank, torch.distributed.get_rank()) "
+    "where a rank along an axis is meant (mesh.data_rank, mesh.tp.get_local_rank()), and for an exchange over all ranks"
+)
 TECHNIQUES = (
     Technique(
         {MICRO_BATCH: 1},
         _accumulates,
         "a step has several micro batches. Look for a loss that is a mean where it must be a sum, for a number that "
-        "depends on the whole batch, and for state that outlives a forward",
+        "depends on the whole batch, for random numbers, and for state that outlives a forward",
     ),
     Technique(
         {"training.loss_chunk": 20},
@@ -122,5 +126,33 @@ TECHNIQUES = (
         "gradients of weights are computed later than those of inputs (torchllm/parallel/weight_gradients.py). Look "
         "for a forward of nn.Linear or a Head.project that was replaced",
     ),
+    Technique(
+        {"parallel.dp_shard": 2, "parallel.tp": 2},
+        lambda config: config.parallel.dp_shard > 1 and config.parallel.tp > 1,
+        GLOBAL_RANK,
+    ),
+    Technique(
+        {"parallel.dp_shard": 2, "parallel.cp": 2, "parallel.cp_method": "ring"},
+        lambda config: config.parallel.dp_shard > 1 and config.parallel.cp > 1,
+        GLOBAL_RANK,
+    ),
+    Technique(
+        {"parallel.dp_shard": 2, "parallel.pp": 2},
+        lambda config: config.parallel.dp_shard > 1 and config.parallel.pp > 1,
+        GLOBAL_RANK,
+    ),
+    Technique(
+        {"parallel.tp": 2, "parallel.pp": 2},
+        lambda config: config.parallel.tp > 1 and config.parallel.pp > 1,
+        GLOBAL_RANK,
+    ),
 )
-"""the simplest first: a layout that is wrong has, as a rule, a technique that is wrong alone"""
+"""the simplest first, and pairs of axes last: a layout that is wrong has, as a rule, a technique that is wrong alone"""
+
+RESUMED = Technique(
+    {"checkpoint.resume": "auto"},
+    lambda config: False,
+    "a run that goes on from a checkpoint has what was saved, and nothing else. Look for state that is neither in the "
+    "model nor in the optimizer: give it to Checkpointer(extra_state=...)",
+)
+"""a run that is saved in one layout and goes on in another one"""

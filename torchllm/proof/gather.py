@@ -4,16 +4,16 @@ It does not ask DTensor for the whole tensor: a rank whose copy has drifted from
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchllm.parallel.float8 import plain_tensor
+from torchllm.optim.fused import local_tensor
 from torchllm.runtime.torch_compat import local_region
 from torchllm.spec.parameters import canonical_name
 
@@ -65,7 +65,19 @@ def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> W
                 missing.append(canonical_name(name))
             else:
                 parts.append(held_part(canonical_name(name), tensor.detach()))
-    # One exchange of every rank's parts: a gather of each tensor by torch costs as much as a step.
+    return _put_together_on_first(parts, missing)
+
+
+def gather_state(tensors: Mapping[str, Tensor]) -> WholeTensors | None:
+    """Return, on rank 0, whole tensors of which each rank has some by name, as `gather_whole` does."""
+    return _put_together_on_first([held_part(name, tensor.detach()) for name, tensor in tensors.items()], [])
+
+
+def _put_together_on_first(parts: list[HeldPart], missing: list[str]) -> WholeTensors | None:
+    """Return, on rank 0, the whole tensors of all ranks' parts. missing: tensors that this rank lacks and should have.
+
+    One exchange of every rank's parts: a gather of each tensor by torch costs as much as a step.
+    """
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((parts, missing), of_ranks)
     if of_ranks is None:
@@ -81,9 +93,18 @@ def gather_whole(stages: Sequence[nn.Module], get: Callable[[Tensor], Any]) -> W
 def held_part(name: str, tensor: Tensor) -> HeldPart:
     """Return this rank's part of a tensor."""
     _, offset = local_region(tensor)
-    local = plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
+    wide = local.to(torch.promote_types(local.dtype, torch.float32))
     # A copy: the tensor may change before the part is sent.
-    return HeldPart(name, tuple(tensor.shape), offset, local.float().numpy().copy())
+    return HeldPart(name, tuple(tensor.shape), offset, wide.numpy().copy())
+
+
+@torch.no_grad()
+def set_part(tensor: Tensor, whole: FloatArray) -> None:
+    """Write this rank's part of a whole tensor into the tensor that it holds."""
+    shape, offset = local_region(tensor)
+    region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    local_tensor(tensor).copy_(torch.from_numpy(np.ascontiguousarray(whole[region])))
 
 
 def put_together(parts: Iterable[HeldPart]) -> WholeTensors:
@@ -91,10 +112,15 @@ def put_together(parts: Iterable[HeldPart]) -> WholeTensors:
     whole: dict[str, FloatArray] = {}
     filled: dict[str, npt.NDArray[np.bool_]] = {}
     different: dict[str, float] = {}
+    findings = []
     for part in parts:
         if part.name not in filled:
             whole[part.name] = np.empty(part.shape, dtype=part.values.dtype)
             filled[part.name] = np.zeros(part.shape, dtype=bool)
+        if part.shape != whole[part.name].shape:
+            shapes = f"{whole[part.name].shape} and {part.shape}"
+            findings.append(ParameterFinding(part.name, f"ranks have other shapes of it: {shapes}"))
+            continue
         values = whole[part.name][part.region]
         is_filled = filled[part.name][part.region]
         first, second = values[is_filled], part.values[is_filled]
@@ -103,7 +129,6 @@ def put_together(parts: Iterable[HeldPart]) -> WholeTensors:
             different[part.name] = largest
         values[...] = part.values
         is_filled[...] = True
-    findings = []
     for name, is_filled in filled.items():
         if name in different:
             findings.append(ParameterFinding(name, f"ranks differ by {different[name]:.1e}"))

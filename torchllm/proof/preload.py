@@ -1,8 +1,14 @@
-"""Imported once by the pool's fork server, so that a new rank starts with torch and most of the library loaded."""
+"""Imported once by the pool's fork server, so that a new rank starts with torch and all that a recipe imports."""
 
 import gc
 
+import torchllm.adapt.supervise
 import torchllm.adapt.trial
-import torchllm.proof.record  # noqa: F401  # imported for what it loads
+import torchllm.data.loader
+import torchllm.dry_run.run
+import torchllm.metrics.monitor
+import torchllm.parallel.chosen_kernel
+import torchllm.proof.record
+import torchllm.train.evaluate  # noqa: F401  # imported for what they load
 
 gc.freeze()  # a collection after each call, on each rank, need not look through all of torch again: 0.2 s

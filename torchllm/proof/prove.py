@@ -3,22 +3,23 @@
 import pickle
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.proof.axes import TECHNIQUES, Technique
+from torchllm.proof.axes import RESUMED, TECHNIQUES, Technique
 from torchllm.proof.compare import (
-    FLOAT32,
+    GRADIENT_ERROR,
     Agreement,
     ErrorBounds,
     bfloat16_bounds,
     compare_trainings,
     float8_bounds,
+    float32_bounds,
 )
-from torchllm.proof.forced_routing import LEAST_GAP, Choices, RouterUse
+from torchllm.proof.forced_routing import LEAST_GAP
 from torchllm.proof.layouts import (
     AXES,
     BALANCED,
@@ -31,15 +32,20 @@ from torchllm.proof.layouts import (
     Settings,
     degrees,
     describe_layout,
+    ranks_of,
     with_settings,
 )
 from torchllm.proof.pool import Pool, WorkerFailed
 from torchllm.proof.recipe import import_recipe
-from torchllm.proof.record import NO_CHOICES, Trained, record_training
+from torchllm.proof.record import Recording, Trained, record_training
 from torchllm.proof.sample import covering
 from torchllm.proof.shrink import one_process, shrink, write_documents
 
 FLOAT32_STEPS = 3
+LARGEST_ROUNDING = 1e-2
+"""of a gradient in float32: what is farther off is wrong, and need not be tried in float64"""
+SAVED_STEP = 2
+"""after which a run is saved in one layout, to go on in another"""
 BFLOAT16_STEPS = 1
 """after it the weights of two layouts differ by their rounding, and with them the next gradients"""
 
@@ -70,6 +76,8 @@ class ProvenLayout(NamedTuple):
     seconds: float
     technique: Technique | None
     """that the layout has alone"""
+    saved: Settings | None = None
+    """the layout of the run that this one resumes"""
 
     @property
     def is_right(self) -> bool:
@@ -77,10 +85,15 @@ class ProvenLayout(NamedTuple):
         return not self.agreement.findings
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is one process."""
+        return self.config.parallel.ranks == 1
+
+    @property
     def name(self) -> str:
         """The layout in one line."""
-        words = describe_layout({key: value for key, value in self.layout.items() if value != PLAIN.get(key)})
-        return words or "one process"
+        name = name_of(self.layout)
+        return name if self.saved is None else f"{name_of(self.saved)}, saved; {name}, resumed"
 
 
 PLAIN: Settings = {
@@ -99,20 +112,38 @@ PLAIN: Settings = {
 """values that a technique alone has, and that need not be printed"""
 
 
+def name_of(layout: Settings) -> str:
+    """Return a layout in one line."""
+    words = describe_layout({key: value for key, value in layout.items() if value != PLAIN.get(key)})
+    return words or "one process"
+
+
 def prove(
     recipe: Path, config: Config, options: ProofOptions, pool: Pool, kept: Collection[str] = ()
 ) -> Iterator[ProvenLayout]:
     """Train small copies of a config with a recipe, and yield what came of each layout as soon as it is known.
 
-    First come the techniques alone, then layouts in which every pair of settings occurs. kept: dotted keys of the
-    config that stay as they are. UserError if the recipe fails in one process.
+    First come the techniques alone, of one process and then of several; pairs of axes; a run that is saved and resumed;
+    then layouts in which every pair of settings occurs. If one process does not agree with itself, nothing else is
+    tried. kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process.
     """
     with tempfile.TemporaryDirectory(prefix="torchllm-prove-") as folder:
         prover = Prover(recipe, config, options, Path(folder), pool, kept)
-        for technique in TECHNIQUES:
+        agrees_with_itself = all_right = True
+        for technique in TECHNIQUES:  # those of one process first
             layout = prover.layout_with(technique)
-            if layout is not None:
-                yield prover.prove(layout, technique)
+            if layout is None:
+                continue
+            if ranks_of(layout) > 1 and not agrees_with_itself:
+                return
+            result = prover.prove(layout, technique)
+            all_right &= result.is_right
+            agrees_with_itself &= result.is_right or ranks_of(layout) > 1
+            yield result
+        if not agrees_with_itself:
+            return
+        if all_right and not prover.is_bfloat16:  # else the layout that resumes may be wrong by itself
+            yield prover.prove_resumed()
         for layout in prover.draw(options.layouts):
             yield prover.prove(layout)
 
@@ -131,7 +162,7 @@ class Prover:
     ) -> None:
         """Shrink the config. folder: an empty one, for the documents and the run."""
         write_documents(folder, options.seed)
-        self.recipe, self.pool, self.seed = recipe, pool, options.seed
+        self.recipe, self.pool, self.seed, self.folder, self.kept = recipe, pool, options.seed, folder, kept
         self.is_bfloat16 = options.dtype == "bfloat16"
         self.steps = BFLOAT16_STEPS if self.is_bfloat16 else FLOAT32_STEPS
         fixed = {"training.dtype": options.dtype, "run.seed": options.seed}
@@ -145,10 +176,12 @@ class Prover:
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
         self.layouts = self.space.census().layouts
         self.proven: list[Settings] = []
-        self.trained_alone: dict[Config, Trained] = {}
+        self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
 
     def layout_with(self, technique: Technique) -> Settings | None:
         """Return the smallest valid layout with a technique alone; None if the config allows none."""
+        if any(key in self.kept and not key.startswith("parallel.") for key in technique.settings):
+            return None
         asked = {key: value for key, value in technique.settings.items() if key not in self.space.options}
         for layout in self.layouts:
             expected = {**PLAIN, **asked}
@@ -173,14 +206,69 @@ class Prover:
         started = time.monotonic()
         self.proven.append(layout)
         config = self.decided(self.space.config(layout))
-        expected = self.expected(one_process(config))
-        bounds = self.bounds(config, expected)
+        return ProvenLayout(layout, config, self.agreement(config), time.monotonic() - started, technique)
+
+    def prove_resumed(self) -> ProvenLayout:
+        """Save a run in one layout, resume it in another one, and compare it with one process that was not resumed.
+
+        If that is wrong and saving and resuming in one process is too, it returns the latter.
+        """
+        saved, layout = self.layout_like({"parallel.dp_shard": 2}), self.layout_like({"parallel.tp": 2})
+        result = self._prove_resumed(saved, layout)
+        alone = self.layout_like({})
+        if not result.is_right and ranks_of(layout) > 1:
+            result_alone = self._prove_resumed(alone, alone)
+            return result if result_alone.is_right else result_alone
+        return result
+
+    def _prove_resumed(self, saved: Settings, layout: Settings) -> ProvenLayout:
+        started = time.monotonic()
+        config = self.decided(self.space.config(layout))
+        saving = with_settings(self.space.config(saved), {"run.seed": config.run.seed})
+        agreement = self.agreement(config, saving)
+        return ProvenLayout(layout, config, agreement, time.monotonic() - started, RESUMED, saved)
+
+    def layout_like(self, settings: Settings) -> Settings:
+        """Return the smallest valid layout with these settings alone, or of one process if there is none."""
+        layout = self.layout_with(Technique(settings, lambda config: True, ""))
+        return self.layout_like({}) if layout is None else layout
+
+    def agreement(self, config: Config, saving: Config | None = None) -> Agreement:
+        """Return how well a layout agrees with one process: in float64, if it does in that and not in float32.
+
+        saving: the layout of a run that is resumed.
+        """
+        found = self.agreement_in(config, saving, in_float64=False)
+        if not found.findings or self.is_bfloat16 or not found.error <= LARGEST_ROUNDING:
+            return found
+        exact = self.agreement_in(config, saving, in_float64=True)
+        return found if exact.findings else exact._replace(precision="float64")
+
+    def agreement_in(self, config: Config, saving: Config | None, in_float64: bool) -> Agreement:
+        """Return how well a layout agrees with one process in a type."""
+        alone = one_process(config)
+        expected = self.expected(alone, in_float64)
+        recording = Recording(self.steps, weights=expected.weights, in_float64=in_float64)
+        if self.is_bfloat16:
+            recording = Recording(self.steps, expected.choices)
         try:
-            choices = expected.choices if self.is_bfloat16 else NO_CHOICES
-            agreement = compare_trainings(self.train(config, choices), expected, bounds)
+            if saving is not None:
+                folder = {"run.folder": tempfile.mkdtemp(dir=self.folder)}
+                saving = with_settings(saving, {**folder, "checkpoint.interval": SAVED_STEP})
+                self.train(saving, recording._replace(steps=SAVED_STEP, saves=True))
+                config = with_settings(config, {**folder, "checkpoint.resume": "auto"})
+            trained = self.train(config, recording)
         except WorkerFailed as error:
-            agreement = Agreement("", float("nan"), [last_line(str(error))])
-        return ProvenLayout(layout, config, agreement, time.monotonic() - started, technique)
+            return Agreement("", float("nan"), [last_line(str(error))])
+        if self.is_bfloat16:
+            return compare_trainings(trained, expected, self.bfloat16_bounds(config, expected))
+        agreement = compare_trainings(trained, expected, float32_bounds(expected, ()))
+        if not agreement.findings or not agreement.error <= GRADIENT_ERROR:
+            return agreement
+        nudged = []
+        for nudge in (GRADIENT_ERROR, -GRADIENT_ERROR):
+            nudged.append(self.train_alone(alone, recording._replace(nudge=nudge)))
+        return compare_trainings(trained, expected, float32_bounds(expected, nudged))
 
     def decided(self, config: Config) -> Config:
         """Return the config with the next seed with which no token of one process is about to choose another expert.
@@ -198,46 +286,46 @@ class Prover:
             "in which tokens go to the experts of one process"
         )
 
-    def expected(self, config: Config) -> Trained:
-        """Return what one process computes in float32."""
-        return self.train_alone(with_settings(config, {"training.dtype": "float32", "float8.recipe": "none"}))
+    def expected(self, config: Config, in_float64: bool = False) -> Trained:
+        """Return what one process computes in float32, or in float64. UserError if it is not seen to compute."""
+        config = with_settings(config, {"training.dtype": "float32", "float8.recipe": "none"})
+        trained = self.train_alone(config, Recording(self.steps, in_float64=in_float64))
+        if not any(trained.gradients):
+            raise UserError(f"{self.recipe}: no gradients are seen, for its optimizer is no torch.optim.Optimizer")
+        return trained
 
-    def bounds(self, config: Config, expected: Trained) -> ErrorBounds:
-        """Return how far a layout may be from one process."""
-        if not self.is_bfloat16:
-            return FLOAT32
-        own = self.train_alone(one_process(config, config.training.micro_batch_size), expected.choices)
-        if config.float8.is_on:
-            return float8_bounds(own, expected)
-        return bfloat16_bounds(own, expected)
+    def bfloat16_bounds(self, config: Config, expected: Trained) -> ErrorBounds:
+        """Return how far a layout in bfloat16 may be from one process in float32."""
+        alone = one_process(config, config.training.micro_batch_size)
+        own = self.train_alone(alone, Recording(self.steps, expected.choices))
+        return float8_bounds(own, expected) if config.float8.is_on else bfloat16_bounds(own, expected)
 
-    def train_alone(self, config: Config, choices: Mapping[RouterUse, Choices] = NO_CHOICES) -> Trained:
+    def train_alone(self, config: Config, recording: Recording) -> Trained:
         """Train in one process, once for each config. UserError if that fails."""
-        if config not in self.trained_alone:
+        key = config, recording.nudge, recording.in_float64
+        if key not in self.trained_alone:
             try:
-                self.trained_alone[config] = self.train(config, choices)
+                self.trained_alone[key] = self.train(config, recording)
             except WorkerFailed as error:
                 text = f"{self.recipe} fails in one process, on the small copy of the config:"
                 raise UserError(f"{text}\n{error}") from error
-        return self.trained_alone[config]
+        return self.trained_alone[key]
 
-    def train(self, config: Config, choices: Mapping[RouterUse, Choices]) -> Trained:
-        """Take the steps on the ranks of a layout, with choices of experts. WorkerFailed if that fails."""
+    def train(self, config: Config, recording: Recording) -> Trained:
+        """Take the recorded steps on the ranks of a layout. WorkerFailed if that fails."""
         ranks, pickled = config.parallel.ranks, pickle.dumps(config)
-        trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, self.steps, choices)[0]
+        trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, recording)[0]
+        self.pool.renew(range(ranks))  # for what a training leaves behind in the modules of a fork
         return trained
 
 
-def train_on_rank(
-    recipe: str, pickled_config: bytes, steps: int, choices: Mapping[RouterUse, Choices] = NO_CHOICES
-) -> Trained | None:
+def train_on_rank(recipe: str, pickled_config: bytes, recording: Recording) -> Trained | None:
     """Train a config with a recipe on this rank.
 
-    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before. choices: of
-    experts, see `record_training`.
+    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before.
     """
     train = import_recipe(Path(recipe)).train
-    return record_training(train, pickle.loads(pickled_config), steps, choices)
+    return record_training(train, pickle.loads(pickled_config), recording)
 
 
 def last_line(text: str) -> str:
@@ -248,9 +336,13 @@ def last_line(text: str) -> str:
 def culprits(results: list[ProvenLayout]) -> list[Technique]:
     """Return the techniques that make layouts wrong: those that are wrong alone, else all of a wrong layout."""
     wrong = [result for result in results if not result.is_right]
-    alone = [result.technique for result in wrong if result.technique is not None]
+    alone = [(result.technique, result.config) for result in wrong if result.technique is not None]
     if alone:  # of tp, and tp with sequence parallelism, the first says enough
-        return [one for one in alone if not any(other.settings.items() < one.settings.items() for other in alone)]
+        causes = []
+        for technique, config in alone:
+            if not any(other.is_used(config) for other, _ in alone if other is not technique):
+                causes.append(technique)
+        return causes
     found: dict[str, Technique] = {}
     for result in wrong[:1]:
         for technique in TECHNIQUES:

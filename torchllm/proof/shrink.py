@@ -25,8 +25,7 @@ EXPERTS, TOP_K = 12, 4
 """most experts of a block, which 1, 2, 3, 4 and 6 ranks can share, and most of a token"""
 BYTES = 264
 """vocabulary of the byte tokenizer, rounded up to a multiple of 8 and 3"""
-LEARNING_RATE, EPSILON = 2e-3, 1e-3
-"""with AdamW's usual epsilon of 1e-8, the sign of a gradient that is rounding alone would decide a weight"""
+LEARNING_RATE = 2e-3
 
 
 def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str] = ()) -> C:
@@ -37,7 +36,7 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
     settings: Settings = {
         **small_model(config.model, ranks, config.float8.is_on),
         "model.window": small_window(config.model.window, config.training.sequence_length),
-        **small_training(config, steps),
+        **small_training(steps),
         **documents_as_data(config, folder),
         "model.from_hf": "",
         "model.upcycle": False,
@@ -114,9 +113,9 @@ def small_window(window: int, length: int) -> int:
     return LENGTH // 3 if 0 < window < length else 0
 
 
-def small_training(config: Config, steps: int) -> Settings:
+def small_training(steps: int) -> Settings:
     """Return the settings of a training of a few steps, one more than are looked at."""
-    settings: Settings = {
+    return {
         "training.steps": steps + 1,
         "training.micro_batch_size": 1,
         "training.global_batch_size": BATCH,
@@ -129,9 +128,6 @@ def small_training(config: Config, steps: int) -> Settings:
         "evaluate.interval": steps,
         "evaluate.sequences": 8,
     }
-    if config.optimizer.name == "adamw":
-        settings["optimizer.epsilon"] = EPSILON
-    return settings
 
 
 def documents_as_data(config: Config, folder: Path) -> Settings:

@@ -460,11 +460,14 @@ def has_usable_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: training.dtype, where "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype to compute in: training.dtype, where "auto" is bfloat16 on a GPU and float32 on a CPU.
+
+    float32 is float64 where that is torch's default type, as it is in a proof that tells a mistake from rounding.
+    """
     name = training.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return torch.bfloat16 if name == "bfloat16" else torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 def _share_folder(runtime: Runtime) -> None:
