@@ -1,5 +1,6 @@
 """Token files of other programs, read in place: each written as the original's own code does, or by it."""
 
+import io
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ import torch
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.corpus import close_shards
 from torchllm.data.error import DataError
+from torchllm.data.formats import mds
 from torchllm.data.in_place import InPlaceCorpus, describe_in_place, in_place_settings
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.shard import SPLITS, Split
@@ -240,7 +242,23 @@ def test_shards_of_mosaicmls_own_writer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"), [(5_000_000, "unpacks to more than the 78 bytes"), (-1, "unpacks to 1 bytes less than the 78")]
 )
-def test_a_shard_of_mds_that_unpacks_to_another_size_is_not_kept(tmp_path: Path, change: int, words: str) -> None:
+def test_a_shard_of_mds_that_unpacks_to_another_size_is_not_kept(
+    tmp_path: Path, change: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mds, "_BLOCK", 1000)
+    read = []
+
+    class Counted(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            read.append(super().read(size))
+            return read[-1]
+
+    def open_counted(path: str, compression: str) -> Counted:
+        with open_stream(path, compression=compression) as stream:
+            return Counted(stream.read())
+
+    open_stream = pyarrow.input_stream
+    monkeypatch.setattr(pyarrow, "input_stream", open_counted)
     write_mds(tmp_path / "tokens", [[1, 2, 3]])
     shard = tmp_path / "tokens" / "shard.00000.mds"
     content = shard.read_bytes()
@@ -254,6 +272,7 @@ def test_a_shard_of_mds_that_unpacks_to_another_size_is_not_kept(tmp_path: Path,
     with pytest.raises(DataError, match=words.replace("78", str(size))):
         open_in_place("mds", tmp_path / "tokens", settings_of(tmp_path))
     assert not list((tmp_path / "cache").glob("*.mds"))
+    assert sum(map(len, read)) <= size + 1000
 
 
 def test_the_ids_of_llama_3_in_llmc_are_of_32_bits(tmp_path: Path) -> None:
