@@ -258,6 +258,11 @@ def test_keys_that_another_source_made_idle_are_one_line(folder: Path, capsys: p
         f'{betas}; base.toml:6: schedule.decay_steps: does nothing in this run: it needs schedule.name = "wsd"'
     ]
     assert loaded(["sgd.toml", "--optimizer.beta1=0.7"], capsys) == [betas.replace("base.toml:2: ", "--")]
+    (folder / "low.toml").write_text("[optimizer]\nname = 'sgd'\n")
+    (folder / "high.toml").write_text("base = 'low.toml'\n[optimizer]\nbeta1 = 0.7\n")
+    assert loaded(["high.toml"], capsys) == [
+        f"high.toml:3: optimizer.beta1: does nothing in this run: it needs {needs}"
+    ]
     (folder / "both.toml").write_text("base = 'base.toml'\n[optimizer]\nname = 'sgd'\nbeta1 = 0.7\n")
     for words, place in (
         (["both.toml"], "both.toml:4: optimizer.beta1"),
@@ -275,6 +280,8 @@ def test_a_base_that_is_idle_by_itself_may_be_used_and_left_again(
     assert loaded(["lora.toml"], capsys) == []
     line = "base.toml:2: lora.alpha: does nothing in this run: it needs lora.rank over 0"
     assert loaded(["lora.toml", "--lora.rank=0"], capsys) == [line]
+    (folder / "whole.toml").write_text("base = 'lora.toml'\n[lora]\nrank = 0\n")
+    assert loaded(["whole.toml"], capsys) == [line]
     assert refusal(capsys, lambda: load_config(["base.toml"])) == [f"{line}; or remove it"]
 
 

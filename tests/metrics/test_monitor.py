@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
+from torchllm.config.errors import UserError
 from torchllm.metrics.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
 from torchllm.metrics.slow_rank import SlowRank
 from torchllm.metrics.step_profiler import ProfiledStep
@@ -280,3 +282,15 @@ def _events(folder: Path) -> list[str]:
 
 def test_unequal_loads_of_experts_are_an_event_of_the_run(tmp_path: Path) -> None:
     assert run(_events, 1, tmp_path) == [[f"tell me imbalance {tmp_path}"]]
+
+
+def _refusal(folder: Path) -> str:
+    config = tiny({})
+    with pytest.raises(UserError) as error:
+        monitor_of(folder, replace(config, checkpoint=replace(config.checkpoint, initial="another run")))
+    return str(error.value)
+
+
+def test_a_recipe_that_ignores_a_key_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    [error] = run(_refusal, 1, tmp_path)
+    assert 'checkpoint.initial: is "another run", but this recipe does not apply it: call Checkpointer(' in error
