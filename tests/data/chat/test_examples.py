@@ -146,6 +146,16 @@ def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
     made = format_of(endless, tmp_path).examples(Conversation(TALK))
     assert made.without_end == 1
     assert format_of(endless, tmp_path).ends_of_turn == {}
+    words = [user("how?"), assistant("close it with <|im_end|>")]
+    assert format_of(endless, tmp_path).examples(Conversation(words)).without_end == 1
+
+
+def test_a_token_that_is_added_and_not_special_may_end_a_turn(tmp_path: Path) -> None:
+    calling = FAMILIES["calling"]
+    family = calling._replace(special=("<|endoftext|>", "<|endoftext|>"), words=(*calling.words, *calling.special[1:]))
+    chat = format_of(family, tmp_path)
+    assert chat.ends_of_turn == {"<|im_end|>": chat.encoder.token_id("<|im_end|>")}
+    assert trained(chat.examples(Conversation(WITH_CALL)), tmp_path) == [[f"{CALLED}<|im_end|>", "two<|im_end|>"]]
 
 
 def test_tokens_that_hold_the_end_of_a_prompt_are_counted(tmp_path: Path) -> None:
