@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import Started, children, launcher_of
+from tests.patience import patience
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, tensor_files
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 TIMEOUT = 2.0
-END_WITHIN = 20.0
+END_WITHIN = patience(20.0)
 """seconds from the last step to the end of the job; on a busy machine the time-outs are the smallest part"""
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
 RECIPE = """
@@ -177,7 +178,7 @@ def test_a_hang_in_each_phase_ends_by_the_limit_of_that_phase(
     tried = {
         "run.timeout": limits(),
         "run.save_timeout": limits(step=90.0, save=TIMEOUT),
-        "run.start_timeout": limits(start=8.0),
+        "run.start_timeout": limits(start=patience(8.0)),
     }
     options = [*QUICK, "--data.workers=0", f"--run.folder={tmp_path / 'run'}", *tried[key]]
     run = start(DEBUG, *SMALL, *options, NPROC=str(ranks), **with_fault(tmp_path, fault))

@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.launched import Started, children, launcher_of, start_nodes
 from tests.listening import listening_addresses
+from tests.patience import patience
 from tests.tiny_run import DEBUG, SMALL, curve, free_port
 from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
 
@@ -28,7 +29,7 @@ pytestmark = [
 
 MARK = "TORCHLLM_FAULT_TEST"
 """environment variable that all processes of a run inherit"""
-END_WITHIN = 30.0
+END_WITHIN = patience(30.0)
 """seconds in which all processes of a job are gone after one was killed"""
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
 CHANGED = ["--training.steps", "--evaluate.interval"]

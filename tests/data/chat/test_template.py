@@ -47,6 +47,7 @@ def test_what_a_template_would_print_as_python_does_is_refused(template: str, sh
     ("template", "text"),
     [
         ("{{ message.extra | tojson }}", '{"a": 1}'),
+        ("{{ 'é<書' | tojson }}", '"é<書"'),
         ("{{ message.number | int }}", "2"),
         ("{{ message.tool_calls[0].number }}", "3"),
         ("{{ tools[0].count }}", "2"),
