@@ -422,7 +422,7 @@ MORE_TRAINED = [
     ("qwen3-moe", ("fsdp", "tp"), ""),
     ("olmoe", ("fsdp",), ""),
     ("qwen3", ("fsdp", "tp"), "uneven"),
-    ("gpt2", ("fsdp", "sp"), "uneven"),
+    ("qwen2", ("fsdp", "sp"), "uneven"),
     ("glm4-moe", ("fsdp", "tp"), ""),
 ]
 
