@@ -66,6 +66,7 @@ def main(config: Config) -> float:
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
     manifest = load_weights_of_run(config, [model], prefix=prefix)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
+    data.keep_sources_of(manifest.data)
     log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)
@@ -97,6 +98,7 @@ def evaluate_sharded(config: Config) -> float:
         pieces=sequence_pieces(mesh),
     )
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks, config.finetune)
+    data.keep_sources_of(manifest.data)
     log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)

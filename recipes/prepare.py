@@ -49,7 +49,8 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.tokenizer import load_tokenizer
+from torchllm.data.tokenize_shard import describe_unknown
+from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
@@ -71,6 +72,8 @@ def main(config: PrepareConfig) -> None:
     processes = config.prepare.processes or usable_cores()
     spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    for line in describe_documents(tokenizer):
+        print(line)
     tables = []
     for index, source in enumerate(config.data.sources):
         table = source
@@ -130,7 +133,7 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
     print(f"{folder}: {header.documents:,} documents, {header.tokens:,} tokens, {speed}")
-    for line in describe_counts(header.counts):
+    for line in [*describe_counts(header.counts), *describe_unknown(header)]:
         print(f"  {line}")
     revision = header.plan["source"].get("revision")
     if revision:

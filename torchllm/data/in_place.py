@@ -8,12 +8,12 @@ The files have no checksums. The fingerprint is of the size of each file and of 
 corpus of up to 256 MiB; of a larger one, blocks at even distances, first and last among them, 256 MiB together.
 """
 
-import glob
 import hashlib
 import json
 import math
-import re
+import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,9 @@ from torchllm.config import Data, Source
 from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import CorpusFile
 from torchllm.data.corpus import ShardStream
+from torchllm.data.earlier_files import earlier_token_files
 from torchllm.data.error import DataError
+from torchllm.data.file_search import FoundFiles, find_files
 from torchllm.data.formats.llmc import LLMC
 from torchllm.data.formats.mds import MDS
 from torchllm.data.formats.megatron import MEGATRON
@@ -31,18 +33,16 @@ from torchllm.data.formats.nanogpt import NANOGPT
 from torchllm.data.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
-from torchllm.data.source_files import SourceFile, stat_file
+from torchllm.data.source_files import ChosenFiles, SourceFile, choose_by_name, stat_file
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
-_HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation)([^a-z]|$)", re.IGNORECASE)
-"""in the name of a file, or for MDS of its folder: it is the validation split"""
 _SAMPLED = 2**28
 """bytes that are hashed for the fingerprint; whole blocks, and two of each file at least"""
 _SAMPLE = 2**16
 """bytes of a block"""
 _IDS_PER_LOOK = 2**16
 """ids in which the first document after a place is sought at a time"""
-_VERSION = 1
+_VERSION = 2
 """of the description"""
 
 
@@ -71,39 +71,39 @@ def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
 
-def token_files(source: Source) -> list[SourceFile]:
+def token_files(source: Source) -> ChosenFiles:
     """Return the files of a source that are a shard each, or list some: all in a folder, those that match a glob.
 
-    Raises DataError if there is none.
+    Raises DataError if there is none to train on.
     """
     pattern = _FORMATS[source.kind].pattern
-    path = Path(source.path).expanduser()
-    if source.kind == "megatron" and not path.exists() and path.with_name(path.name + ".idx").is_file():
-        found = [path.with_name(path.name + ".idx")]  # the prefix that Megatron-LM's own options take
-    elif path.is_dir():
-        found = sorted(path.rglob(pattern))
-    elif path.exists():
-        found = [path.with_suffix(".idx") if source.kind == "megatron" else path]
-    else:
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).match(pattern))
-    if not found:
+    path = os.path.expanduser(source.path)
+    if source.kind == "megatron" and not os.path.isdir(path):
+        index = Path(path).with_suffix(".idx") if os.path.exists(path) else Path(f"{path}.idx")
+        if index.is_file():  # of the .bin, or of the prefix that Megatron-LM's own options take
+            path = str(index)
+    found = find_files(path, lambda name: fnmatchcase(name, pattern))
+    if not os.path.lexists(path):
+        found = FoundFiles([file for file in found.files if Path(file.path).match(pattern)])
+    if not found.files:
         hint = describe_missing(source.path)
         raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r}): {hint}")
-    return [stat_file(str(path)) for path in found]
+    return choose_by_name(source, found)
 
 
-def describe_in_place(source: Source, data: Data, vocab: int) -> Path:
+def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = False) -> Path:
     """Return the file in the cache that describes a source, after writing it if it is not there.
 
-    Raises DataError if a file is not of the format, or has ids of `vocab` or more among its first ones.
+    earlier: choose files as earlier versions did. Raises DataError if a file is not of the format, or has ids of
+    `vocab` or more among its first ones.
     """
     settings = in_place_settings(source, data)
-    files = token_files(source)
+    files = earlier_token_files(source, _FORMATS[source.kind].pattern) if earlier else token_files(source)
     listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
     if not path.is_file() or not _is_current(_read(path)):
-        description = _describe(source, settings, files, data.validation_fraction, vocab)
+        description = _describe(settings, files, data.validation_fraction, vocab)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
             file.write(json.dumps(description, default=str).encode())
@@ -115,19 +115,13 @@ def _is_current(description: _Description) -> bool:
     return all(stat_file(file.path) == file for file in description.files)
 
 
-def _describe(
-    source: Source, settings: InPlaceSettings, files: Sequence[SourceFile], held_out: float, vocab: int
-) -> _Description:
+def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
     """Return what is in the files of a source. `held_out`: share of the validation split if no file is one."""
     reader = _FORMATS[settings.kind]
     by_split: dict[Split, list[TokenShard]] = {split: [] for split in SPLITS}
-    for file in files:
-        path = Path(file.path)
-        name = path.parent.name if settings.kind == "mds" else path.name
-        split: Split = "validation" if _HELD_OUT.search(name) else "train"
-        by_split[split] += reader.list_shards(path, settings)
-    if not by_split["train"]:
-        by_split = {"train": by_split["validation"], "validation": []}
+    for split, chosen in zip(SPLITS, files, strict=True):
+        for file in chosen:
+            by_split[split] += reader.list_shards(Path(file.path), settings)
     pieces: dict[Split, list[_Piece]] = {}
     for split, shards in by_split.items():
         pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]

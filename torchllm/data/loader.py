@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
+from torchllm.config import Data, Finetune, Model, Source, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
 from torchllm.data.batch import Batch
 from torchllm.data.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
@@ -45,7 +46,8 @@ from torchllm.data.stages import (
     plan_stages,
     stages_from_state,
 )
-from torchllm.data.tokenizer import load_tokenizer
+from torchllm.data.tokenize_shard import describe_unknown
+from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
 
@@ -85,9 +87,10 @@ def build_loader(
     become tokens, and whether the run counts epochs; None: sources of conversations are an error.
     """
     applied("data", data)
-    opened = _open_on_all_ranks(data, training, model, ranks, finetune)
+    open_sources = partial(_open_on_all_ranks, data, training, model, ranks, finetune)
+    opened = open_sources()
     counts_epochs = finetune is not None and finetune.epochs > 0
-    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs)
+    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs, open_sources)
 
 
 class _Opened(NamedTuple):
@@ -96,13 +99,22 @@ class _Opened(NamedTuple):
     """on the rank that prepares for its node"""
 
 
+OpenSources = Callable[[Sequence[str]], _Opened]
+"""opens the sources of data.sources; called with the fingerprints that a checkpoint recorded (see `_prepare`)"""
+
+
 def _open_on_all_ranks(
-    data: Data, training: Training, model: Model, ranks: DataRanks, finetune: Finetune | None
+    data: Data,
+    training: Training,
+    model: Model,
+    ranks: DataRanks,
+    finetune: Finetune | None,
+    recorded: Sequence[str] = (),
 ) -> _Opened:
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
 
     def prepare() -> str:
-        return json.dumps(_prepare(data, training, model, finetune)) if ranks.prepares else ""
+        return json.dumps(_prepare(data, training, model, finetune, recorded)) if ranks.prepares else ""
 
     answers = _on_all_ranks(ranks, prepare)
     folders: list[str] = json.loads(answers[ranks.preparing_rank])
@@ -157,23 +169,57 @@ def _needs_tokenizer(data: Data) -> bool:
     return any(source.kind != "synthetic" for source in data.sources)
 
 
-def _prepare(data: Data, training: Training, model: Model, finetune: Finetune | None) -> list[str]:
+def _prepare(
+    data: Data, training: Training, model: Model, finetune: Finetune | None, recorded: Sequence[str]
+) -> list[str]:
     """Return the cache folder of each raw source, the description of each one that is read in place, else "".
 
-    Raw sources are tokenized, and files described, if they are not in the cache.
+    Raw sources are tokenized, and files described, if they are not in the cache. recorded: fingerprints of the sources
+    of a run that goes on; a source keeps the files and the tokens that earlier versions chose if these have its
+    fingerprint.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
+    if any(map(is_raw, data.sources)) and tokenizer is not None and not recorded:
+        for line in describe_documents(tokenizer):
+            log.info("%s", line)
+
+    def prepare(source: Source, earlier: bool) -> str:
+        if is_in_place(source):
+            return str(describe_in_place(source, data, model.vocab, earlier))
+        if tokenizer is None or not is_raw(source):
+            return ""
+        length = training.sequence_length
+        plan = plan_corpus(
+            source, data, tokenizer, model.vocab, finetune=finetune, sequence_length=length, earlier=earlier
+        )
+        return str(prepare_cached(plan, data))
+
+    def fingerprint(source: Source, folder: str) -> str:
+        return open_source(source, folder, data, tokenizer, model.vocab).fingerprint
+
+    def prepare_recorded(index: int, source: Source, folder: str) -> str:
+        """Return the folder of what earlier versions chose if it has the recorded fingerprint, else `folder`."""
+        with suppress(DataError):  # such as for its size
+            if fingerprint(source, folder) != recorded[index]:
+                earlier = prepare(source, earlier=True)
+                if fingerprint(source, earlier) == recorded[index]:
+                    log.info("%s: %s", name_source(index, source), _KEPT)
+                    return earlier
+        return folder
+
     folders = []
-    for source in data.sources:
-        folder = ""
-        if tokenizer is not None and is_raw(source):
-            length = training.sequence_length
-            plan = plan_corpus(source, data, tokenizer, model.vocab, finetune=finetune, sequence_length=length)
-            folder = str(prepare_cached(plan, data))
-        elif is_in_place(source):
-            folder = str(describe_in_place(source, data, model.vocab))
+    for index, source in enumerate(data.sources):
+        folder = prepare(source, earlier=False)
+        if folder and index < len(recorded):
+            folder = prepare_recorded(index, source, folder)
         folders.append(folder)
     return folders
+
+
+_KEPT = (
+    "the run goes on with the files and tokens that its corpus recorded; a new run would choose other files by their "
+    "names and links, or put another token before a document"
+)
 
 
 def _open(folders: Sequence[str], data: Data, training: Training, model: Model) -> list[SequenceSource]:
@@ -261,56 +307,63 @@ class TrainLoader:
         ranks: DataRanks,
         verification: Verification | None = None,
         counts_epochs: bool = False,
+        open_sources: OpenSources | None = None,
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training.
 
-        counts_epochs: the run goes through all sources equally often, unless their weights are chosen.
+        counts_epochs: the run goes through all sources equally often, unless their weights are chosen. open_sources:
+        opens those of a checkpoint that an earlier version wrote; None: they are the same.
         """
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """is told, before the run ends by it, since which step it has trained on damaged data, and what is damaged"""
-        self._sources = sources
         self._verification = verification
+        self._open_sources = open_sources
         self._data = data
         self._training = training
         self._workers = data.workers
         self._ranks = ranks
-        self._names: list[str] = []
-        self._weights: list[float] = []
-        self._held_out: dict[int, int] = {}
-        """held-out sequences of each source that has any, by its index"""
-        self._held_out_locations: list[Location] = []
-        """the first of them, as many as an evaluation has asked for: they never change"""
+        self._seed = seed
+        self._names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
+        self._weights = [settings.weight for settings in data.sources]
         self._consumed = 0
         self._steps = 0
         self._first_sequence = 0
         """sequences that were consumed before this start"""
         self._batches: Iterator[Any] | None = None
-        length = training.sequence_length
+        self._counts_epochs = counts_epochs
+        self._read_from(sources)
+
+    def _read_from(self, sources: list[SequenceSource]) -> None:
+        """Read the sequences of `sources` from now on."""
+        self._sources = sources
+        self._held_out: dict[int, int] = {}
+        """held-out sequences of each source that has any, by its index"""
+        self._held_out_locations: list[Location] = []
+        """the first of them, as many as an evaluation has asked for: they never change"""
+        length = self._training.sequence_length
         sizes, fingerprints, tokenizers = [], [], set()
         skipped: Counter[str] = Counter()
-        for index, (settings, source) in enumerate(zip(data.sources, sources, strict=True)):
-            self._names.append(name_source(index, settings))
-            self._weights.append(settings.weight)
+        for index, (weight, source) in enumerate(zip(self._weights, sources, strict=True)):
             sizes.append(source.count("train", length))
             if count := source.count("validation", length):
                 self._held_out[index] = count
-            fingerprints.append([source.fingerprint, settings.weight])
+            fingerprints.append([source.fingerprint, weight])
             if isinstance(source, Corpus):
                 tokenizers.add(source.header.tokenizer)
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """records skipped by data.on_bad_record = "skip", by their fault"""
-        self._reader = _Reader(sources, length, data.document_mask, ranks.pieces)
-        self._seed, self._sizes = seed, sizes
-        self._mixture = mixed_by_size(data, sizes) if counts_epochs else data
+        self._reader = _Reader(sources, length, self._data.document_mask, self._ranks.pieces)
+        self._sizes = sizes
+        self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the shares of the sources in training; of those held out, `data` says them"""
-        self._stages = plan_stages(self._mixture, training.global_batch_size)
-        self._order = order_by_stages(seed, sizes, self._stages)
+        self._stages = plan_stages(self._mixture, self._training.global_batch_size)
+        self._order = order_by_stages(self._seed, sizes, self._stages)
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
             "tokenizer": sorted(tokenizers),
             "sequence_length": length,
-            "seed": seed,
+            "seed": self._seed,
         }
 
     def next_step(self) -> PackedBatches:
@@ -421,6 +474,7 @@ class TrainLoader:
 
         Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
         """
+        self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
         batch = self._training.global_batch_size
         progress = Progress(state.get("steps", state["sequences"] // batch), state["sequences"])
@@ -454,6 +508,19 @@ class TrainLoader:
                     log.info("data: the sources have the shares of the checkpoint, %s", list(saved[0].weights))
                 return mixture
         return self._mixture
+
+    def keep_sources_of(self, state: Mapping[str, Any]) -> None:
+        """Read the files and tokens of the run that saved a state, where an earlier version has chosen them otherwise.
+
+        Call it on all ranks.
+        """
+        recorded = [fingerprint for fingerprint, _ in state.get("fingerprint", {}).get("sources", [])]
+        current = [source.fingerprint for source in self._sources][: len(recorded)]
+        if self._open_sources is not None and current != recorded:
+            self.close()
+            opened = self._open_sources(recorded)
+            self._verification = opened.verification
+            self._read_from(opened.sources)
 
     def close(self) -> None:
         """End the worker processes and close the shards; the next step starts and opens them again."""
@@ -530,7 +597,8 @@ class TrainLoader:
             epochs = self._order.epochs(index, sequences)
             lines.append(f"{self._names[index]}: {content}; {epochs:.3g} epochs in {steps} steps")
             if isinstance(source, Corpus):
-                lines += [f"{self._names[index]}: {line}" for line in describe_counts(source.header.counts)]
+                details = [*describe_counts(source.header.counts), *describe_unknown(source.header)]
+                lines += [f"{self._names[index]}: {line}" for line in details]
         if len(self._names) > _LISTED:
             lines.append(f"and {len(self._names) - _LISTED} other sources")
         first_step = 1

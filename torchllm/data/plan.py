@@ -35,6 +35,8 @@ class CorpusPlan:
     """of a folder that stands for a data set of the hub (see `sources.hub_folder_version`)"""
     chat: ChatPlan | None = None
     """how conversations are written; None: the source is text"""
+    held_out: int = 0
+    """of `files`, so many at the end are the validation split; 0: a share of the documents of all files is"""
 
     @cached_property
     def key(self) -> str:
@@ -44,6 +46,8 @@ class CorpusPlan:
             del fields["revision"]  # other sources have the key that they had before this field was added
         if self.chat is None:
             del fields["chat"]  # as above
+        if not self.held_out:
+            del fields["held_out"]  # as above
         for name in _LATER_SOURCE_FIELDS:
             if not fields["source"][name]:
                 del fields["source"][name]

@@ -1,6 +1,5 @@
 """The files of a raw source: which of those at data.sources.path are read, and in which order."""
 
-import glob
 import json
 import logging
 import os
@@ -12,9 +11,11 @@ import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
+from torchllm.data.file_search import FoundFiles, NamedSplit, find_files
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.records import BLOCK
 from torchllm.data.unpack import open_unpacked
+from torchllm.hugging_face.git_lfs import why_pointer
 from torchllm.regular_file import check_regular
 
 log = logging.getLogger(__name__)
@@ -33,30 +34,39 @@ class SourceFile(NamedTuple):
     """time of its last change, in nanoseconds since 1970"""
 
 
+class ChosenFiles(NamedTuple):
+    """The files of a source that are read."""
+
+    train: list[SourceFile]
+    held_out: list[SourceFile]
+    """the held-out part, by their names; none: it is a part of the others"""
+
+
 def source_files(source: Source) -> list[SourceFile]:
+    """Return all files of a raw source that are read, those that are held out by their names last."""
+    chosen = choose_files(source)
+    return [*chosen.train, *chosen.held_out]
+
+
+def choose_files(source: Source) -> ChosenFiles:
     """Return the files of a raw source, sorted by path; a source of the hub has none.
 
-    Raises DataError if data.sources.path matches no file.
+    Raises DataError if there is none to train on at data.sources.path.
     """
     if source.kind == "hub":
-        return []
+        return ChosenFiles([], [])
     if source.kind == "stdlib":
-        return [stat_file(path) for path in _stdlib_paths()]
-    pattern = os.path.expanduser(source.path)
-    # A path that exists is taken literally: its name may hold characters that mean something in a glob.
-    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
-    if matches == [pattern] and os.path.isdir(pattern):
-        paths = _files_in_folder(pattern, source)
-    else:
-        paths = sorted(path for path in matches if not os.path.isdir(path))
-    if not paths:
+        return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
+    suffixes = _SUFFIXES.get(source.kind, ("",))
+    found = find_files(os.path.expanduser(source.path), lambda name: name.endswith(suffixes))
+    if not found.files:
         raise DataError(
             f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"
         )
-    files = [stat_file(path) for path in paths]
+    chosen = choose_by_name(source, found)
     if source.kind == "text":
-        _refuse_json_lines(source, paths)
-    return files
+        _refuse_json_lines(source, [file.path for file in chosen.train])
+    return chosen
 
 
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -68,21 +78,46 @@ _SUFFIXES = {
 """names of the files of a folder that are read; all of a folder of text"""
 
 
-def _files_in_folder(folder: str, source: Source) -> list[str]:
-    """Return the files in a folder and in the folders in it, sorted; hidden ones, such as .git, are none of them."""
-    suffixes = _SUFFIXES.get(source.kind, ("",))
-    paths: list[str] = []
-    ignored = 0
-    for inside, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if name.startswith(".") or not name.endswith(suffixes):
-                ignored += 1
-            else:
-                paths.append(os.path.join(inside, name))
-    others = f"; {ignored:,} hidden ones and ones of another kind are not read" if ignored else ""
-    log.info("data.sources: %s files in %r%s", f"{len(paths):,}", source.path, others)
-    return sorted(paths)
+def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
+    """Return what is trained and what is held out of the files at data.sources.path; say what is not trained, and why.
+
+    Raises DataError if by their names none is to be trained.
+    """
+    paths: dict[NamedSplit, list[str]] = {"train": [], "held out": [], "test": []}
+    for file in found.files:
+        paths[file.split].append(file.path)
+    if not paths["train"]:
+        raise DataError(
+            f"data.sources: by their names all of the {len(found.files):,} files at {source.path!r} are for validation "
+            f"or a test, as {found.files[0].path}: to train on them, name the file itself, or the folder that it is in"
+        )
+    notes = []
+    if paths["held out"]:
+        held_out = _describe_paths(paths["held out"])
+        notes.append(f"{held_out} held out by name, in place of data.validation_fraction")
+    if paths["test"]:
+        notes.append(f"{_describe_paths(paths['test'])} left out as a test set")
+    if found.ignored:
+        notes.append(f"{found.ignored:,} hidden ones and ones of another kind are not read")
+    if found.folders:
+        notes.append(f"{found.folders:,} folders that match are not read")
+    if notes or os.path.isdir(os.path.expanduser(source.path)):
+        log.info("data.sources: %s", "; ".join([f"{len(paths['train']):,} files in {source.path!r}", *notes]))
+    chosen = ChosenFiles(*([stat_file(path) for path in paths[split]] for split in ("train", "held out")))
+    for path, size, _ in [*chosen.train, *chosen.held_out]:
+        if reason := why_pointer(path, size):
+            raise DataError(f"data.sources: {path} {reason}")
+    return chosen
+
+
+def _describe_paths(paths: Sequence[str]) -> str:
+    """Return how many files there are, and the first ones."""
+    listed = [*paths[:_LISTED], *["..."][: len(paths) - _LISTED]]
+    return f"{len(paths):,} files ({', '.join(listed)})"
+
+
+_LISTED = 3
+"""files that a line names"""
 
 
 _LOOKED_AT = 8

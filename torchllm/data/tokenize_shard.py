@@ -15,7 +15,7 @@ import numpy as np
 
 from torchllm.data.bad_records import FileTally, RecordTally
 from torchllm.data.checked_file import file_sums
-from torchllm.data.corpus_header import SplitRecord
+from torchllm.data.corpus_header import CorpusHeader, SplitRecord
 from torchllm.data.error import DataError
 from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
@@ -29,10 +29,14 @@ _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
 _BYTES_PER_CALL = 2**19
 """text tokenized at a time, but for the last record's"""
+_NOTED_UNKNOWN = 0.001
+"""share of the tokens from which on unknown ones are worth a line"""
 ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
 UNTOKENIZED = "text that the tokenizer fails on"
+UNKNOWN = "unknown tokens"
+"""in the counts of a corpus: tokens that stand for text that the tokenizer does not know"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,11 @@ class ShardWriter:
         is_whole_files = plan.source.kind in ("text", "stdlib") and not plan.source.delimiter
         self.tally = RecordTally(plan.on_bad_record == "error", plan.source.path if is_whole_files else "")
         self._plan = plan
+        self._held_out = {file.path for file in plan.files[len(plan.files) - plan.held_out :]}
         self.tokenizer = tokenizer
+        begin = tokenizer.begins[plan.tokenizer]
+        self._begin = np.array([] if begin is None else [begin], dtype=dtype)
+        self._end = np.array([tokenizer.end], dtype=dtype)
         self.report: ReportText = lambda size: None
         """is called with the bytes of text that were tokenized since its last call"""
 
@@ -163,7 +171,9 @@ class ShardWriter:
                 self.skip_over_vocab(record, ids)
                 continue
             self.tally.good(record)
-            self.split_of(record).add(_between_begin_and_end(ids, self.tokenizer))
+            self.count_unknown(ids)
+            document = np.concatenate([self._begin, ids, self._end], dtype=self._end.dtype, casting="unsafe")
+            self.split_of(record).add(document)
             self.text_bytes += record.size
         self.report(sum(record.size for record in batch))
 
@@ -171,7 +181,7 @@ class ShardWriter:
         """Tokenize and write a record in pieces; what is written of it is removed if one of them has a fault."""
         split = self.split_of(record)
         split.begin_document()
-        split.extend(_begin_of_document(self.tokenizer))
+        split.extend(self._begin)
         try:
             for piece in cut_pieces(record.blocks(), self.tokenizer.find_cut):
                 (ids,) = self._encode([piece])
@@ -184,24 +194,33 @@ class ShardWriter:
                     self.skip_over_vocab(record, ids)
                     return
                 split.extend(ids)
+                self.count_unknown(ids)
                 self.report(len(piece.encode()))
         except NoPlaceToCut:
             split.drop_document()
             detail = f" (no blank or line end in {LONGEST:,} characters at which {self.tokenizer.name!r} can cut it)"
             self.skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
             return
-        split.extend(np.array([self.tokenizer.end]))
+        split.extend(self._end)
         self.tally.good(record)
         self.text_bytes += record.size
 
     def split_of(self, record: TextRecord) -> ShardFileWriter:
-        """Return the writer of a record's split, which a hash of its text decides.
+        """Return the writer of a record's split: that of its file, if any file is held out, or else by its text.
 
-        So the same text is never both in training and in validation data, whatever its file, source or row.
+        A hash of the text decides then, so that the same text is never both in training and in validation data,
+        whatever its file, source or row.
         """
         train, validation = self.splits
+        if self._held_out:
+            return validation if record.origin.name in self._held_out else train
         uniform = (record.text_hash >> 11) * 2.0**-53  # 53 bits as a float in [0, 1)
         return validation if uniform < self._plan.validation_fraction else train
+
+    def count_unknown(self, ids: Ids) -> None:
+        """Count the tokens that stand for text that the tokenizer does not know."""
+        if self.tokenizer.unknown is not None and (count := int((ids == self.tokenizer.unknown).sum())):
+            self.counts[UNKNOWN] += count
 
     def over_vocab(self, ids: Ids) -> bool:
         """Return whether the model lacks one of these tokens."""
@@ -243,19 +262,15 @@ def is_of_tokenizer(error: BaseException) -> bool:
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
-def _begin_of_document(tokenizer: Tokenizer) -> Ids:
-    """Return the begin token, or nothing if the tokenizer has none."""
-    return np.array([] if tokenizer.begin is None else [tokenizer.begin], dtype=id_dtype(tokenizer))
-
-
-def _between_begin_and_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
-    """Return a document: its begin token, if there is one, its ids, its end token."""
-    begin = _begin_of_document(tokenizer)
-    document = np.empty(len(begin) + len(ids) + 1, dtype=id_dtype(tokenizer))
-    document[: len(begin)] = begin
-    document[len(begin) : -1] = ids
-    document[-1] = tokenizer.end
-    return document
+def describe_unknown(header: CorpusHeader) -> list[str]:
+    """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
+    share = header.counts.get(UNKNOWN, 0) / max(1, header.tokens)
+    if share < _NOTED_UNKNOWN:
+        return []
+    return [
+        f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns nothing "
+        "from them; take a tokenizer that was made for this text, or one of bytes"
+    ]
 
 
 def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:

@@ -6,10 +6,10 @@ A document is never trusted: text that looks like a special token ("<|end_of_tex
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
 from torchllm.data.pieces import CONTEXT, cut_places
+from torchllm.hugging_face.git_lfs import why_pointer
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Pattern = Literal["llama3", "cl100k", "gpt2", "o200k"]
@@ -37,13 +38,19 @@ class Tokenizer(Protocol):
     vocab: int
     """ids are 0 <= id < vocab, special tokens included"""
     begin: int | None
-    """id put before a document; None: the tokenizer has none, as Qwen's"""
+    """id put before a document; None: none is, as by Qwen's"""
     end: int
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
-    earlier_fingerprint: str
-    """that of torchllm 0.1, whose documents have the same ids and may have another begin"""
+    earlier_fingerprints: tuple[str, str]
+    """in earlier versions, newest first: documents had the same ids, and may have had another begin"""
+    begins: Mapping[str, int | None]
+    """of each of these fingerprints: id put before a document"""
+    unknown: int | None
+    """id that stands for text that the tokenizer does not know; None: it knows any text"""
+    notes: Sequence[str]
+    """lines on what its files say and is not done"""
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without begin and end."""
@@ -69,13 +76,24 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
+    if path.is_dir():
+        raise DataError(f"data.tokenizer: {name!r} is a folder: name the tokenizer file in it, such as tokenizer.json")
     if not path.is_file():
         raise DataError(f'data.tokenizer: there is no file {name!r} (give "bytes" or the path of a tokenizer file)')
     if path.stat().st_size > LARGEST_TOKENIZER:
         raise DataError(f"data.tokenizer: {path} has {path.stat().st_size} bytes, more than any tokenizer")
+    if reason := why_pointer(path, path.stat().st_size):
+        raise DataError(f"data.tokenizer: {path} {reason}")
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, threads)
     return TiktokenTokenizer(path, pattern, threads)
+
+
+def describe_documents(tokenizer: Tokenizer) -> list[str]:
+    """Return a line on what is put before and after a document, and those on what is not."""
+    end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
+    before = "nothing" if tokenizer.begin is None else f"{tokenizer.decode([tokenizer.begin])} ({tokenizer.begin})"
+    return [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
 
 
 class ByteTokenizer:
@@ -90,7 +108,11 @@ class ByteTokenizer:
         )
         self.name, self.vocab, self.end = "bytes", 258, 257
         self.begin: int | None = 256
-        self.fingerprint = self.earlier_fingerprint = "bytes"
+        self.fingerprint = "bytes"
+        self.earlier_fingerprints = ("bytes", "bytes")
+        self.begins: Mapping[str, int | None] = {"bytes": self.begin}
+        self.unknown: int | None = None
+        self.notes: Sequence[str] = ()
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""
@@ -124,7 +146,7 @@ class _Vocabulary(NamedTuple):
     special: dict[str, int]
     """ids of the special tokens"""
     begin: str
-    """special token that begins a document"""
+    """special token that begins a document; in earlier versions also where it is the one that ends it"""
     end: str
     """special token that ends a document"""
 
@@ -201,7 +223,13 @@ class TiktokenTokenizer:
 
     def __init__(self, path: Path, pattern: Pattern, threads: int) -> None:
         """Read a rank file. Raises DataError if it is none, or a published one of another pattern."""
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if content[:1] == content[2:3] == b"\n":  # a message of protobuf, whose first field is one with a text
+            raise DataError(
+                f"data.tokenizer: {path} is a SentencePiece model, which is not read: use the tokenizer.json of the "
+                "same model; transformers writes it with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
         try:
             # tiktoken caches files by path and would return an old copy of a changed file: the hash prevents that
             ranks = load_tiktoken_bpe(str(path), expected_hash=digest)
@@ -216,9 +244,15 @@ class TiktokenTokenizer:
         self.name = str(path)
         self.split = vocabulary.split
         self.vocab = self.encoding.n_vocab
-        self.begin: int | None = vocabulary.special[vocabulary.begin]
         self.end = vocabulary.special[vocabulary.end]
-        self.fingerprint = self.earlier_fingerprint = f"{path.name}-{pattern}-{digest[:16]}"
+        begin = vocabulary.special[vocabulary.begin]
+        self.begin: int | None = None if begin == self.end else begin
+        earlier = f"{path.name}-{pattern}-{digest[:16]}"
+        self.fingerprint = earlier if begin == self.begin else f"{path.name}-{pattern}-{self.begin}-{digest[:16]}"
+        self.earlier_fingerprints = (earlier, earlier)
+        self.begins: Mapping[str, int | None] = {self.fingerprint: self.begin, earlier: begin}
+        self.unknown: int | None = None
+        self.notes: Sequence[str] = ()
         self.threads = threads
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
@@ -256,33 +290,39 @@ _PLACES_TRIED = 16
 class _TokenizerConfig(NamedTuple):
     """What a tokenizer_config.json says; "" where it says nothing."""
 
-    begin: str
-    end: str
+    begin: str = ""
+    end: str = ""
+    add_begin: bool | None = None
+    """whether a begin is put before a text; transformers goes by tokenizer.json, and ignores it"""
 
 
 def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
     """Read a tokenizer_config.json, which need not exist. Raises DataError that names it if it is damaged."""
     if not path.is_file():
-        return _TokenizerConfig("", "")
+        return _TokenizerConfig()
     try:
         content = json.loads(path.read_text("utf-8"))
         names = []
         for key in ("bos_token", "eos_token"):
             token = content.get(key) or ""
             names.append(str(token["content"] if isinstance(token, dict) else token))
+        add_begin = content.get("add_bos_token")
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise DataError(
             f"data.tokenizer: {path} cannot be read ({type(error).__name__}: {error}): copy it again, or delete it if "
             "the tokens of the tokenizer have their usual names"
         ) from error
-    return _TokenizerConfig(*names)
+    begin, end = names
+    return _TokenizerConfig(begin, end, add_begin if isinstance(add_begin, bool) else None)
 
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json.
 
-    Its begin and end are those of a tokenizer_config.json in the same folder; without that file, the usual names. A
-    tokenizer without a begin (Qwen's config says `"bos_token": null`) puts none before a document.
+    Its end is that of a tokenizer_config.json in the same folder; without that file, the usual names. Its begin is what
+    transformers puts before a text: the token that the post-processor of tokenizer.json adds. It is none if there is no
+    such token, whatever the config calls the begin (bos_token), and none if it is the end: one token is enough between
+    two documents.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -305,22 +345,59 @@ class HuggingFaceTokenizer:
         config_file = path.with_name("tokenizer_config.json")
         config = _read_tokenizer_config(config_file)
         end = self._special_id(config.end, _END_NAMES)
-        if config_file.is_file():
-            self.begin = self._special_id(config.begin, ())
-        else:
-            self.begin = self._special_id("", _BEGIN_NAMES)
+        if end is None and config.end:
+            raise DataError(
+                f"data.tokenizer: {config_file} names {config.end!r} as the end of a text (eos_token), a token that "
+                f"{path} does not have: name one that it has"
+            )
         if end is None:
             raise DataError(
                 f"data.tokenizer: {path} has none of the usual end-of-text tokens: name its own in {config_file} "
                 "(eos_token)"
             )
         self.end = end
+        added = self._added_begin()
+        self.begin: int | None = None if added == end else added
+        self.notes: Sequence[str] = self._notes(config, config_file)
+        self.unknown = self._unknown_id()
+        named = self._special_id(config.begin, ())
+        usual = self._special_id(config.begin, _BEGIN_NAMES)
+        begins = [self.begin, named if config_file.is_file() else usual, end if usual is None else usual]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.fingerprint = f"{path.name}-{self.begin}-{self.end}-{digest[:16]}"
-        earlier_begin = self._special_id(config.begin, _BEGIN_NAMES)
-        if earlier_begin is None:
-            earlier_begin = end
-        self.earlier_fingerprint = f"{path.name}-{earlier_begin}-{self.end}-{digest[:16]}"
+        fingerprints = [f"{path.name}-{begin}-{end}-{digest[:16]}" for begin in begins]
+        self.fingerprint = fingerprints[0]
+        self.earlier_fingerprints = (fingerprints[1], fingerprints[2])
+        self.begins: Mapping[str, int | None] = dict(zip(fingerprints, begins, strict=True))
+
+    def _added_begin(self) -> int | None:
+        """Return the token that the post-processor puts before a text; of several the last."""
+        encoding = self.encoding.encode("a", add_special_tokens=True)
+        before = list(takewhile(bool, encoding.special_tokens_mask))
+        if len(before) == len(encoding.ids):  # the tokenizer has no token for this text: what is there is begin and end
+            del before[1:]
+        return encoding.ids[len(before) - 1] if before else None
+
+    def _notes(self, config: _TokenizerConfig, config_file: Path) -> list[str]:
+        """Return lines on what the files say of the begin and is not done."""
+        if config.begin and self.encoding.token_to_id(config.begin) is None:
+            return [
+                f"data.tokenizer: {config_file} names {config.begin!r} as the begin of a text (bos_token), which "
+                f"{self.name} does not have: it is put before no document"
+            ]
+        if config.add_begin in (None, self.begin is not None) or config.begin == config.end:
+            return []
+        return [
+            f"data.tokenizer: {config_file} says add_bos_token = {str(config.add_begin).lower()}, which transformers "
+            f"does not follow either: what is put before a text is what the post-processor of {self.name} adds"
+        ]
+
+    def _unknown_id(self) -> int | None:
+        """Return the id that stands for text that the tokenizer does not know, None if it has none."""
+        model = self.encoding.model
+        if hasattr(model, "unk_token"):
+            return None if model.unk_token is None else self.encoding.token_to_id(model.unk_token)
+        unknown: int | None = json.loads(self.encoding.to_str())["model"].get("unk_id")  # of a Unigram
+        return unknown
 
     def _special_id(self, configured: str, usual_names: Sequence[str]) -> int | None:
         """Return the id of the token that the config names, else of the first usual name that exists."""

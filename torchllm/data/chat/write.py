@@ -114,6 +114,7 @@ class ConversationWriter(ShardWriter):
         self.counts[EXAMPLES] += 1
         self.counts[TARGETS] += targets
         self.counts[TOKENS] += len(example.ids)
+        self.count_unknown(example.ids)
         self._waiting[split].append(example)
 
     def _pack(self, split: ShardFileWriter) -> None:
@@ -153,9 +154,9 @@ def untrained(counts: Mapping[str, int]) -> str:
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
     """Return lines on what became of conversations, with a histogram of the lengths of examples.
 
-    counts: of a corpus; {} of text.
+    counts: of a corpus; those of text are none.
     """
-    if not counts:
+    if CONVERSATIONS not in counts:
         return []
     known = Counter(counts)  # what never came about has no key
     trained = known[TARGETS] / max(1, known[TOKENS])

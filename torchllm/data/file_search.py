@@ -1,0 +1,188 @@
+"""The files at a path of the config, each once, and what the names of files say of them.
+
+Folders behind links are searched too, but for links back to a folder that is being searched. A file with several names
+is taken by the one that no link is part of.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from torchllm.data.error import DataError
+
+NamedSplit = Literal["train", "held out", "test"]
+
+_SPLIT_WORDS: dict[str, NamedSplit] = {"test": "test"}
+_SPLIT_WORDS |= dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "held out")
+_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(_SPLIT_WORDS)})(?![^\W\d_])", re.IGNORECASE)
+"""a word between characters that are no letters: in val_0.bin and x/test/y, not in latest or contest"""
+
+
+class FoundFile(NamedTuple):
+    """A file that was found."""
+
+    path: str
+    split: NamedSplit
+    """what the names below the path of the config say"""
+
+
+class FoundFiles(NamedTuple):
+    """The files at a path of the config."""
+
+    files: list[FoundFile]
+    """sorted by path"""
+    ignored: int = 0
+    """files that were not taken"""
+    folders: int = 0
+    """folders that match a glob; what is in them was not searched"""
+
+
+def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
+    """Return the files at a path: the file, those in the folder, or those that match the glob.
+
+    takes: whether a file in a folder is taken, by its name. What a glob names is taken. Raises DataError if a folder
+    cannot be read.
+    """
+    # A path that exists is taken literally: its name may hold characters that mean something in a glob.
+    if os.path.isdir(path):
+        ignored = 0
+        inside: list[str] = []
+        for listing in _walk(path):
+            taken = [name for name in listing.names if not name.startswith(".") and takes(name)]
+            ignored += len(listing.names) - len(taken)
+            inside += [os.path.join(listing.folder, name) for name in taken]
+        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored)
+    if os.path.lexists(path):
+        return FoundFiles([FoundFile(path, "train")])
+    base, pattern = _split_pattern(path)
+    matches = _match(base, pattern)
+    paths = [match for match in matches if not os.path.isdir(match)]
+    return FoundFiles(_by_name(_each_once(paths, base), base, pattern), folders=len(matches) - len(paths))
+
+
+def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:
+    """Return what the names of files below the folder `base` say; words of the config's own pattern say nothing."""
+    written = _words(pattern)
+    found = []
+    for path in paths:
+        said = {_SPLIT_WORDS[word] for word in _words(_below(path, base)) - written}
+        split: NamedSplit = "test" if "test" in said else "held out" if said else "train"
+        found.append(FoundFile(path, split))
+    return found
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(text)}
+
+
+def _below(path: str, base: str) -> str:
+    """Return the part of a path below the folder in which it was found."""
+    return path[len(base) :].lstrip("/")
+
+
+def _each_once(paths: Sequence[str], base: str) -> list[str]:
+    """Return the paths sorted; of those of one file, one that has no link below `base`, or else the first."""
+    real_base = os.path.realpath(base)
+    real_folders: dict[str, str] = {}
+    path_of: dict[str, str] = {}
+    for path in sorted(paths):
+        folder, name = os.path.split(path)
+        if folder not in real_folders:
+            real_folders[folder] = os.path.realpath(folder)
+        file = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folders[folder], name)
+        if file not in path_of or file == os.path.join(real_base, _below(path, base)):
+            path_of[file] = path
+    return sorted(path_of.values())
+
+
+class _Listing(NamedTuple):
+    folder: str
+    names: list[str]
+    """of the files in it"""
+
+
+def _walk(root: str) -> Iterator[_Listing]:
+    """Yield the folders below `root`, each once, those behind links last; hidden ones are left out.
+
+    Raises DataError if one cannot be read.
+    """
+    real_root = os.path.realpath(root)
+    seen: set[tuple[int, int]] = set()
+    """device and inode of each folder"""
+    waiting = [root]
+    while waiting:
+        linked: list[str] = []
+        for start in waiting:
+            for inside, folders, names in os.walk(start, onerror=_raise_unreadable):
+                status = os.stat(inside)
+                if (status.st_dev, status.st_ino) in seen:
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                for name in folders:  # os.walk itself follows no link
+                    path = os.path.join(inside, name)
+                    if os.path.islink(path) and not _leads_back(path, inside, real_root):
+                        linked.append(path)
+                yield _Listing(inside, names)
+        waiting = sorted(linked)
+
+
+def _leads_back(link: str, folder: str, real_root: str) -> bool:
+    """Return whether a link in `folder` leads to a folder above it, or above the root of the search."""
+    target = os.path.realpath(link)
+    below = os.path.join(target, "")
+    return any(os.path.join(place, "").startswith(below) for place in (os.path.realpath(folder), real_root))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise DataError(f"data.sources: {error.filename} cannot be read: {error.strerror}") from error
+
+
+class _Pattern(NamedTuple):
+    base: str
+    """the folder that holds all matches, as the config writes it; "" for the working folder"""
+    pattern: str
+    """what is below it"""
+
+
+def _split_pattern(path: str) -> _Pattern:
+    """Return the folder at the begin of a glob, and the rest."""
+    parts = path.split("/")
+    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return _Pattern("".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:]))
+
+
+def _match(base: str, pattern: str) -> list[str]:
+    """Return the files and folders that match a glob.
+
+    `glob` goes round and round where links lead back; so `**` is matched here, against the files of a search.
+    """
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return glob.glob(base + pattern)
+    first = parts.index("**")
+    roots = glob.glob(base + "/".join(parts[:first])) if first else [base]
+    matches = []
+    for root in filter(os.path.isdir, (root or "." for root in roots)):
+        for listing in _walk(root):
+            for name in listing.names:
+                path = os.path.join(listing.folder, name).removeprefix("./" if root == "." else "")
+                if _fits(_below(path, "" if root == "." else root).split("/"), parts[first:]):
+                    matches.append(path)
+    return matches
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether the names of a path match the parts of a glob, of which ** stands for any number of folders."""
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        following = parts[1:] or ["*"]
+        return any(_fits(names[skipped:], following) for skipped in range(len(names)))
+    if not names or (names[0].startswith(".") and not parts[0].startswith(".")):
+        return False
+    return fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
