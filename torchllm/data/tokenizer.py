@@ -294,7 +294,7 @@ class TiktokenTokenizer:
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 _PLACES_TRIED = 16
-"""places at which a tokenizer.json is tried before a text is taken to have none"""
+"""places at which a tokenizer.json is tried before a text is taken to have none; words that are tried as a text"""
 
 
 class _TokenizerConfig(NamedTuple):
@@ -381,11 +381,16 @@ class HuggingFaceTokenizer:
 
     def _added_begin(self) -> int | None:
         """Return the token that the post-processor puts before a text; of several the last."""
-        encoding = self.encoding.encode("a", add_special_tokens=True)
-        before = list(takewhile(bool, encoding.special_tokens_mask))
-        if len(before) == len(encoding.ids):  # the tokenizer has no token for this text: what is there is begin and end
-            del before[1:]
-        return encoding.ids[len(before) - 1] if before else None
+        words = islice(self.encoding.get_vocab(with_added_tokens=False), _PLACES_TRIED)
+        for text in ("a", *words):
+            try:
+                encoding = self.encoding.encode(text, add_special_tokens=True)
+            except Exception:  # the library raises bare Exception, here for a text that the tokenizer does not know
+                continue
+            before = list(takewhile(bool, encoding.special_tokens_mask))
+            if len(before) < len(encoding.ids):
+                return encoding.ids[len(before) - 1] if before else None
+        return None
 
     def _notes(self, config: _TokenizerConfig, config_file: Path) -> list[str]:
         """Return lines on what the files say of the begin and is not done."""
