@@ -91,5 +91,8 @@ def test_the_config_of_a_copied_run_is_of_the_copy(folder: Path, capsys: pytest.
     assert load_config(["runs/copy/config.toml"]).run.folder == "runs/copy"
     assert 'run.folder: is "runs/a", which is another folder: runs/copy is taken' in capsys.readouterr().err
     assert load_config(["runs/copy/config.toml", "--run.folder=runs/b"]).run.folder == "runs/b"
+    (folder / "runs/a").rename(folder / "runs/renamed")
+    assert load_config(["runs/renamed/config.toml"]).run.folder == "runs/renamed"
+    assert capsys.readouterr().err == ""
     (folder / "runs/copy/checkpoints/step-00000001").rmdir()  # no run, only a config that lies there
     assert load_config(["runs/copy/config.toml"]).run.folder == "runs/a"

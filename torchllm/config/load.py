@@ -209,18 +209,20 @@ def read_draft(
 
 
 def _take_folder_of_copy(draft: Draft[C]) -> None:
-    """Take the folder in which the config of a run lies for the run's, and say so if the config names another one.
+    """Take the folder of a run's config for the run folder; say so if the config names another folder that exists.
 
     A run folder that was copied or renamed has the config of the original, which would be trained, exported or sampled
     in its place.
     """
     file, path = Path(draft.arguments.file), ("run", "folder")
-    if file.name != "config.toml" or not draft.is_resolved:
+    if file.name != "config.toml" or not draft.is_resolved or draft.is_overridden(path):
         return
     folder, named = file.parent, draft.config.run.folder
     is_run = (folder / "lease").is_dir() or any((folder / "checkpoints").glob("step-*"))
     if is_run and os.path.realpath(named) != os.path.realpath(folder):
         draft.config = replace(draft.config, run=replace(draft.config.run, folder=str(folder)))
+        if not os.path.exists(named):  # it was renamed, or the working folder is another one
+            return
         message = f"is {shown(named)}, which is another folder: {folder} is taken, in which this file lies"
         draft.notes.append(draft.located(path, message))
 
