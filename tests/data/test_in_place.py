@@ -367,6 +367,24 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         assert str(folder / Path(name).parent) in str(error.value)
 
 
+@pytest.mark.parametrize("header", ["numpy", "llmc", "llama3", "zip"])
+def test_a_header_is_not_read_as_ids_of_nanogpt(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    if header == "numpy":
+        with path.open("wb") as file:
+            np.save(file, np.array([7, 8, END] * 50, "<u2"))
+    elif header == "zip":
+        with path.open("wb") as file:
+            np.savez(file, np.array([7, 8, END] * 50, "<u2"))
+    elif header == "llmc":
+        write_llmc(path, DOCUMENTS)
+    else:
+        write_llmc(path, DOCUMENTS, magic=20240801, version=7, dtype="<u4")
+    advice = {"numpy": r"numpy\.load\(FILE\)\.tofile", "zip": "is a zip archive"}.get(header, 'set kind = "llmc"')
+    with pytest.raises(DataError, match=rf"a\.bin .*{advice}"):
+        open_in_place("nanogpt", tmp_path, settings_of(tmp_path, dtype="uint16", separator=END), vocab=65_536)
+
+
 def test_no_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file \*\.idx at '.*nowhere' \(kind 'megatron'\)"):
         open_in_place("megatron", tmp_path / "nowhere", settings_of(tmp_path))

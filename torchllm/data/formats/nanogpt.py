@@ -5,6 +5,7 @@ GPT-2, <|endoftext|> (50256) after each document. Many programs write such files
 both are said by the config (data.dtype, data.separator).
 """
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,23 @@ _LOOKED_AT = 2**12
 """ids that decide whether the type of a file is the one that the config says"""
 
 
+_HEADERS = {
+    b"\x93NUMPY": "is of numpy.save, whose header is no ids: write the ids alone, numpy.load(FILE).tofile(NAME.bin)",
+    struct.pack("<2i", 20240520, 1): 'has a header of llm.c: set kind = "llmc"',
+    struct.pack("<2i", 20240801, 7): 'has a header of llm.c: set kind = "llmc"',
+    b"MMIDIDX": 'is an index of Megatron-LM: set kind = "megatron"',
+    b"PK\x03\x04": "is a zip archive, as numpy.savez and torch.save write: write the ids alone, array.tofile(NAME.bin)",
+}
+"""first bytes of files that hold more than ids -> what to do"""
+
+
 def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
     """Return the shard that a file is. Raises WrongFormat if it does not have the ids of data.dtype."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    for begin, advice in _HEADERS.items():
+        if head.startswith(begin):
+            raise WrongFormat(path, advice)
     size = path.stat().st_size
     id_bytes = np.dtype(settings.dtype).itemsize
     if size == 0 or size % id_bytes:
