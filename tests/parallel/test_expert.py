@@ -202,8 +202,8 @@ def test_deterministic_kernels_train_the_same_model_and_the_same_bits_again() ->
     first, second = run(trained_twice, config.parallel.ranks, config)[0]
     compare(first, reference_of(config, ragged=True))
     assert (first.losses, first.norms) == (second.losses, second.norms)
-    for name, weight in first.parameters.items():
-        assert weight.tobytes() == second.parameters[name].tobytes(), name
+    for name, weight in first.weights[-1].items():
+        assert weight.tobytes() == second.weights[-1][name].tobytes(), name
     for step, gradients in enumerate(first.gradients):
         for name, gradient in gradients.items():
             assert gradient.tobytes() == second.gradients[step][name].tobytes(), name
