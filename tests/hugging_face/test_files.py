@@ -94,6 +94,10 @@ def rename_tensor(tensors: Tensors) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "cut short": (cut, [f"{FIRST}: model.layers"]),
+    "git-lfs pointer": (
+        lambda folder: (folder / FIRST).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        [f"{FIRST}: is a pointer of git-lfs in place of the file: run `git lfs pull`"],
+    ),
     "no header": (lambda folder: (folder / FIRST).write_bytes(b"\x01"), [f"{FIRST}: is cut short, or no safetensors"]),
     "damaged header": (
         lambda folder: (folder / FIRST).write_bytes(b"\x02" + bytes(7) + b"[]"),

@@ -317,7 +317,7 @@ def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
             token = content.get(key) or ""
             names.append(str(token["content"] if isinstance(token, dict) else token))
         add_begin = content.get("add_bos_token")
-    except (OSError, ValueError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise DataError(
             f"data.tokenizer: {path} cannot be read ({type(error).__name__}: {error}): copy it again, or delete it if "
             "the tokens of the tokenizer have their usual names"

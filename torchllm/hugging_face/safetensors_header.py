@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
+from torchllm.hugging_face.git_lfs import why_pointer
 from torchllm.regular_file import open_regular
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -57,6 +58,8 @@ def read_header(path: Path) -> Header:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            if reason := why_pointer(path, size):
+                raise HubFileError(f"{path}: {reason}")
             length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
             if size < 8 or length > size - 8:
                 raise HubFileError(f"{path}: is cut short, or no safetensors file: its header is not whole")
