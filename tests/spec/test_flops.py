@@ -24,8 +24,6 @@ from torchllm.spec.flops import (
     update_parameter_count,
 )
 
-pytestmark = pytest.mark.quick
-
 GPT = Model(
     family="gpt", layers=24, hidden=2304, heads=24, ffn=4 * 2304, vocab=51_200, tied_embeddings=True
 )  # Narayanan et al., table 1, 1.7B
@@ -54,6 +52,7 @@ RECOMPUTES = [
 ]
 
 
+@pytest.mark.quick
 def test_forward_and_backward_are_korthikantis_model_flops() -> None:
     """arXiv 2205.05198, appendix A: 72 B L s h^2 (1 + s / 6h + V / 12hL) in a step."""
     length, hidden, layers, vocab = 2048, GPT.hidden, GPT.layers, GPT.vocab
@@ -62,6 +61,7 @@ def test_forward_and_backward_are_korthikantis_model_flops() -> None:
     assert 3 * forward_flops_per_token(GPT, length) == pytest.approx(formula, rel=1e-12)
 
 
+@pytest.mark.quick
 def test_full_recompute_is_narayanans_hardware_flops() -> None:
     """arXiv 2104.04473, equation 3: 96 B s L h^2 (1 + s / 6h + V / 16Lh), each block's forward pass run again."""
     length, hidden, layers, vocab = 2048, GPT.hidden, GPT.layers, GPT.vocab
@@ -71,6 +71,7 @@ def test_full_recompute_is_narayanans_hardware_flops() -> None:
     assert executed + unneeded == pytest.approx(formula, rel=1e-12)
 
 
+@pytest.mark.quick
 def test_model_flops_give_palms_published_utilization() -> None:
     """arXiv 2204.02311, table 1 and appendix B: 540.35 B parameters; 238.3 K tokens/s on 6144 TPU v4 are 46.2 %."""
     assert parameter_count(PALM) / 1e9 == pytest.approx(540.35, abs=0.01)  # PaLM has one norm a block, not two
@@ -78,6 +79,7 @@ def test_model_flops_give_palms_published_utilization() -> None:
     assert rate / (6144 * 275e12) == pytest.approx(0.462, abs=5e-4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("model", "gpus", "seconds", "percent"),
     [
@@ -95,6 +97,7 @@ def test_model_flops_give_hagemanns_published_utilization(
     assert mfu * 100 == pytest.approx(percent, abs=0.05)  # printed to a tenth
 
 
+@pytest.mark.quick
 def test_causal_attention_is_half_of_palms() -> None:
     length = 4096
     matrices = 6 * parameter_count(LLAMA)
@@ -102,6 +105,7 @@ def test_causal_attention_is_half_of_palms() -> None:
     assert (half - matrices) / (whole - matrices) == (length + 1) / (2 * length)
 
 
+@pytest.mark.quick
 def test_attention_in_windows_is_counted_as_windows() -> None:
     """By MFU, by HFU and by what balances the stages of a pipeline."""
     windowed = replace(LLAMA, window=1024)
@@ -112,6 +116,7 @@ def test_attention_in_windows_is_counted_as_windows() -> None:
     assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
 
 
+@pytest.mark.quick
 def test_pairs_are_those_of_the_mask() -> None:
     lengths = [1, 5, 2, 8]
     documents = torch.arange(4).repeat_interleave(torch.tensor(lengths))
@@ -178,6 +183,7 @@ def test_products_are_those_of_the_built_block_in_order(name: str) -> None:
         assert len(sizes) == 7 + model.is_sparse(layer) * (1 + 3 * (name == "shared experts"))
 
 
+@pytest.mark.quick
 def test_experts_count_as_often_as_a_token_uses_them() -> None:
     model = SMALL["experts"]
     alone = replace(model, experts=model.top_k)  # a router of fewer rows
@@ -189,6 +195,7 @@ def test_experts_count_as_often_as_a_token_uses_them() -> None:
     assert flops_per_token(model, 64) == 6 * active_parameter_count(model) + attention
 
 
+@pytest.mark.quick
 def test_recompute_modes_differ() -> None:
     """That the counts above do not agree because nothing was recomputed."""
     counts = [recomputed_flops_per_token(SMALL["llama"], recompute, 16) for recompute in RECOMPUTES]
@@ -198,6 +205,7 @@ def test_recompute_modes_differ() -> None:
     assert recomputed_flops_per_token(SMALL["llama"], Recompute(), 16, has_logits_again=True) == 2 * 33 * 24
 
 
+@pytest.mark.quick
 def test_recompute_interval_defaults() -> None:
     assert recompute_interval(Recompute("segment"), 80) == 9
     assert recompute_interval(Recompute("every_k"), 80) == 2
@@ -235,6 +243,7 @@ UNKNOWN = (
 )
 
 
+@pytest.mark.quick
 def test_peaks_of_devices_by_the_drivers_names() -> None:
     assert {name: device_peak_flops(name, "bfloat16") for name in TERAFLOPS} == {
         name: teraflops * 1e12 for name, teraflops in TERAFLOPS.items()
@@ -243,12 +252,14 @@ def test_peaks_of_devices_by_the_drivers_names() -> None:
     assert device_peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
 
 
+@pytest.mark.quick
 def test_unknown_devices_have_no_peak() -> None:
     for name in UNKNOWN:
         assert device_peak_flops(name, "bfloat16") is None, name
         assert device_peak_flops(name, "tf32") is None, name
 
 
+@pytest.mark.quick
 def test_peaks_are_dense_and_sourced() -> None:
     for peak in DEVICE_PEAKS:
         # Every chip here does bfloat16 at twice TF32; a sparse figure slipped into one column would break that.
@@ -259,6 +270,7 @@ def test_peaks_are_dense_and_sourced() -> None:
         assert peak.source
 
 
+@pytest.mark.quick
 def test_frozen_weights_need_no_gradients() -> None:
     """Of the operations of a weight a third is its gradient's."""
     lora = Lora(rank=4, targets=("q_proj", "down_proj"))
