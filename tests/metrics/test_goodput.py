@@ -27,6 +27,14 @@ def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
     assert lost == {"start-up": 30.0, "restart": pytest.approx(30 + 10 * 2)}
 
 
+def test_the_time_after_a_finished_run_is_not_lost() -> None:
+    finished = Launch(1000.0, 0, seen=1100.0, step=40, last=40)
+    longer = Launch(9000.0, 40, seen=9100.0, step=80, last=80)
+    assert account([finished, longer]) == (200.0, {"restart": 0.0})
+    killed = Launch(1000.0, 0, seen=1100.0, step=39, last=40)
+    assert account([killed, longer])[1]["restart"] == pytest.approx(7900)
+
+
 def test_steps_that_several_later_launches_undid_are_counted() -> None:
     """At 1 s per step: steps 51 ... 100 of the first launch and all ten of the second were done again."""
     launches = [

@@ -6,7 +6,8 @@
     checkpoint   saving
     evaluate     evaluation
     rebuild      going on with another config (`torchllm/adapt`)
-    restart      between the end of one launch and the start of the next, and steps that had to be done again
+    restart      between the end of one launch and the start of the next, unless the run was finished, and steps that
+                 had to be done again
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
 The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
@@ -44,11 +45,18 @@ class Launch:
     """the step that it logged last"""
     lost: dict[str, float] = field(default_factory=dict)
     """seconds by cause"""
+    last: int = 0
+    """the step that it was to train to; 0: unknown, of an earlier version"""
 
     @property
     def seconds(self) -> float:
         """From the start of the launch to its last logged step."""
         return max(0.0, self.seen - self.started)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has trained all of its steps: what comes later is more than was asked for."""
+        return 0 < self.last <= self.step
 
     @property
     def productive(self) -> float:
@@ -74,8 +82,9 @@ class Goodput:
         """byte of the file at which the line of this launch begins, once it has one"""
         self.line_length = 0
 
-    def begin(self, start: int) -> None:
-        """Note that steps begin after step `start`: the time since the launch, or the last `write`, trained nothing."""
+    def begin(self, start: int, last: int = 0) -> None:
+        """Note that steps begin after `start`, up to `last`: the time since the launch or `write` trained nothing."""
+        self.launch.last = last
         begun = self._now()
         preparing = begun - self.launch.seen
         if "start-up" in self.launch.lost:
@@ -157,7 +166,7 @@ def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
     """the last step that no later launch did again"""
     for launch, following in reversed(list(pairwise(launches))):
         retained = min(retained, following.first)
-        pause = max(0.0, following.started - launch.seen)
+        pause = 0.0 if launch.is_finished else max(0.0, following.started - launch.seen)
         wall += pause
         lost["restart"] = lost.get("restart", 0.0) + pause + redone_seconds(launch, retained)
     return wall, lost

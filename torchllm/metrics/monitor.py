@@ -165,7 +165,7 @@ class Monitor:
         self.start_up.close()
         # The time up to here is the start-up's: none of it may be the first step's too.
         if self.goodput is not None:
-            self.goodput.begin(start)
+            self.goodput.begin(start, config.training.steps)
         self.meter.start_interval()
         self.step_ended = time.perf_counter()
 
