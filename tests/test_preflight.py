@@ -1,6 +1,7 @@
 """--check finds what a run lacks, before any process is started and without torch."""
 
 import base64
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from tests.tiny_run import DEBUG, ROOT
 from torchllm import preflight
 from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
-from torchllm.data.cache import plan_corpus, prepare_cached
+from torchllm.data.cache import is_cached, plan_corpus, prepare_cached
+from torchllm.data.error import DataError
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.start import load_configs, load_run
 
@@ -228,6 +230,21 @@ def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pyte
             checked(*arguments, "--evaluate.interval=0")
         assert capsys.readouterr().err.startswith("global batch")
     assert {path.name for path in folder.iterdir()} == {"words.txt", "shards"}  # a look leaves nothing behind
+
+
+def test_a_cache_of_another_user_that_may_not_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(path: Path, *arguments: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything
+    with pytest.raises(
+        DataError, match=r"^data\.cache: .* cannot be read \(Permission denied\): another user has made"
+    ):
+        is_cached(folder / "jsonl-1")
+    (line,) = refusal(capsys, lambda: load_configs([*TEXT_SOURCE, SHORT]))
+    assert line.startswith("defaults: data.cache: ")
 
 
 def test_what_a_dry_run_never_reads_may_be_missing(folder: Path) -> None:

@@ -329,7 +329,12 @@ class _DataInspector:
                 self._inspect_raw_source(index, source, tokenizer)
         except (UserError, OSError) as error:
             self.held_out = None
-            self.inspection.report(f"data.sources.{index}.path", str(error).removeprefix("data.sources: "))
+            key, _, message = str(error).partition(": ")
+            is_of_source = key != "data.cache"
+            self.inspection.report(
+                f"data.sources.{index}.path" if is_of_source else key,
+                str(error).removeprefix("data.sources: ") if is_of_source else message,
+            )
 
     def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
         """Look at a corpus of token shards, of which every file is asked for its size. Raises DataError."""
@@ -367,8 +372,7 @@ class _DataInspector:
 
     def _inspect_raw_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
-        from torchllm.data.cache import cached_folder, open_source, plan_corpus, refuse_large_source
-        from torchllm.data.corpus_header import HEADER
+        from torchllm.data.cache import cached_folder, is_cached, open_source, plan_corpus, refuse_large_source
         from torchllm.data.source_files import source_files
 
         if source.kind == "hub":
@@ -388,7 +392,7 @@ class _DataInspector:
             sequence_length=self.config.training.sequence_length,
         )
         folder = cached_folder(self.data, plan)
-        if (folder / HEADER).is_file():
+        if is_cached(folder):
             with suppress(DataError):  # a damaged corpus in the cache is made again
                 corpus = open_source(source, str(folder), self.data, tokenizer, self.config.model.vocab)
                 self._count_sequences(source, corpus)

@@ -91,6 +91,20 @@ def cached_folder(data: Data, plan: CorpusPlan) -> Path:
     return cache_root(data) / f"{plan.source.kind}-{plan.key}"
 
 
+def is_cached(folder: Path) -> bool:
+    """Return whether a folder of the cache holds a corpus. Raises DataError if it may not be read."""
+    try:
+        (folder / HEADER).open("rb").close()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except PermissionError as error:
+        raise DataError(
+            f"data.cache: {folder} cannot be read ({error.strerror}): another user has made it. Set data.cache to a "
+            "folder of yours, or ask its owner to let you read it"
+        ) from error
+    return True
+
+
 def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
     """Return the folders in the cache that hold the corpus with this fingerprint, of any version."""
     folders = []
@@ -128,7 +142,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
     folder = cached_folder(data, plan)
-    if (folder / HEADER).is_file():
+    if is_cached(folder):
         damage = _find_damage(folder, data)
         if damage is None:
             header = read_description(folder).header
