@@ -9,21 +9,24 @@ It ends ranks that are stuck (rank_watch.py). And it prints no traceback of its 
 that failed has printed its error; a rank that was killed could not, and is named here.
 """
 
+import os
 import signal
 import sys
 
-from torchllm.runtime.lease import DONE, own_for_ranks, release_leases
+from torchllm.runtime.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
 from torchllm.runtime.parent import end_with_parent, find_ranks, is_session_leader, tie_children
+from torchllm.runtime.start_lines import say_that_imports_go_on
 
 if __name__ == "__main__":  # before torch is imported, for seconds
     end_with_parent()
     tie_children()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell makes its background processes ignore it
     own_for_ranks()
+    if HANDED_DOWN in os.environ:  # node 0
+        say_that_imports_go_on()
 
 import argparse
 import logging
-import os
 import tempfile
 import threading
 import time
