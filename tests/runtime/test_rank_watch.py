@@ -100,10 +100,11 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "key", "doing", "place", "state"),
+    ("body", "waits", "key", "doing", "place", "state"),
     [
         (
             limits(step=LIMIT) + "heart.begin_steps()\nbeat('data')\nread_a_file_that_does_not_answer()",
+            "S",
             "run.timeout",
             "step, last sign of life: data",
             "in read_a_file_that_does_not_answer",
@@ -111,6 +112,7 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
         ),
         (
             limits(save=LIMIT) + "heart.begin_steps()\nwith during('save'): wait_in_the_kernel()",
+            "D",
             "run.save_timeout",
             "save",
             "in wait_in_the_kernel",
@@ -118,6 +120,7 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
         ),
         (
             limits(start=LIMIT) + "with during('load'): be_stopped()",
+            "T",
             "run.start_timeout",
             "load",
             "",
@@ -127,10 +130,11 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
     ids=["file", "kernel", "stopped"],
 )
 def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
-    node: Node, capfd: pytest.CaptureFixture[str], body: str, key: str, doing: str, place: str, state: str
+    node: Node, capfd: pytest.CaptureFixture[str], body: str, waits: str, key: str, doing: str, place: str, state: str
 ) -> None:
+    """waits: letter of the state in which Linux has the rank, once it is where it is stuck."""
     rank = node.start(RANK + body)
-    stuck = node.look_until(bool)
+    stuck = node.look_until(lambda stuck: stuck and state_of(rank.pid) == waits)
     assert [(one.pid, one.doing, one.limit) for one in stuck] == [(rank.pid, doing, (LIMIT, key))]
     assert stuck[0].idle > LIMIT + 0.3
     node.watch._end_ranks(stuck)
@@ -147,6 +151,11 @@ def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
     assert lines[-1] == f"  all stacks: {report}"
     assert place in report.read_text()
     assert not node.ended
+
+
+def state_of(pid: int) -> str:
+    """Return the letter for a process's state: S for one that sleeps."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def wait_for_work(pid: int) -> None:
