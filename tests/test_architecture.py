@@ -20,6 +20,7 @@ FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 ROOMS = [
     "resources",
     "regular_file",
+    "git_lfs",
     "config",
     "spec",
     "hugging_face",
@@ -46,6 +47,7 @@ ROOMS = [
 TORCH_FREE = {
     "resources",
     "regular_file",
+    "git_lfs",
     "config",
     "spec",
     "hugging_face",

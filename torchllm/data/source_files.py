@@ -15,7 +15,7 @@ from torchllm.data.file_search import FoundFiles, NamedSplit, find_files
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.records import BLOCK
 from torchllm.data.unpack import open_unpacked
-from torchllm.hugging_face.git_lfs import why_pointer
+from torchllm.git_lfs import why_pointer
 from torchllm.regular_file import check_regular
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
 from torchllm.data.pieces import CONTEXT, cut_places
-from torchllm.hugging_face.git_lfs import why_pointer
+from torchllm.git_lfs import why_pointer
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Pattern = Literal["llama3", "cl100k", "gpt2", "o200k"]

@@ -187,7 +187,7 @@ def read_sagemaker(variables: Variables) -> JobPlace | None:
     if len(hosts) < 2:
         return None
     node = hosts.index(variables["SM_CURRENT_HOST"])
-    return JobPlace(nodes=str(len(hosts)), node=node, process=node, head=hosts[0], name="")
+    return JobPlace(nodes=str(len(hosts)), node=node, process=node, head=hosts[0])
 
 
 def read_rank_variables(variables: Variables) -> JobPlace | None:
