@@ -30,8 +30,9 @@ from torchllm.data.error import DataError
 from torchllm.data.pieces import cut_pieces
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.shard import SPLITS, ShardFileWriter, Split
-from torchllm.data.source_files import SourceFile, source_files
+from torchllm.data.source_files import SourceFile, source_files, stat_file
 from torchllm.data.sources import RawSource, ShardRange, open_raw_source
+from torchllm.data.tokenize_shard import describe_unknown
 from torchllm.data.tokenizer import load_tokenizer
 
 BYTES = TokenizerSpec("bytes", "llama3")
@@ -497,6 +498,24 @@ def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record(tmp_path: Path) -> N
         write_corpus(plan, spec, tmp_path / "c")
     header = write_corpus(replace(plan, on_bad_record="skip"), spec, tmp_path / "c")
     assert (header.documents, header.skipped) == (2, {"text that the tokenizer fails on": 1})
+
+
+def test_a_tokenizer_that_knows_hardly_a_word_is_an_error(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "red": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    spec = TokenizerSpec(str(tmp_path / "tokenizer.json"), "llama3")
+    text = tmp_path / "a.txt"
+    text.write_text("red und blau")
+    plan = plan_corpus(Source(kind="text", path=str(text)), Data(tokenizer=spec.name), spec.load(), 258)
+    (line,) = describe_unknown(write_corpus(plan, spec, tmp_path / "half"))
+    assert line.startswith("50.0% of the tokens stand for text")
+    text.write_text("gelb und blau")
+    plan = replace(plan, files=[stat_file(str(text))])
+    known = rf'{spec.name} does not know the text of {text}: 75% of its tokens are \[UNK\]\. Use .*, or "bytes"'
+    with pytest.raises(DataError, match=known):
+        write_corpus(plan, spec, tmp_path / "most")
+    assert not (tmp_path / "most" / "corpus.json").exists()
 
 
 def test_keys_and_fingerprints_do_not_change(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torchllm.data.error import DataError
 from torchllm.data.plan import CorpusPlan, TokenizerSpec
 from torchllm.data.records import UNREADABLE
 from torchllm.data.sources import RawSource, ShardRange, open_raw_source
-from torchllm.data.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype
+from torchllm.data.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 
@@ -117,6 +117,7 @@ def _write_shards_and_header(
         raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
     check_not_empty(f"data.sources: {plan.source.path!r}", totals["documents"], skipped)
     loaded = tokenizer.load()
+    refuse_unknown(plan.source.path or plan.source.kind, loaded, counts, totals["tokens"])
     sequence_length = plan.chat.sequence_length if plan.chat else 0
     sums = table.write(folder)
     header = CorpusHeader(

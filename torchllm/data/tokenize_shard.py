@@ -6,7 +6,7 @@ complete. What is in them depends on the plan and the records alone.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -31,6 +31,8 @@ _BYTES_PER_CALL = 2**19
 """text tokenized at a time, but for the last record's"""
 _NOTED_UNKNOWN = 0.001
 """share of the tokens from which on unknown ones are worth a line"""
+_MOST_UNKNOWN = 0.5
+"""share of the tokens over which unknown ones are an error"""
 ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
@@ -262,15 +264,29 @@ def is_of_tokenizer(error: BaseException) -> bool:
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
+def refuse_unknown(name: str, tokenizer: Tokenizer, counts: Mapping[str, int], tokens: int) -> None:
+    """Raise DataError if most tokens of a source stand for text that the tokenizer does not know."""
+    share = _unknown_share(counts, tokens)
+    if tokenizer.unknown is not None and share > _MOST_UNKNOWN:
+        raise DataError(
+            f"data.tokenizer: {tokenizer.name} does not know the text of {name}: {share:.0%} of its tokens are "
+            f'{tokenizer.decode([tokenizer.unknown])}. Use a tokenizer that was made for this text, or "bytes"'
+        )
+
+
 def describe_unknown(header: CorpusHeader) -> list[str]:
     """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
-    share = header.counts.get(UNKNOWN, 0) / max(1, header.tokens)
+    share = _unknown_share(header.counts, header.tokens)
     if share < _NOTED_UNKNOWN:
         return []
     return [
         f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns nothing "
         "from them; take a tokenizer that was made for this text, or one of bytes"
     ]
+
+
+def _unknown_share(counts: Mapping[str, int], tokens: int) -> float:
+    return counts.get(UNKNOWN, 0) / max(1, tokens)
 
 
 def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:
