@@ -648,3 +648,6 @@ def test_a_json_array_is_named(tmp_path: Path, content: bytes, faults: list[str]
     if len(faults) == 1:
         command = f"jq -c '.[]' '{path}' > LINES.jsonl"
         assert found[0].detail == f": it is one JSON array, not JSON lines: {command} makes it lines"
+        path.write_bytes(gzip.compress(content))
+        (packed,) = read(Source(kind="jsonl", path=str(path)))
+        assert packed.detail.endswith(": unpack it, and jq -c '.[]' FILE > LINES.jsonl makes it lines")

@@ -314,7 +314,8 @@ class JsonLineFiles(_WithLines):
             return form
         is_array = first_bytes(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         if is_array and is_json_array(first_bytes(path, BLOCK)):
-            return f"one JSON array, not JSON lines: jq -c '.[]' {shlex.quote(path)} > LINES.jsonl makes it lines"
+            unpack, file = ("unpack it, and ", "FILE") if compression_of_file(path) else ("", shlex.quote(path))
+            return f"one JSON array, not JSON lines: {unpack}jq -c '.[]' {file} > LINES.jsonl makes it lines"
         return ""
 
     def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
